@@ -1,0 +1,3 @@
+//! Speed as ratios against something run beside it.
+
+fn main() {}

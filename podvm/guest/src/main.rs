@@ -1,0 +1,3 @@
+//! The only program of ours in the pod VM.
+
+fn main() {}

@@ -1,0 +1,1 @@
+//! The provider trait, its types and errors, the decorator, the conformance suite.

@@ -1,0 +1,1 @@
+//! A VM out of namespaces that runs peerpod-guest.

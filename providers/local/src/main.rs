@@ -1,0 +1,3 @@
+//! A VM out of namespaces that runs peerpod-guest.
+
+fn main() {}

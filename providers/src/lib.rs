@@ -1,0 +1,1 @@
+//! The table of providers: one feature and one row each.

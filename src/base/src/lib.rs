@@ -1,0 +1,1 @@
+//! What every binary on the node shares: configuration, lifecycle, telemetry.

@@ -1,0 +1,3 @@
+//! The command line for people.
+
+fn main() {}

@@ -1,0 +1,1 @@
+//! The per-node daemon: sandboxes, ledger, tunnel, trust.

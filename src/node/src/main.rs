@@ -1,0 +1,3 @@
+//! The per-node daemon: sandboxes, ledger, tunnel, trust.
+
+fn main() {}
