@@ -1,1 +1,12 @@
-//! What both ends of the link share: secure channel, session, ttrpc frames, network over netlink.
+//! What both ends of the link share: the secure channel, the session that survives a lost connection, ttrpc
+//! frames, and the pod's network over netlink. No Kubernetes, no cloud SDK: this crate is in the VM's trusted base
+//! and in the relay that faces hostile guests.
+
+pub mod birth;
+pub mod claim;
+pub mod endpoint;
+pub mod frame;
+pub mod net;
+pub mod record;
+pub mod session;
+pub mod tls;

@@ -1,1 +1,14 @@
-//! The per-node daemon: sandboxes, ledger, tunnel, trust.
+//! The per-node daemon: answers Kata's remote-hypervisor API, owns every sandbox of the node, and keeps what it
+//! intends on disk before it does it.
+
+pub mod app;
+pub mod birth;
+pub mod config;
+pub mod ledger;
+pub mod metrics;
+pub mod relay_client;
+pub mod rpc;
+pub mod sandbox;
+pub mod spec;
+pub mod trust;
+pub mod tunnel;

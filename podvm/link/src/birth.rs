@@ -1,0 +1,1 @@
+//! What user-data says: format and reader.

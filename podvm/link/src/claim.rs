@@ -1,0 +1,1 @@
+//! The ticket exchange on a fresh connection.

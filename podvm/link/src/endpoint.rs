@@ -1,0 +1,1 @@
+//! Drives one session.

@@ -1,0 +1,1 @@
+//! TLS 1.3 with a pinned CA.
