@@ -1,0 +1,40 @@
+# Two commands matter: `make demo` runs one pod through the whole road; `make test` passes the tests.
+# Both need root (network namespaces) and install what is missing (scripts/setup says what, before it does).
+
+CARGO ?= cargo
+BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-provider-local -p peerpod-test-agent
+
+.PHONY: demo test test-long bench lint fuzz setup bins docs
+
+setup:
+	@scripts/setup
+
+bins: setup
+	$(CARGO) build --locked $(BINS)
+
+demo: bins
+	target/debug/peerpod demo
+
+# The binaries first: the tests under tests/ drive them from outside.
+test: bins
+	$(CARGO) test --locked --workspace
+
+# What takes longer than a coffee: soaks, many kills, large counts.
+test-long: bins
+	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --release --workspace -- --nocapture
+
+bench: setup
+	$(CARGO) build --locked --release $(BINS) -p peerpod-benches
+	target/release/peerpod-benches
+
+lint: setup
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace --no-deps --document-private-items
+	scripts/deny
+	scripts/check-trees
+
+# Seconds per target; see fuzz/README.md.
+FUZZ_SECONDS ?= 60
+fuzz: setup
+	fuzz/run $(FUZZ_SECONDS)
