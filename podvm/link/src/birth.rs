@@ -1,1 +1,333 @@
-//! What user-data says: format and reader.
+//! Birth data: what a VM is told in user-data. It holds only public bits and a ticket that dies with its first use;
+//! which pod the VM becomes it learns over the link.
+//!
+//! One writer (the node) and one reader (the guest) share this type. The reader takes untrusted bytes: bounded size,
+//! bounded lists, and errors that never repeat what they read, because that could be the ticket's secret.
+
+use std::{fmt, net::SocketAddr};
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
+
+/// The version of the format this program writes and reads.
+pub const VERSION: u32 = 1;
+/// More than this is not looked at; clouds carry 16 KiB, and we write well under 2 KiB.
+pub const MAX_LEN: usize = 64 << 10;
+const MAX_ADDRESSES: usize = 64;
+const MAX_CAS: usize = 16;
+
+/// What user-data says. JSON; unknown fields are ignored, another version is refused.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BirthData {
+    /// The format's version, [`VERSION`].
+    #[serde(rename = "peerpod")]
+    pub version: u32,
+    /// What the VM may claim an identity with.
+    pub ticket: BirthTicket,
+    /// Where home is and how to know it.
+    pub node: BirthNode,
+    /// Seconds of silence on the link after which the VM powers itself off, until Personalise says otherwise.
+    pub lease_seconds: u32,
+}
+
+/// The one-time ticket.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BirthTicket {
+    /// 32 lower-case hex digits; not secret, it names the ticket in logs.
+    pub id: String,
+    /// What makes it worth something.
+    pub secret: TicketSecret,
+    /// How many VMs may claim it: 1 unless it was made for a batch.
+    pub claims: u32,
+}
+
+/// The node, as the guest sees it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BirthNode {
+    /// Where the relay listens, all addresses worth trying.
+    pub addresses: Vec<SocketAddr>,
+    /// SHA-256 of the DER of each CA the relay's certificate may come from; 64 hex digits each in JSON.
+    #[serde(with = "fingerprints")]
+    pub ca_sha256: Vec<[u8; 32]>,
+}
+
+/// A ticket's secret. Neither `Debug` nor an error shows it; in JSON it is 64 hex digits.
+#[derive(Clone, PartialEq, Eq)]
+pub struct TicketSecret([u8; 32]);
+
+impl TicketSecret {
+    /// Wraps 32 random bytes.
+    pub fn new(bytes: [u8; 32]) -> TicketSecret {
+        TicketSecret(bytes)
+    }
+
+    /// The bytes, for the Claim and for nothing else.
+    pub fn expose(&self) -> &[u8; 32] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for TicketSecret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("(secret)")
+    }
+}
+
+impl Serialize for TicketSecret {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&to_hex(&self.0))
+    }
+}
+
+impl<'de> Deserialize<'de> for TicketSecret {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        from_hex(&text).map(TicketSecret).ok_or_else(|| D::Error::custom("not 64 hex digits"))
+    }
+}
+
+/// Why user-data could not be used. No variant repeats the data.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BirthError {
+    /// Nothing there yet: some platforms mount the file before it is filled.
+    #[error("user-data is empty")]
+    Empty,
+    /// Too large to be ours.
+    #[error(
+        "user-data has {0} bytes, more than the {MAX_LEN} that are looked at; is this image meant for it?"
+    )]
+    TooLarge(usize),
+    /// Not JSON, or not of our shape.
+    #[error("user-data is not birth data of version {VERSION}: {what} at line {line}, column {column}")]
+    Malformed {
+        /// Kind of mistake.
+        what: &'static str,
+        /// From 1; 0 when not known.
+        line: usize,
+        /// From 1; 0 when not known.
+        column: usize,
+    },
+    /// A newer node than this image.
+    #[error(
+        "user-data has version {0}, this guest reads {VERSION}; the VM image and the node must be upgraded together"
+    )]
+    Version(u32),
+    /// A field has a value that cannot work.
+    #[error("user-data: {field}: {why}")]
+    Field {
+        /// Path of the field.
+        field: &'static str,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+}
+
+impl BirthData {
+    /// Reads and checks user-data. Never panics, never shows what it read.
+    pub fn parse(bytes: &[u8]) -> Result<BirthData, BirthError> {
+        /// Read first, so that a later version may look entirely different.
+        #[derive(Deserialize)]
+        struct Versioned {
+            peerpod: u32,
+        }
+        if bytes.len() > MAX_LEN {
+            return Err(BirthError::TooLarge(bytes.len()));
+        }
+        if bytes.iter().all(|b| b.is_ascii_whitespace() || *b == 0) {
+            return Err(BirthError::Empty);
+        }
+        let versioned: Versioned = serde_json::from_slice(bytes).map_err(malformed)?;
+        if versioned.peerpod != VERSION {
+            return Err(BirthError::Version(versioned.peerpod));
+        }
+        let data: BirthData = serde_json::from_slice(bytes).map_err(malformed)?;
+        data.check()?;
+        Ok(data)
+    }
+
+    /// The JSON that [`BirthData::parse`] reads. Contains the ticket's secret.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(self).expect("strings, numbers and lists always serialise")
+    }
+
+    fn check(&self) -> Result<(), BirthError> {
+        let wrong = |field, why| Err(BirthError::Field { field, why });
+        if self.ticket.id.len() != 32
+            || !self.ticket.id.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
+        {
+            return wrong("ticket.id", "not 32 lower-case hex digits");
+        }
+        if self.ticket.claims == 0 {
+            return wrong("ticket.claims", "a ticket that nobody may claim");
+        }
+        if self.node.addresses.is_empty() || self.node.addresses.len() > MAX_ADDRESSES {
+            return wrong("node.addresses", "must hold 1 to 64 addresses");
+        }
+        if self.node.addresses.iter().any(|a| a.port() == 0 || a.ip().is_unspecified()) {
+            return wrong("node.addresses", "an address that cannot be dialled");
+        }
+        if self.node.ca_sha256.is_empty() || self.node.ca_sha256.len() > MAX_CAS {
+            return wrong("node.ca_sha256", "must hold 1 to 16 fingerprints");
+        }
+        if self.lease_seconds == 0 {
+            return wrong("lease_seconds", "0 would power the VM off at once");
+        }
+        Ok(())
+    }
+}
+
+/// serde_json's own text quotes values, and a value may be the secret; kind and place are enough.
+fn malformed(error: serde_json::Error) -> BirthError {
+    let what = match error.classify() {
+        serde_json::error::Category::Io => "read error",
+        serde_json::error::Category::Syntax => "not JSON",
+        serde_json::error::Category::Data => "a field is missing or of the wrong kind",
+        serde_json::error::Category::Eof => "it ends early",
+    };
+    BirthError::Malformed { what, line: error.line(), column: error.column() }
+}
+
+/// Lower-case hex.
+pub fn to_hex(bytes: &[u8]) -> String {
+    bytes.iter().flat_map(|b| [b >> 4, b & 15]).map(|n| char::from(b"0123456789abcdef"[n as usize])).collect()
+}
+
+/// 64 hex digits of either case, or `None`.
+pub fn from_hex(text: &str) -> Option<[u8; 32]> {
+    let digits = text.as_bytes();
+    let mut out = [0; 32];
+    if digits.len() != 64 {
+        return None;
+    }
+    for (byte, pair) in out.iter_mut().zip(digits.chunks_exact(2)) {
+        let nibble = |d: u8| char::from(d).to_digit(16);
+        *byte = u8::try_from(nibble(pair[0])? << 4 | nibble(pair[1])?).ok()?;
+    }
+    Some(out)
+}
+
+mod fingerprints {
+    use super::*;
+
+    pub(super) fn serialize<S: Serializer>(list: &[[u8; 32]], serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(list.iter().map(|fingerprint| to_hex(fingerprint)))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<[u8; 32]>, D::Error> {
+        Vec::<String>::deserialize(deserializer)?
+            .iter()
+            .map(|text| from_hex(text).ok_or_else(|| D::Error::custom("not 64 hex digits")))
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const SECRET: &str = "5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e";
+
+    fn sample() -> BirthData {
+        BirthData {
+            version: VERSION,
+            ticket: BirthTicket {
+                id: "0123456789abcdef0123456789abcdef".into(),
+                secret: TicketSecret::new([0x5e; 32]),
+                claims: 1,
+            },
+            node: BirthNode {
+                addresses: vec!["10.99.0.1:15151".parse().unwrap(), "[fd99::1]:15151".parse().unwrap()],
+                ca_sha256: vec![[7; 32]],
+            },
+            lease_seconds: 900,
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read_again_and_is_small() {
+        let json = sample().to_json();
+        assert!(json.starts_with(r#"{"peerpod":1,"ticket":{"id":"0123"#), "{json}");
+        assert!(json.len() < 2048);
+        assert_eq!(BirthData::parse(json.as_bytes()).unwrap(), sample());
+    }
+
+    #[test]
+    fn unknown_fields_are_ignored() {
+        let json = sample().to_json().replacen('{', r#"{"later":{"x":[1,2]},"#, 1);
+        assert_eq!(BirthData::parse(json.as_bytes()).unwrap(), sample());
+    }
+
+    #[test]
+    fn another_version_is_refused_whatever_else_it_holds() {
+        assert_eq!(BirthData::parse(br#"{"peerpod":2,"tickets":[]}"#), Err(BirthError::Version(2)));
+        assert_eq!(BirthData::parse(br#"{"peerpod":0}"#), Err(BirthError::Version(0)));
+    }
+
+    #[test]
+    fn garbage_emptiness_and_excess_are_told_apart() {
+        assert_eq!(BirthData::parse(b" \n\0"), Err(BirthError::Empty));
+        assert_eq!(BirthData::parse(&vec![b' '; MAX_LEN + 1]), Err(BirthError::TooLarge(MAX_LEN + 1)));
+        for bytes in [&b"#cloud-config\n"[..], b"[1]", b"{", b"\xff\xfe", br#"{"peerpod":"1"}"#] {
+            assert!(matches!(BirthData::parse(bytes), Err(BirthError::Malformed { .. })), "{bytes:?}");
+        }
+    }
+
+    #[test]
+    fn values_that_cannot_work_are_named() {
+        let broken = |change: fn(&mut BirthData)| {
+            let mut data = sample();
+            change(&mut data);
+            match BirthData::parse(data.to_json().as_bytes()) {
+                Err(BirthError::Field { field, .. }) => field,
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(broken(|d| d.ticket.id.push('0')), "ticket.id");
+        assert_eq!(broken(|d| d.ticket.id = "../../../../../../etc/passwd0000".into()), "ticket.id");
+        assert_eq!(broken(|d| d.ticket.claims = 0), "ticket.claims");
+        assert_eq!(broken(|d| d.node.addresses.clear()), "node.addresses");
+        assert_eq!(broken(|d| d.node.addresses[0].set_port(0)), "node.addresses");
+        assert_eq!(broken(|d| d.node.ca_sha256.clear()), "node.ca_sha256");
+        assert_eq!(broken(|d| d.lease_seconds = 0), "lease_seconds");
+    }
+
+    #[test]
+    fn the_secret_is_in_no_debug_text_and_in_no_error() {
+        assert!(!format!("{:?}", sample()).contains("5e5e"));
+        let json = sample().to_json();
+        for wrong in [
+            json.replace(SECRET, &format!("{SECRET}00")),
+            json.replace("\"claims\":1", &format!("\"claims\":\"{SECRET}\"")),
+            json.replace(&format!("\"{SECRET}\""), "94949494"),
+        ] {
+            let error = BirthData::parse(wrong.as_bytes()).unwrap_err();
+            let text = format!("{error} {error:?}");
+            assert!(!text.contains("5e5e") && !text.contains("9494"), "{text}");
+        }
+    }
+
+    #[test]
+    fn hex_goes_both_ways() {
+        let bytes: [u8; 32] = std::array::from_fn(|i| (i * 37) as u8);
+        assert_eq!(from_hex(&to_hex(&bytes)), Some(bytes));
+        assert_eq!(from_hex(&"0".repeat(63)), None);
+        assert_eq!(from_hex(&"g".repeat(64)), None);
+        assert_eq!(from_hex(&"é".repeat(32)), None);
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_make_it_panic(bytes in proptest::collection::vec(any::<u8>(), 0..512)) {
+            drop(BirthData::parse(&bytes));
+        }
+
+        #[test]
+        fn no_damage_makes_it_panic(at in 0usize..400, with in any::<u8>()) {
+            let mut json = sample().to_json().into_bytes();
+            let at = at % json.len();
+            json[at] = with;
+            drop(BirthData::parse(&json));
+        }
+    }
+}

@@ -1,1 +1,459 @@
-//! TLS 1.3 with a pinned CA.
+//! TLS 1.3 for the link, and nothing older. The guest is always the TLS client, the relay the TLS server.
+//!
+//! * The guest knows a fingerprint (SHA-256 of the node CA's DER, from user-data). The server shows its leaf and that
+//!   CA; the leaf must chain to the CA and carry [`SERVER_NAME`], whatever address was dialled.
+//! * The relay asks for a client certificate and verifies it when one is shown; a guest without one may only claim.
+//!
+//! A configuration is built once and is immutable; new trust is a new configuration. This module reads no files and
+//! no environment. It keeps per-connection memory small: no session tickets, no resumption, no caches.
+//!
+//! The end of a CA itself is not looked at here (webpki takes an anchor's key and name only): the node never issues a
+//! leaf that outlives its CA, and a leaf's dates are checked.
+
+use std::sync::{Arc, LazyLock};
+
+use rustls::{
+    CertificateError, DigitallySignedStruct, DistinguishedName, RootCertStore, SignatureScheme,
+    client::{
+        Resumption, WebPkiServerVerifier,
+        danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+    },
+    crypto::{CryptoProvider, ring},
+    server::{NoServerSessionStorage, WebPkiClientVerifier},
+};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use sha2::{Digest, Sha256};
+
+/// The name in every relay's certificate. It never resolves: the CA is the identity, the name only keeps a guest's
+/// certificate from passing as a server's.
+pub const SERVER_NAME: &str = "node.peerpod.internal";
+
+/// What is spoken inside TLS, as ALPN; an incompatible successor would be `peerpod/2`.
+pub const ALPN: &[u8] = b"peerpod/1";
+
+/// Why a TLS configuration could not be made. Handshake failures are `rustls::Error`s, not this.
+#[derive(Debug, thiserror::Error)]
+pub enum TlsError {
+    /// A client without a pin would trust nobody.
+    #[error("tls client: no CA fingerprint is pinned; user-data must carry node.ca_sha256")]
+    NoPin,
+    /// A server without CAs could verify no guest.
+    #[error("tls server: no trusted CA was given; guests could not be verified")]
+    NoTrustedCa,
+    /// Guests only know the CA's fingerprint, so the CA itself has to be sent.
+    #[error("tls server: the chain has {0} certificate(s); guests need the leaf and the CA that issued it")]
+    ShortChain(usize),
+    /// A trusted CA is not a certificate that can be an anchor.
+    #[error("trusted CA number {index}: {source}")]
+    BadCa {
+        /// Position in the list that was given, from 0.
+        index: usize,
+        /// What rustls says about it.
+        source: rustls::Error,
+    },
+    /// The client verifier was refused.
+    #[error("tls server: client verifier: {0}")]
+    Verifier(#[from] rustls::server::VerifierBuilderError),
+    /// The certificate and the key do not fit, or are of a kind that is not supported.
+    #[error("{role}: certificate or key: {source}")]
+    Identity {
+        /// `tls server` or `tls client`.
+        role: &'static str,
+        /// What rustls says about it.
+        source: rustls::Error,
+    },
+}
+
+/// AES-128 first: both ends are machines with AES instructions, and it is the fastest suite there; 256 bits would buy
+/// nothing against P-256 and X25519 beside it.
+static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
+    use ring::cipher_suite::{
+        TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256,
+    };
+    Arc::new(CryptoProvider {
+        cipher_suites: vec![
+            TLS13_AES_128_GCM_SHA256,
+            TLS13_CHACHA20_POLY1305_SHA256,
+            TLS13_AES_256_GCM_SHA384,
+        ],
+        ..ring::default_provider()
+    })
+});
+
+/// The only protocol versions this module offers.
+const VERSIONS: &[&rustls::SupportedProtocolVersion] = &[&rustls::version::TLS13];
+
+/// SHA-256 of a certificate's DER: how certificates are named in user-data, the ledger and the relay.
+pub fn fingerprint(cert: &CertificateDer<'_>) -> [u8; 32] {
+    Sha256::digest(cert.as_ref()).into()
+}
+
+/// [`SERVER_NAME`] in the form `tokio_rustls::TlsConnector::connect` takes.
+pub fn server_name() -> ServerName<'static> {
+    ServerName::try_from(SERVER_NAME).expect("a constant, valid DNS name")
+}
+
+/// The relay's side. `chain` is the leaf followed by the CA that issued it; `trusted_cas` are the CAs guests may come
+/// from (two during a roll-over). A client certificate is optional, and verified when shown.
+pub fn server_config(
+    chain: Vec<CertificateDer<'static>>,
+    key: PrivateKeyDer<'static>,
+    trusted_cas: &[CertificateDer<'static>],
+) -> Result<Arc<rustls::ServerConfig>, TlsError> {
+    if chain.len() < 2 {
+        return Err(TlsError::ShortChain(chain.len()));
+    }
+    if trusted_cas.is_empty() {
+        return Err(TlsError::NoTrustedCa);
+    }
+    let mut roots = RootCertStore::empty();
+    for (index, ca) in trusted_cas.iter().enumerate() {
+        roots.add(ca.clone()).map_err(|source| TlsError::BadCa { index, source })?;
+    }
+    let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), PROVIDER.clone())
+        .allow_unauthenticated()
+        .build()?;
+    let failed = |source| TlsError::Identity { role: "tls server", source };
+    let mut config = rustls::ServerConfig::builder_with_provider(PROVIDER.clone())
+        .with_protocol_versions(VERSIONS)
+        .map_err(failed)?
+        .with_client_cert_verifier(verifier)
+        .with_single_cert(chain, key)
+        .map_err(failed)?;
+    config.alpn_protocols = vec![ALPN.to_vec()];
+    // Resumption would let a guest skip the certificate check after its CA or certificate was withdrawn.
+    config.send_tls13_tickets = 0;
+    config.session_storage = Arc::new(NoServerSessionStorage {});
+    Ok(Arc::new(config))
+}
+
+/// The guest's side. The server's chain must contain a CA with one of these fingerprints, and its leaf must have been
+/// issued by that CA for [`SERVER_NAME`]. `identity` is the guest's own certificate chain and key, once it has them.
+pub fn client_config(
+    ca_sha256: &[[u8; 32]],
+    identity: Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)>,
+) -> Result<Arc<rustls::ClientConfig>, TlsError> {
+    if ca_sha256.is_empty() {
+        return Err(TlsError::NoPin);
+    }
+    let failed = |source| TlsError::Identity { role: "tls client", source };
+    let builder = rustls::ClientConfig::builder_with_provider(PROVIDER.clone())
+        .with_protocol_versions(VERSIONS)
+        .map_err(failed)?
+        .dangerous() // not less checking: the usual verifier with the pinned CA as its only root
+        .with_custom_certificate_verifier(Arc::new(PinnedCa { pins: ca_sha256.to_vec() }));
+    let mut config = match identity {
+        Some((chain, key)) => builder.with_client_auth_cert(chain, key).map_err(failed)?,
+        None => builder.with_no_client_auth(),
+    };
+    config.alpn_protocols = vec![ALPN.to_vec()];
+    config.resumption = Resumption::disabled();
+    config.enable_sni = false; // it would only tell the network what this is
+    Ok(Arc::new(config))
+}
+
+/// Trusts the CA that the server shows, if its fingerprint is pinned, and then lets webpki do all the checking.
+#[derive(Debug)]
+struct PinnedCa {
+    pins: Vec<[u8; 32]>,
+}
+
+impl ServerCertVerifier for PinnedCa {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        server_name: &ServerName<'_>,
+        ocsp_response: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        let mut roots = RootCertStore::empty();
+        // Never the leaf itself: a leaf as an anchor would skip its own dates and name. (Handshake messages are
+        // bounded by rustls, so is this list.)
+        for ca in intermediates.iter().filter(|cert| self.pins.contains(&fingerprint(cert))) {
+            roots.add(ca.clone().into_owned())?;
+        }
+        if roots.is_empty() {
+            return Err(CertificateError::UnknownIssuer.into());
+        }
+        WebPkiServerVerifier::builder_with_provider(Arc::new(roots), PROVIDER.clone())
+            .build()
+            .map_err(|error| rustls::Error::General(error.to_string()))?
+            .verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _message: &[u8],
+        _cert: &CertificateDer<'_>,
+        _dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Err(rustls::PeerIncompatible::Tls12NotOfferedOrEnabled.into())
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        rustls::crypto::verify_tls13_signature(
+            message,
+            cert,
+            dss,
+            &PROVIDER.signature_verification_algorithms,
+        )
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        PROVIDER.signature_verification_algorithms.supported_schemes()
+    }
+
+    fn root_hint_subjects(&self) -> Option<&[DistinguishedName]> {
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rcgen::{
+        BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+        KeyUsagePurpose, date_time_ymd,
+    };
+    use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
+
+    use super::*;
+
+    type Identity = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
+
+    struct Ca {
+        der: CertificateDer<'static>,
+        issuer: Issuer<'static, KeyPair>,
+    }
+
+    impl Ca {
+        fn new(name: &str) -> Ca {
+            let key = KeyPair::generate().unwrap();
+            let mut params = CertificateParams::default();
+            params.distinguished_name.push(DnType::CommonName, name);
+            params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+            params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+            let der = params.self_signed(&key).unwrap().der().clone();
+            Ca { der, issuer: Issuer::new(params, key) }
+        }
+
+        fn pin(&self) -> [u8; 32] {
+            fingerprint(&self.der)
+        }
+
+        fn issue(&self, change: impl FnOnce(&mut CertificateParams)) -> Identity {
+            let key = KeyPair::generate().unwrap();
+            let mut params = CertificateParams::default();
+            change(&mut params);
+            let leaf = params.signed_by(&key, &self.issuer).unwrap();
+            (
+                vec![leaf.der().clone(), self.der.clone()],
+                PrivateKeyDer::try_from(key.serialize_der()).unwrap(),
+            )
+        }
+
+        fn server(&self) -> Identity {
+            self.issue(|params| {
+                *params = CertificateParams::new(vec![SERVER_NAME.to_owned()]).unwrap();
+                params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+            })
+        }
+
+        fn guest(&self) -> Identity {
+            self.issue(|params| params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth])
+        }
+
+        fn relay(&self) -> Arc<ServerConfig> {
+            let (chain, key) = self.server();
+            server_config(chain, key, std::slice::from_ref(&self.der)).unwrap()
+        }
+    }
+
+    /// Both ends in memory, until both are done or one refuses.
+    fn shake(
+        client: Arc<ClientConfig>,
+        server: Arc<ServerConfig>,
+    ) -> Result<(ClientConnection, ServerConnection), String> {
+        let mut client = Connection::Client(ClientConnection::new(client, server_name()).unwrap());
+        let mut server = Connection::Server(ServerConnection::new(server).unwrap());
+        for _ in 0..10 {
+            for (from, to, who) in [(0, 1, "server"), (1, 0, "client")] {
+                let ends = [&mut client, &mut server];
+                let mut bytes = Vec::new();
+                while ends[from].wants_write() {
+                    ends[from].write_tls(&mut bytes).unwrap();
+                }
+                let mut rest = bytes.as_slice();
+                while !rest.is_empty() {
+                    ends[to].read_tls(&mut rest).unwrap();
+                    ends[to].process_new_packets().map_err(|e| format!("{who}: {e}"))?;
+                }
+            }
+        }
+        assert!(!client.is_handshaking() && !server.is_handshaking());
+        match (client, server) {
+            (Connection::Client(client), Connection::Server(server)) => Ok((client, server)),
+            _ => unreachable!(),
+        }
+    }
+
+    #[test]
+    fn a_guest_with_the_right_pin_gets_through_without_and_with_a_certificate() {
+        let ca = Ca::new("node");
+        let (client, server) = shake(client_config(&[ca.pin()], None).unwrap(), ca.relay()).unwrap();
+        assert_eq!(client.alpn_protocol(), Some(ALPN));
+        assert_eq!(server.alpn_protocol(), Some(ALPN));
+        assert!(server.peer_certificates().is_none());
+        assert_eq!(client.protocol_version(), Some(rustls::ProtocolVersion::TLSv1_3));
+
+        let guest = ca.guest();
+        let expected = fingerprint(&guest.0[0]);
+        let (_, server) = shake(client_config(&[ca.pin()], Some(guest)).unwrap(), ca.relay()).unwrap();
+        assert_eq!(fingerprint(&server.peer_certificates().unwrap()[0]), expected);
+    }
+
+    #[test]
+    fn another_ca_of_the_same_name_is_refused() {
+        let (ours, theirs) = (Ca::new("node"), Ca::new("node"));
+        let error = shake(client_config(&[ours.pin()], None).unwrap(), theirs.relay()).unwrap_err();
+        assert!(error.contains("UnknownIssuer"), "{error}");
+    }
+
+    #[test]
+    fn showing_the_pinned_ca_beside_a_leaf_of_another_is_refused() {
+        let (ours, theirs) = (Ca::new("node"), Ca::new("node"));
+        let (chain, key) = theirs.server();
+        let server =
+            server_config(vec![chain[0].clone(), ours.der.clone()], key, std::slice::from_ref(&ours.der))
+                .unwrap();
+        let error = shake(client_config(&[ours.pin()], None).unwrap(), server).unwrap_err();
+        assert!(error.contains("invalid peer certificate"), "{error}");
+    }
+
+    #[test]
+    fn a_pinned_leaf_is_not_an_anchor() {
+        let (ours, theirs) = (Ca::new("node"), Ca::new("other"));
+        let (chain, key) = theirs.server();
+        let pin = fingerprint(&chain[0]);
+        let server = server_config(chain, key, std::slice::from_ref(&ours.der)).unwrap();
+        assert!(shake(client_config(&[pin], None).unwrap(), server).is_err());
+    }
+
+    #[test]
+    fn a_guests_certificate_does_not_pass_as_the_relays() {
+        let ca = Ca::new("node");
+        let (chain, key) = ca.guest();
+        let server = server_config(chain, key, std::slice::from_ref(&ca.der)).unwrap();
+        let error = shake(client_config(&[ca.pin()], None).unwrap(), server).unwrap_err();
+        assert!(error.contains("invalid peer certificate"), "{error}");
+    }
+
+    #[test]
+    fn an_expired_relay_certificate_is_refused() {
+        let ca = Ca::new("node");
+        let (chain, key) = ca.issue(|params| {
+            *params = CertificateParams::new(vec![SERVER_NAME.to_owned()]).unwrap();
+            params.not_before = date_time_ymd(2001, 1, 1);
+            params.not_after = date_time_ymd(2002, 1, 1);
+        });
+        let server = server_config(chain, key, std::slice::from_ref(&ca.der)).unwrap();
+        let error = shake(client_config(&[ca.pin()], None).unwrap(), server).unwrap_err();
+        assert!(error.contains("certificate expired"), "{error}");
+    }
+
+    #[test]
+    fn an_expired_guest_certificate_is_refused() {
+        let ca = Ca::new("node");
+        let guest = ca.issue(|params| {
+            params.not_before = date_time_ymd(2001, 1, 1);
+            params.not_after = date_time_ymd(2002, 1, 1);
+        });
+        let error = shake(client_config(&[ca.pin()], Some(guest)).unwrap(), ca.relay()).unwrap_err();
+        assert!(error.starts_with("server") && error.contains("certificate expired"), "{error}");
+    }
+
+    #[test]
+    fn a_guest_certificate_of_another_ca_is_refused() {
+        let (ca, other) = (Ca::new("node"), Ca::new("node"));
+        let error = shake(client_config(&[ca.pin()], Some(other.guest())).unwrap(), ca.relay()).unwrap_err();
+        assert!(error.starts_with("server: invalid peer certificate"), "{error}");
+    }
+
+    #[test]
+    fn both_cas_of_a_roll_over_are_accepted() {
+        let (old, new) = (Ca::new("node"), Ca::new("node"));
+        let (chain, key) = new.server();
+        let server = server_config(chain, key, &[old.der.clone(), new.der.clone()]).unwrap();
+        let pins = [old.pin(), new.pin()];
+        for ca in [&old, &new] {
+            shake(client_config(&pins, Some(ca.guest())).unwrap(), server.clone()).unwrap();
+        }
+        assert!(shake(client_config(&[old.pin()], None).unwrap(), server).is_err());
+    }
+
+    #[test]
+    fn tls_1_2_is_refused_on_both_sides() {
+        let ca = Ca::new("node");
+        let mut roots = RootCertStore::empty();
+        roots.add(ca.der.clone()).unwrap();
+        let provider = Arc::new(ring::default_provider());
+        let old_client = ClientConfig::builder_with_provider(provider.clone())
+            .with_protocol_versions(&[&rustls::version::TLS12])
+            .unwrap()
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let error = shake(Arc::new(old_client), ca.relay()).unwrap_err();
+        assert!(error.starts_with("server: peer is incompatible"), "{error}");
+
+        let (chain, key) = ca.server();
+        let old_server = ServerConfig::builder_with_provider(provider)
+            .with_protocol_versions(&[&rustls::version::TLS12])
+            .unwrap()
+            .with_no_client_auth()
+            .with_single_cert(chain, key)
+            .unwrap();
+        assert!(shake(client_config(&[ca.pin()], None).unwrap(), Arc::new(old_server)).is_err());
+    }
+
+    #[test]
+    fn another_application_protocol_is_refused() {
+        let ca = Ca::new("node");
+        let mut client = (*client_config(&[ca.pin()], None).unwrap()).clone();
+        client.alpn_protocols = vec![b"peerpod/2".to_vec()];
+        assert!(shake(Arc::new(client), ca.relay()).is_err());
+    }
+
+    #[test]
+    fn nothing_is_resumed() {
+        let ca = Ca::new("node");
+        let (client, _) = shake(client_config(&[ca.pin()], None).unwrap(), ca.relay()).unwrap();
+        assert_eq!(client.tls13_tickets_received(), 0);
+    }
+
+    #[test]
+    fn settings_that_cannot_work_are_refused() {
+        let ca = Ca::new("node");
+        assert!(matches!(client_config(&[], None), Err(TlsError::NoPin)));
+        let (chain, key) = ca.server();
+        assert!(matches!(
+            server_config(chain[..1].to_vec(), key.clone_key(), std::slice::from_ref(&ca.der)),
+            Err(TlsError::ShortChain(1))
+        ));
+        assert!(matches!(server_config(chain.clone(), key.clone_key(), &[]), Err(TlsError::NoTrustedCa)));
+        let junk = CertificateDer::from(vec![1, 2, 3]);
+        assert!(matches!(
+            server_config(chain.clone(), key, &[ca.der.clone(), junk]),
+            Err(TlsError::BadCa { index: 1, .. })
+        ));
+        let (_, other_key) = ca.server();
+        assert!(matches!(
+            server_config(chain, other_key, std::slice::from_ref(&ca.der)),
+            Err(TlsError::Identity { role: "tls server", .. })
+        ));
+    }
+}
