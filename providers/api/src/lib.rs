@@ -1,1 +1,158 @@
-//! The provider trait, its types and errors, the decorator, the conformance suite.
+//! What a provider of pod VMs is: one small trait, its types, its errors.
+//!
+//! A provider makes a VM somewhere (a cloud, a hypervisor, namespaces) and takes it away again. It knows
+//! nothing of pods, Kubernetes or Kata, and holds no state of its own that the caller would miss after a
+//! crash: the caller writes its intent down first and repeats calls until they hold, so **every call here is
+//! idempotent** and may be dropped at any await.
+//!
+//! * [`Provider`] is the trait; [`Capabilities`] says what a provider can do, and a request that asks for more
+//!   is refused before the call, never shortened.
+//! * [`Error`] is typed, and [`Error::retry`] is the only thing retry policy looks at.
+//! * [`decorate()`] puts deadline, log, metric, retry and pace around any provider, so that none writes its own.
+//! * [`select`] picks an instance type; [`conformance`] is the test suite that any provider runs in one line.
+//!
+//! This crate touches no network and no disk, and depends on no provider.
+
+mod capabilities;
+pub mod conformance;
+pub mod decorate;
+mod error;
+mod id;
+mod request;
+pub mod select;
+
+use std::net::IpAddr;
+use std::time::SystemTime;
+
+use async_trait::async_trait;
+use futures_util::stream::BoxStream;
+
+pub use capabilities::Capabilities;
+pub use decorate::{DecoratorConfig, decorate};
+pub use error::{Error, Retry};
+pub use id::{IdempotencyKey, InstanceId, NotAnId};
+pub use request::{CreateRequest, Created, DiskIdentity, DiskRequest, Owned, OwnedState, Size};
+
+/// Makes VMs and takes them away. See the crate's page for the rules all methods share.
+#[async_trait]
+pub trait Provider: Send + Sync + 'static {
+    /// The name in `provider.kind`, in logs and in metrics: `local`, `aws`, …
+    fn name(&self) -> &'static str;
+
+    /// What this provider can do. Constant for the life of the object, and cheap.
+    fn capabilities(&self) -> Capabilities;
+
+    /// Asks the cloud whether we may do all the rest, and finishes what an earlier process left half done.
+    /// Makes no VM. Runs before the node says it is ready, and may run again at any time.
+    ///
+    /// # Errors
+    /// What stands in the way, with what to do about it.
+    async fn preflight(&self) -> Result<Preflight, Error>;
+
+    /// Makes the VM, or finds the one an earlier call with this key made. Returns as soon as there is an id.
+    ///
+    /// The caller repeats it byte for byte after a crash or a lost answer; the provider turns the key into
+    /// what its cloud offers (client token, deterministic name, tag).
+    ///
+    /// # Errors
+    /// [`Error::KeyReused`] when the key came with another request before; otherwise by class.
+    async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error>;
+
+    /// The VM's addresses, the one the node should use first. Waits until they are known, polling adaptively;
+    /// the caller sets the deadline by dropping the future.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] when the VM is gone or has ended.
+    async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error>;
+
+    /// Removes the VM and everything its creation made. A VM that is gone, or never was, is `Ok`.
+    /// Returns when the cloud has accepted it; [`Provider::list_owned`] shows the VM until it is gone.
+    ///
+    /// # Errors
+    /// When the cloud has not accepted it; the caller repeats the call.
+    async fn delete(&self, id: &InstanceId) -> Result<(), Error>;
+
+    /// Every VM this cluster and node made through this provider that has not vanished without a trace,
+    /// half-made and half-deleted ones included. Nobody else's.
+    ///
+    /// # Errors
+    /// By class. Never a shortened list: an unread page is an error.
+    async fn list_owned(&self) -> Result<Vec<Owned>, Error>;
+
+    /// Disks attached to a VM that runs, when [`Capabilities::volumes`].
+    fn volumes(&self) -> Option<&dyn Volumes> {
+        None
+    }
+
+    /// What the VM wrote on its console, when [`Capabilities::console`].
+    fn console(&self) -> Option<&dyn Console> {
+        None
+    }
+
+    /// What happens to VMs without our doing, when [`Capabilities::events`].
+    fn events(&self) -> Option<BoxStream<'static, ProviderEvent>> {
+        None
+    }
+}
+
+/// What [`Provider::preflight`] found.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Preflight {
+    /// For people, one fact a line: account, region, image, limits. No secrets.
+    pub facts: Vec<String>,
+    /// Things that will hurt later but do not stop us now.
+    pub warnings: Vec<String>,
+    /// Addresses by which this provider's VMs reach the node, where the provider knows (the local one owns the
+    /// network its VMs are on; a cloud does not know).
+    pub node_addresses: Vec<IpAddr>,
+}
+
+/// Attach and detach on a running VM.
+#[async_trait]
+pub trait Volumes: Send + Sync {
+    /// Attaches the disk, or finds it attached. Returns how the guest will recognise it.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] when VM or disk is gone; otherwise by class.
+    async fn attach(&self, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error>;
+
+    /// Detaches the disk. Not attached, or VM gone, is `Ok`.
+    ///
+    /// # Errors
+    /// When the cloud has not accepted it; the caller repeats the call.
+    async fn detach(&self, id: &InstanceId, volume: &str) -> Result<(), Error>;
+}
+
+/// The VM's console, for the message that says why a boot failed.
+#[async_trait]
+pub trait Console: Send + Sync {
+    /// The last at most `limit` bytes the VM wrote, raw. Works for a VM that has ended, until it is deleted.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] when nothing is known of the VM.
+    async fn tail(&self, id: &InstanceId, limit: usize) -> Result<Vec<u8>, Error>;
+}
+
+/// Something that happened to a VM without our doing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ProviderEvent {
+    /// Which VM.
+    pub id: InstanceId,
+    /// What happened.
+    pub kind: EventKind,
+}
+
+/// The kinds of [`ProviderEvent`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum EventKind {
+    /// The cloud will take the VM away at about this time (a spot notice, host maintenance).
+    Interruption {
+        /// When the cloud says it will happen.
+        at: SystemTime,
+    },
+    /// The VM has ended: powered off, terminated by another hand, host lost.
+    Ended {
+        /// What the cloud says of it.
+        reason: String,
+    },
+}

@@ -1,0 +1,176 @@
+//! Names that cross the provider seam: the cloud's name for a VM, and our key for one attempt to make it.
+//! Pure; the hash is the only computation.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+/// Text that is not an instance id or an idempotency key.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{what} {text:?}: {why}")]
+pub struct NotAnId {
+    what: &'static str,
+    text: String,
+    why: &'static str,
+}
+
+/// Longest instance id we accept; Azure's resource ids are the longest known, some 250 bytes.
+const MAX_INSTANCE_ID: usize = 1024;
+
+/// What the cloud calls a VM. Opaque to everybody but its provider; 1 to 1024 printable ASCII bytes.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct InstanceId(String);
+
+impl InstanceId {
+    /// Checks and wraps an id as the cloud gave it.
+    ///
+    /// # Errors
+    /// When it is empty, too long, or holds anything but printable ASCII.
+    pub fn new(text: impl Into<String>) -> Result<InstanceId, NotAnId> {
+        let text = text.into();
+        let refuse = |why| NotAnId { what: "instance id", text: clip(&text), why };
+        if text.is_empty() {
+            return Err(refuse("it is empty"));
+        }
+        if text.len() > MAX_INSTANCE_ID {
+            return Err(refuse("it is longer than 1024 bytes"));
+        }
+        if !text.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return Err(refuse("it holds something else than printable ASCII"));
+        }
+        Ok(InstanceId(text))
+    }
+
+    /// The id as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+/// The key that makes a create repeatable: at most 64 of `[A-Za-z0-9-]`, which is what the narrowest cloud takes
+/// (AWS and Alibaba client tokens: 64 ASCII characters).
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct IdempotencyKey(String);
+
+impl IdempotencyKey {
+    /// The key of one attempt: SHA-256 over cluster, sandbox and attempt, as 64 hex digits. A fallback to another
+    /// offering is another attempt, recorded before it is tried.
+    pub fn derive(cluster: &str, sandbox: &str, attempt: u32) -> IdempotencyKey {
+        let mut hash = Sha256::new();
+        // Lengths first, so that no two different triples give the same bytes.
+        for part in [cluster.as_bytes(), sandbox.as_bytes(), &attempt.to_be_bytes()] {
+            hash.update((part.len() as u64).to_be_bytes());
+            hash.update(part);
+        }
+        IdempotencyKey(hex(&hash.finalize()))
+    }
+
+    /// Checks and wraps a key read back from a cloud's tag or from disk.
+    ///
+    /// # Errors
+    /// When it is empty, longer than 64, or holds another character.
+    pub fn parse(text: impl Into<String>) -> Result<IdempotencyKey, NotAnId> {
+        let text = text.into();
+        let refuse = |why| NotAnId { what: "idempotency key", text: clip(&text), why };
+        if text.is_empty() || text.len() > 64 {
+            return Err(refuse("it must have 1 to 64 characters"));
+        }
+        if !text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-') {
+            return Err(refuse("only letters, digits and '-' are allowed"));
+        }
+        Ok(IdempotencyKey(text))
+    }
+
+    /// The key as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// SHA-256 of the key: what a provider cuts names, UUIDs and the like from.
+    pub fn sha256(&self) -> [u8; 32] {
+        Sha256::digest(self.0.as_bytes()).into()
+    }
+}
+
+/// Lower-case hex, as all our names and digests are written.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    use fmt::Write as _;
+    let mut text = String::with_capacity(bytes.len() * 2);
+    for byte in bytes {
+        write!(text, "{byte:02x}").expect("a String takes everything");
+    }
+    text
+}
+
+/// Enough of a bad text to recognise it in a message.
+fn clip(text: &str) -> String {
+    text.chars().take(80).collect()
+}
+
+macro_rules! text_type {
+    ($name:ident, $check:path) => {
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(&self.0)
+            }
+        }
+        impl TryFrom<String> for $name {
+            type Error = NotAnId;
+            fn try_from(text: String) -> Result<$name, NotAnId> {
+                $check(text)
+            }
+        }
+        impl From<$name> for String {
+            fn from(id: $name) -> String {
+                id.0
+            }
+        }
+        impl AsRef<str> for $name {
+            fn as_ref(&self) -> &str {
+                &self.0
+            }
+        }
+    };
+}
+text_type!(InstanceId, InstanceId::new);
+text_type!(IdempotencyKey, IdempotencyKey::parse);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_is_stable_and_fits_the_narrowest_cloud() {
+        let key = IdempotencyKey::derive("cluster", "sandbox", 0);
+        assert_eq!(key, IdempotencyKey::derive("cluster", "sandbox", 0));
+        assert_eq!(key.as_str().len(), 64);
+        assert_eq!(IdempotencyKey::parse(key.as_str()).unwrap(), key);
+    }
+
+    #[test]
+    fn no_two_attempts_share_a_key() {
+        let keys = [
+            IdempotencyKey::derive("c", "s", 0),
+            IdempotencyKey::derive("c", "s", 1),
+            IdempotencyKey::derive("cs", "", 0),
+            IdempotencyKey::derive("", "cs", 0),
+        ];
+        let distinct: std::collections::HashSet<_> = keys.iter().collect();
+        assert_eq!(distinct.len(), keys.len());
+    }
+
+    #[test]
+    fn what_is_not_an_id_is_refused_also_from_json() {
+        for bad in ["", "a b", "ä", "new\nline"] {
+            assert!(InstanceId::new(bad).is_err(), "{bad:?}");
+            assert!(IdempotencyKey::parse(bad).is_err(), "{bad:?}");
+            assert!(serde_json::from_value::<InstanceId>(bad.into()).is_err(), "{bad:?}");
+        }
+        assert!(InstanceId::new("x".repeat(1025)).is_err());
+        assert!(IdempotencyKey::parse("x".repeat(65)).is_err());
+        assert!(IdempotencyKey::parse("../x").is_err());
+    }
+}

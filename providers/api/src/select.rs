@@ -1,0 +1,1 @@
+//! Picks an instance type.
