@@ -1,1 +1,9 @@
-//! What every binary on the node shares: configuration, lifecycle, telemetry.
+//! What every binary on the node shares: configuration, lifecycle, the admin port, telemetry.
+//!
+//! Nothing here knows what a pod, a VM or a cloud is, and nothing here is global: values are made in `main` and
+//! handed down.
+
+pub mod admin;
+pub mod config;
+pub mod lifecycle;
+pub mod telemetry;

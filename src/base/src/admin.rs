@@ -1,0 +1,186 @@
+//! The admin port: `/metrics` (OpenMetrics text), `/healthz` (the process answers), `/readyz` (JSON: what it waits for).
+//!
+//! Each process answers for itself. The port is for the node's own network: it shows no secret and changes nothing.
+
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use http_body_util::Full;
+use hyper::body::{Bytes, Incoming};
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use prometheus_client::registry::Registry;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+
+/// A caller gets this long for its request's headers.
+const HEADERS_WITHIN: Duration = Duration::from_secs(5);
+
+/// A connection lives this long; scrapers open another one.
+const CONNECTION_WITHIN: Duration = Duration::from_secs(60);
+
+/// Connections at once; more wait in the kernel's queue.
+const CONNECTIONS: usize = 64;
+
+/// What a process waits for before it is ready. Clones are the same list.
+#[derive(Clone, Debug, Default)]
+pub struct Ready {
+    waiting: Arc<Mutex<BTreeMap<String, String>>>,
+}
+
+/// Keeps the process from being ready until it is dropped.
+#[derive(Debug)]
+pub struct BlockReady {
+    ready: Ready,
+    name: String,
+}
+
+impl Ready {
+    /// One that waits for nothing.
+    pub fn new() -> Ready {
+        Ready::default()
+    }
+
+    /// Not ready before the result is dropped. Made first of all in a start, so that no moment looks ready too early.
+    pub fn block(&self, name: &str) -> BlockReady {
+        self.not_ready(name, "starting");
+        BlockReady { ready: self.clone(), name: name.to_owned() }
+    }
+
+    /// Not ready because of `why` until [`Ready::ready`] is called with the same name.
+    pub fn not_ready(&self, name: &str, why: &str) {
+        self.lock().insert(name.to_owned(), why.to_owned());
+    }
+
+    /// What had this name is no reason any more.
+    pub fn ready(&self, name: &str) {
+        self.lock().remove(name);
+    }
+
+    /// Whether nothing is waited for.
+    pub fn is_ready(&self) -> bool {
+        self.lock().is_empty()
+    }
+
+    /// What is waited for, and why.
+    pub fn waiting(&self) -> BTreeMap<String, String> {
+        self.lock().clone()
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, String>> {
+        // Every step leaves the map whole, so a panic elsewhere does not spoil it.
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl BlockReady {
+    /// Says more precisely what is waited for.
+    pub fn because(&self, why: &str) {
+        self.ready.not_ready(&self.name, why);
+    }
+}
+
+impl Drop for BlockReady {
+    fn drop(&mut self) {
+        self.ready.ready(&self.name);
+    }
+}
+
+/// The admin port could not be opened.
+#[derive(Debug, thiserror::Error)]
+#[error("listen for admin requests on {address}: {why}; choose another address or free this one")]
+pub struct Error {
+    address: SocketAddr,
+    why: std::io::Error,
+}
+
+/// Binds the port and answers on it until the runtime ends. Returns the address as bound (port 0 becomes a real one).
+///
+/// # Errors
+/// The address cannot be bound.
+pub async fn serve(address: SocketAddr, registry: Arc<Registry>, ready: Ready) -> Result<SocketAddr, Error> {
+    let failed = |why| Error { address, why };
+    let listener = TcpListener::bind(address).await.map_err(failed)?;
+    let bound = listener.local_addr().map_err(failed)?;
+    tokio::spawn(accept(listener, registry, ready));
+    Ok(bound)
+}
+
+async fn accept(listener: TcpListener, registry: Arc<Registry>, ready: Ready) {
+    let room = Arc::new(Semaphore::new(CONNECTIONS));
+    loop {
+        // Fails only for a closed semaphore, and nobody closes it.
+        let Ok(place) = room.clone().acquire_owned().await else { return };
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let (registry, ready) = (registry.clone(), ready.clone());
+                tokio::spawn(async move {
+                    connection(stream, registry, ready).await;
+                    drop(place);
+                });
+            }
+            Err(why) => {
+                // Out of descriptors, most likely: others need the time to give some back.
+                tracing::warn!(error = %why, "admin connection not accepted");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+async fn connection(stream: TcpStream, registry: Arc<Registry>, ready: Ready) {
+    let answer = hyper::service::service_fn(move |request: Request<Incoming>| {
+        let response = respond(request.method(), request.uri().path(), &registry, &ready);
+        async move { Ok::<_, Infallible>(response) }
+    });
+    let served = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADERS_WITHIN)
+        .max_buf_size(16 * 1024)
+        .serve_connection(TokioIo::new(stream), answer);
+    match tokio::time::timeout(CONNECTION_WITHIN, served).await {
+        Ok(Ok(())) | Err(_) => {}
+        Ok(Err(why)) => tracing::debug!(error = %why, "admin connection ended"),
+    }
+}
+
+fn respond(method: &Method, path: &str, registry: &Registry, ready: &Ready) -> Response<Full<Bytes>> {
+    const TEXT: &str = "text/plain; charset=utf-8";
+    if !matches!(*method, Method::GET | Method::HEAD) {
+        return response(StatusCode::METHOD_NOT_ALLOWED, TEXT, "only GET\n".to_owned());
+    }
+    match path {
+        "/healthz" => response(StatusCode::OK, TEXT, "ok\n".to_owned()),
+        "/readyz" => {
+            let waiting = ready.waiting();
+            let status = if waiting.is_empty() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+            let body = serde_json::json!({"ready": waiting.is_empty(), "waiting": waiting});
+            response(status, "application/json", format!("{body}\n"))
+        }
+        "/metrics" => {
+            let mut text = String::new();
+            match prometheus_client::encoding::text::encode(&mut text, registry) {
+                Ok(()) => response(
+                    StatusCode::OK,
+                    "application/openmetrics-text; version=1.0.0; charset=utf-8",
+                    text,
+                ),
+                Err(_) => {
+                    response(StatusCode::INTERNAL_SERVER_ERROR, TEXT, "a metric has no text\n".to_owned())
+                }
+            }
+        }
+        _ => response(StatusCode::NOT_FOUND, TEXT, "try /metrics, /healthz or /readyz\n".to_owned()),
+    }
+}
+
+fn response(status: StatusCode, kind: &'static str, body: String) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(Bytes::from(body)));
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+    response
+}

@@ -1,0 +1,101 @@
+//! What was asked, as a JSON Schema, as a printed configuration, and as help.
+
+use std::fmt::Write;
+
+use serde_json::{Map, Value, json};
+
+use super::reader::{Origin, Setting};
+use super::sources::env_name;
+
+/// JSON Schema (2020-12) of a file with these settings.
+pub fn schema(settings: &[Setting]) -> Value {
+    let mut root = section();
+    for setting in settings {
+        let mut at = &mut root;
+        let mut steps = setting.key.split('.').peekable();
+        while let Some(step) = steps.next() {
+            if steps.peek().is_none() {
+                at["properties"][step] = leaf(setting);
+                if setting.required
+                    && let Some(required) =
+                        at.as_object_mut().map(|object| object.entry("required").or_insert_with(|| json!([])))
+                    && let Some(required) = required.as_array_mut()
+                {
+                    required.push(json!(step));
+                }
+            } else {
+                if at["properties"][step].is_null() {
+                    at["properties"][step] = section();
+                }
+                at = &mut at["properties"][step];
+            }
+        }
+    }
+    root["$schema"] = json!("https://json-schema.org/draft/2020-12/schema");
+    root["title"] = json!("peerpod configuration");
+    root
+}
+
+/// A section that allows nothing but what is put into it. May be empty in the file.
+fn section() -> Value {
+    json!({"type": ["object", "null"], "additionalProperties": false, "properties": {}})
+}
+
+fn leaf(setting: &Setting) -> Value {
+    let mut leaf = match &setting.schema {
+        Value::Object(fields) => fields.clone(),
+        _ => Map::new(),
+    };
+    leaf.insert("description".to_owned(), json!(setting.help));
+    if let Some(default) = &setting.default {
+        leaf.insert("default".to_owned(), json!(default));
+    }
+    Value::Object(leaf)
+}
+
+/// The effective values, one `key: value  # origin` a line.
+pub fn print(settings: &[Setting]) -> String {
+    let mut out = String::new();
+    for setting in settings {
+        let value = match &setting.value {
+            Value::Null => "(not set)".to_owned(),
+            Value::String(text) if setting.secret => text.clone(),
+            value => value.to_string(),
+        };
+        line(&mut out, format_args!("{}: {value}  # {}", setting.key, setting.origin));
+    }
+    out
+}
+
+/// Every setting with its flag, variable, default and meaning; no values.
+pub fn help(settings: &[Setting]) -> String {
+    let mut out = String::new();
+    for setting in settings {
+        let default = match (&setting.default, setting.required) {
+            (Some(default), _) if default.is_empty() => "none".to_owned(),
+            (Some(default), _) => default.clone(),
+            (None, true) => "must be given".to_owned(),
+            (None, false) => "none".to_owned(),
+        };
+        line(&mut out, format_args!("  --{} <value>", setting.key));
+        line(
+            &mut out,
+            format_args!("      {} [default: {default}] [env: {}]", setting.help, env_name(&setting.key)),
+        );
+    }
+    out
+}
+
+impl Setting {
+    /// Whether a layer gave it, as opposed to the default.
+    pub fn is_given(&self) -> bool {
+        self.origin != Origin::Default
+    }
+}
+
+/// Writing into a String cannot fail.
+fn line(out: &mut String, text: std::fmt::Arguments<'_>) {
+    if writeln!(out, "{text}").is_err() {
+        debug_assert!(false, "a String took no text");
+    }
+}

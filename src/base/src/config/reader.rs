@@ -1,0 +1,344 @@
+//! Reads settings from the layers and remembers what was asked.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use serde_json::json;
+
+use super::lines::Lines;
+use super::mistake::{Mistake, Mistakes, shown};
+use super::node::{self, Node};
+use super::section::Section;
+use super::sources::{Sources, env_name};
+use super::unknown;
+use super::value::{Bad, Value};
+
+/// The largest file that is read. A real one has a few kilobytes.
+const MAX_FILE: u64 = 256 * 1024;
+
+/// Where an effective value comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// Nobody gave one.
+    Default,
+    /// The file, at this line where it was found.
+    File(PathBuf, Option<usize>),
+    /// The variable of this name.
+    Env(String),
+    /// The flag of this name, with its dashes.
+    Flag(String),
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Origin::Default => f.write_str("default"),
+            Origin::File(path, Some(line)) => write!(f, "{}:{line}", path.display()),
+            Origin::File(path, None) => write!(f, "{}", path.display()),
+            Origin::Env(name) | Origin::Flag(name) => f.write_str(name),
+        }
+    }
+}
+
+/// A setting that somebody asked for.
+#[derive(Clone, Debug)]
+pub struct Setting {
+    /// Dotted, like `node.ticket-ttl`.
+    pub key: String,
+    /// What it is for, one sentence.
+    pub help: String,
+    /// The default as text; none when there is no default.
+    pub default: Option<String>,
+    /// Whether there must be a value.
+    pub required: bool,
+    /// JSON Schema of the value.
+    pub schema: serde_json::Value,
+    /// The effective value; `"(set)"` for a secret, null when there is none.
+    pub value: serde_json::Value,
+    /// Where the effective value comes from.
+    pub origin: Origin,
+    pub(super) secret: bool,
+}
+
+/// The settings of a configuration without mistakes, by key.
+#[derive(Clone, Debug, Default)]
+pub struct Printed(pub Vec<Setting>);
+
+impl fmt::Display for Printed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&super::print(&self.0))
+    }
+}
+
+/// Answers for settings. Mistakes do not stop it: it notes them, answers with the default, and [`Reader::finish`] tells
+/// them all. Nothing may be started before that.
+#[derive(Debug)]
+pub struct Reader {
+    pub(super) sources: Sources,
+    pub(super) tree: Node,
+    pub(super) lines: Lines,
+    pub(super) mine: Vec<String>,
+    pub(super) others: Vec<String>,
+    pub(super) asked: BTreeMap<String, Setting>,
+    pub(super) left: Vec<String>,
+    pub(super) mistakes: Vec<Mistake>,
+    /// The file is not YAML: what it would have said is unknown, so nothing is called missing.
+    broken: bool,
+}
+
+impl Reader {
+    /// Reads the layers. `mine` are the top-level sections that are read here, `others` those of other binaries that
+    /// share the file, whose keys are not looked at.
+    ///
+    /// # Errors
+    /// The file cannot be read at all. A file that can be read and is not YAML is told by [`Reader::finish`] with
+    /// everything else.
+    pub fn load(sources: Sources, mine: &[&str], others: &[&str]) -> Result<Reader, Mistakes> {
+        let text = match &sources.file {
+            Some(path) => read_file(path).map_err(|why| {
+                let place = path.display().to_string();
+                Mistakes(vec![Mistake { order: (0, 0), place, value: None, why }])
+            })?,
+            None => String::new(),
+        };
+        let owned = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+        let mut reader = Reader {
+            sources,
+            tree: Node::Map(Vec::new()),
+            lines: Lines::scan(&text),
+            mine: owned(mine),
+            others: owned(others),
+            asked: BTreeMap::new(),
+            left: Vec::new(),
+            mistakes: Vec::new(),
+            broken: false,
+        };
+        reader.take_tree(&text);
+        Ok(reader)
+    }
+
+    fn take_tree(&mut self, text: &str) {
+        let mut tree = match node::parse(text) {
+            Ok(tree @ Node::Map(_)) => tree,
+            Ok(_) => {
+                self.note_file("", None, "no settings at its top; write sections like `node:`".to_owned());
+                self.broken = true;
+                return;
+            }
+            Err(why) => {
+                let line = why.location().map(|location| location.line());
+                self.note_file("", line, format!("not YAML: {}; correct the line", shown(&why.to_string())));
+                self.broken = true;
+                return;
+            }
+        };
+        let mut repeated = Vec::new();
+        node::take_repeated(&mut tree, "", &mut repeated);
+        for path in repeated {
+            let lines = self.lines.all(&path);
+            let first = lines.first().map_or_else(String::new, |line| format!(" (first in line {line})"));
+            let why = format!("stands there twice{first}; keep one of them");
+            self.note_file(&path, lines.get(1).copied(), why);
+        }
+        self.tree = tree;
+    }
+
+    /// A setting with a default, which is written as a person would write it.
+    ///
+    /// # Panics
+    /// When the default itself is none: a slip in our own code, which the first test that reads the key meets.
+    pub fn get<T: Value>(&mut self, key: &str, default: &str, help: &str) -> T {
+        let found = self.ask::<T>(key, Some(default), false, help);
+        found.unwrap_or_else(|| match T::read(&Node::Text(default.to_owned())) {
+            Ok(value) => value,
+            Err(bad) => panic!("the built-in default of {key} is wrong: {bad}"),
+        })
+    }
+
+    /// A setting that may be absent.
+    pub fn optional<T: Value>(&mut self, key: &str, help: &str) -> Option<T> {
+        self.ask(key, None, false, help)
+    }
+
+    /// A setting that must be given; `None` was noted as a mistake.
+    pub fn required<T: Value>(&mut self, key: &str, help: &str) -> Option<T> {
+        let found = self.ask(key, None, true, help);
+        let missing = found.is_none() && !self.is_set(key) && !self.broken;
+        if missing {
+            let why = format!("missing; {help} (or set {})", env_name(key));
+            self.note((0, usize::MAX), key.to_owned(), None, why);
+        }
+        found
+    }
+
+    /// A setting that is one of a few words.
+    pub fn choice(&mut self, key: &str, default: &str, allowed: &[&str], help: &str) -> String {
+        let value: String = self.get(key, default, help);
+        if let Some(setting) = self.asked.get_mut(key) {
+            setting.schema = json!({"type": "string", "enum": allowed});
+        }
+        if allowed.contains(&value.as_str()) {
+            return value;
+        }
+        self.mistake(key, format!("not known; write one of {}", allowed.join(", ")));
+        default.to_owned()
+    }
+
+    /// The reader seen from a section.
+    pub fn section(&mut self, prefix: &str) -> Section<'_> {
+        Section { reader: self, prefix: prefix.to_owned() }
+    }
+
+    /// Keys below this are known but not wanted now, like the settings of a provider that was not chosen.
+    pub fn leave(&mut self, prefix: &str) {
+        self.left.push(prefix.to_owned());
+    }
+
+    /// Whether any layer gives the key a value.
+    pub fn is_set(&self, key: &str) -> bool {
+        !self.layers(key).is_empty()
+    }
+
+    /// Notes that the value of a key cannot be used, for reasons only the caller knows: a contradiction, a limit. `why`
+    /// ends with what would do: `"shorter than node.lease; make it longer"`.
+    pub fn mistake(&mut self, key: &str, why: impl Into<String>) {
+        let secret = self.asked.get(key).is_none_or(|setting| setting.secret);
+        let (place, value, order) = match self.layers(key).pop() {
+            Some((node, origin)) => {
+                let value = (!secret).then(|| shown(&node.line()));
+                (place(&origin, key), value, order(&origin))
+            }
+            None => {
+                let default = self.asked.get(key).and_then(|setting| setting.default.clone());
+                (format!("{key} (default)"), default.filter(|_| !secret), (0, usize::MAX))
+            }
+        };
+        self.note(order, place, value, why.into());
+    }
+
+    /// What was asked so far, by key.
+    pub fn asked(&self) -> Vec<Setting> {
+        self.asked.values().cloned().collect()
+    }
+
+    /// Tells whether the configuration can be used; unknown keys are found here, so everything must have been asked.
+    ///
+    /// # Errors
+    /// Every mistake of all layers.
+    pub fn finish(mut self) -> Result<Printed, Mistakes> {
+        unknown::find(&mut self);
+        if self.mistakes.is_empty() {
+            return Ok(Printed(self.asked.into_values().collect()));
+        }
+        self.mistakes.sort_by(|a, b| a.order.cmp(&b.order));
+        self.mistakes.dedup();
+        Err(Mistakes(self.mistakes))
+    }
+
+    /// Reads the key in every layer, so that a mistake in a lower one is told even though a higher one counts.
+    fn ask<T: Value>(&mut self, key: &str, default: Option<&str>, required: bool, help: &str) -> Option<T> {
+        let mut value = None;
+        let mut origin = Origin::Default;
+        for (node, from) in self.layers(key) {
+            let found = match &from {
+                Origin::Flag(_) if T::SECRET => Err(Bad::new(
+                    "a secret in a flag, which every user of the machine can read",
+                    &format!("use {} or the file", env_name(key)),
+                )),
+                _ => T::read(&node),
+            };
+            match found {
+                Ok(found) => (value, origin) = (Some(found), from),
+                Err(bad) => {
+                    let seen = (!T::SECRET).then(|| shown(&node.line()));
+                    self.note(order(&from), place(&from, key), seen, bad.to_string());
+                }
+            }
+        }
+        let effective = value.as_ref().map(T::show);
+        let effective = effective.or_else(|| default.map(|text| default_shown::<T>(text)));
+        let setting = Setting {
+            key: key.to_owned(),
+            help: help.to_owned(),
+            default: default.map(str::to_owned).filter(|_| !T::SECRET),
+            required,
+            schema: T::schema(),
+            value: effective.unwrap_or(serde_json::Value::Null),
+            origin,
+            secret: T::SECRET,
+        };
+        self.asked.insert(key.to_owned(), setting);
+        value
+    }
+
+    /// What each layer gives for a key, lowest first.
+    fn layers(&self, key: &str) -> Vec<(Node, Origin)> {
+        let mut found = Vec::new();
+        if let (Some(path), Some(node)) = (&self.sources.file, self.tree.at(key))
+            && *node != Node::Null
+        {
+            found.push((node.clone(), Origin::File(path.clone(), self.lines.find(key))));
+        }
+        let name = env_name(key);
+        if let Some(text) = self.sources.env.get(&name).filter(|text| !text.is_empty()) {
+            found.push((Node::Text(text.clone()), Origin::Env(name)));
+        }
+        if let Some((_, text)) = self.sources.flags.iter().rev().find(|(flag, _)| flag == key) {
+            found.push((Node::Text(text.clone()), Origin::Flag(format!("--{key}"))));
+        }
+        found
+    }
+
+    pub(super) fn note(&mut self, order: (u8, usize), place: String, value: Option<String>, why: String) {
+        self.mistakes.push(Mistake { order, place, value, why });
+    }
+
+    /// Notes a mistake about the file, at a key if there is one.
+    pub(super) fn note_file(&mut self, key: &str, line: Option<usize>, why: String) {
+        let path = self.sources.file.clone().unwrap_or_default();
+        let origin = Origin::File(path, line.or_else(|| self.lines.find(key)));
+        self.note(order(&origin), place(&origin, key), None, why);
+    }
+}
+
+/// The default in the form that effective values have.
+fn default_shown<T: Value>(text: &str) -> serde_json::Value {
+    T::read(&Node::Text(text.to_owned())).map_or(serde_json::Value::Null, |value| value.show())
+}
+
+/// Where a value stands, as a mistake says it.
+fn place(origin: &Origin, key: &str) -> String {
+    match origin {
+        Origin::File(..) if key.is_empty() => origin.to_string(),
+        Origin::File(..) => format!("{origin}: {key}"),
+        Origin::Default => key.to_owned(),
+        Origin::Env(name) | Origin::Flag(name) => name.clone(),
+    }
+}
+
+fn order(origin: &Origin) -> (u8, usize) {
+    match origin {
+        Origin::File(_, line) => (0, line.unwrap_or(usize::MAX)),
+        Origin::Default => (0, usize::MAX),
+        Origin::Env(_) => (1, 0),
+        Origin::Flag(_) => (2, 0),
+    }
+}
+
+/// The file's text, or why there is none and what would do.
+fn read_file(path: &Path) -> Result<String, String> {
+    let cannot = |why: std::io::Error| format!("cannot be read: {why}; give it with --config or create it");
+    // Looked at before it is opened: opening a pipe would wait for ever.
+    if !std::fs::metadata(path).map_err(cannot)?.is_file() {
+        return Err("not a file; name a YAML file".to_owned());
+    }
+    let mut text = Vec::new();
+    let file = std::fs::File::open(path).map_err(cannot)?;
+    file.take(MAX_FILE + 1).read_to_end(&mut text).map_err(cannot)?;
+    if text.len() as u64 > MAX_FILE {
+        return Err(format!("larger than {MAX_FILE} bytes; this is not a configuration of ours"));
+    }
+    String::from_utf8(text).map_err(|_| "not UTF-8 text; save it as such".to_owned())
+}

@@ -1,0 +1,78 @@
+//! The layers a configuration comes from, before anybody reads them.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+/// Read when it exists and no other file is named.
+pub const DEFAULT_FILE: &str = "/etc/peerpod/peerpod.yaml";
+
+/// Names the file, like `--config`.
+pub(super) const FILE_VARIABLE: &str = "PEERPOD_CONFIG";
+
+/// Start of every variable's name.
+pub(super) const PREFIX: &str = "PEERPOD_";
+
+/// The layers, lowest first.
+#[derive(Clone, Debug, Default)]
+pub struct Sources {
+    /// The YAML file; none is an empty one.
+    pub file: Option<PathBuf>,
+    /// The environment. Only names that begin with `PEERPOD_` are looked at; an empty value is no value.
+    pub env: BTreeMap<String, String>,
+    /// Flags as key and value, `("node.lease", "5m")`; the last of one name counts. A key that still has its dashes
+    /// was given without a value.
+    pub flags: Vec<(String, String)>,
+}
+
+impl Sources {
+    /// Understands `--config PATH` and `--section.key VALUE`, each also with `=`. What it does not understand is kept
+    /// and reported by the reader together with all other mistakes. `args` is without the program's name.
+    pub fn from_process(
+        args: impl IntoIterator<Item = String>,
+        env: impl IntoIterator<Item = (String, String)>,
+    ) -> Sources {
+        let env: BTreeMap<String, String> =
+            env.into_iter().filter(|(name, value)| name.starts_with(PREFIX) && !value.is_empty()).collect();
+        let mut flags = split_flags(args);
+        let named = flags.iter().rposition(|(key, _)| key == "config").map(|at| flags[at].1.clone());
+        flags.retain(|(key, _)| key != "config");
+        let file = named
+            .or_else(|| env.get(FILE_VARIABLE).cloned())
+            .map(PathBuf::from)
+            .or_else(|| Some(PathBuf::from(DEFAULT_FILE)).filter(|path| path.exists()));
+        Sources { file, env, flags }
+    }
+
+    /// The same from this process's own arguments and environment.
+    pub fn of_this_process() -> Sources {
+        let args = std::env::args_os().skip(1).map(|arg| arg.to_string_lossy().into_owned());
+        let env = std::env::vars_os()
+            .map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned()));
+        Sources::from_process(args, env)
+    }
+}
+
+/// Pairs of flag and value. An argument that is no flag becomes a key of its own, which nobody knows.
+fn split_flags(args: impl IntoIterator<Item = String>) -> Vec<(String, String)> {
+    let mut flags = Vec::new();
+    let mut args = args.into_iter().peekable();
+    while let Some(arg) = args.next() {
+        let Some(name) = arg.strip_prefix("--") else {
+            flags.push((arg, String::new()));
+            continue;
+        };
+        if let Some((key, value)) = name.split_once('=') {
+            flags.push((key.to_owned(), value.to_owned()));
+        } else if args.peek().is_some_and(|next| !next.starts_with("--")) {
+            flags.push((name.to_owned(), args.next().unwrap_or_default()));
+        } else {
+            flags.push((arg, String::new()));
+        }
+    }
+    flags
+}
+
+/// The variable of a key: `node.ticket-ttl` is `PEERPOD_NODE_TICKET_TTL`.
+pub fn env_name(key: &str) -> String {
+    format!("{PREFIX}{}", key.to_ascii_uppercase().replace(['.', '-'], "_"))
+}

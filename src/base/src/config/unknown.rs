@@ -1,0 +1,138 @@
+//! Finds what was given and nobody asked for: a misspelled key that is silently ignored is worse than a bad value.
+//!
+//! Values are never shown here: an unknown key may be a misspelled secret.
+
+use super::node::{Node, join};
+use super::reader::Reader;
+use super::sources::{FILE_VARIABLE, PREFIX, env_name};
+use super::suggest::nearest;
+
+/// Variables with our prefix that are no settings: tests and benches use them to steer themselves.
+const NOT_SETTINGS: [&str; 3] = ["PEERPOD_TEST_", "PEERPOD_BENCH_", "PEERPOD_DEMO_"];
+
+/// Notes a mistake for everything in any layer that is not known.
+pub(super) fn find(reader: &mut Reader) {
+    let tree = std::mem::replace(&mut reader.tree, Node::Null);
+    if let Node::Map(sections) = &tree {
+        for (name, node) in sections {
+            if !reader.others.contains(name) {
+                in_file(reader, name, node);
+            }
+        }
+    }
+    in_environment(reader);
+    in_flags(reader);
+}
+
+fn in_file(reader: &mut Reader, path: &str, node: &Node) {
+    if reader.asked.contains_key(path) || is_left(reader, path) {
+        return;
+    }
+    let below = format!("{path}.");
+    let is_section = reader.asked.keys().any(|key| key.starts_with(&below))
+        || reader.left.iter().any(|left| left.starts_with(&below));
+    match node {
+        Node::Map(entries) if is_section => {
+            for (key, child) in entries {
+                in_file(reader, &join(path, key), child);
+            }
+        }
+        Node::Null if is_section => {}
+        Node::Map(entries) if entries.is_empty() && reader.mine.iter().any(|name| name == path) => {}
+        Node::Null if reader.mine.iter().any(|name| name == path) => {}
+        _ if is_section => {
+            let why = "one value where a section is expected; indent its keys below it".to_owned();
+            reader.note_file(path, None, why);
+        }
+        _ => {
+            let why = unknown_key(reader, path);
+            reader.note_file(path, None, why);
+        }
+    }
+}
+
+fn in_environment(reader: &mut Reader) {
+    let known: Vec<String> = reader.asked.keys().map(|key| env_name(key)).collect();
+    let elsewhere: Vec<String> =
+        reader.others.iter().chain(&reader.left).map(|prefix| format!("{}_", env_name(prefix))).collect();
+    let unknown: Vec<String> = reader
+        .sources
+        .env
+        .iter()
+        .filter(|(name, value)| {
+            name.starts_with(PREFIX)
+                && !value.is_empty()
+                && name.as_str() != FILE_VARIABLE
+                && !known.contains(name)
+                && !elsewhere.iter().chain(&NOT_SETTINGS.map(str::to_owned)).any(|p| name.starts_with(p))
+                && !is_service_link(name, value)
+        })
+        .map(|(name, _)| name.clone())
+        .collect();
+    for name in unknown {
+        let meant = nearest(&name, known.iter().map(String::as_str));
+        let why = advice("unknown variable", meant, "unset it, or see `peerpod config schema`");
+        reader.note((1, 0), name, None, why);
+    }
+}
+
+fn in_flags(reader: &mut Reader) {
+    for (key, _) in reader.sources.flags.clone() {
+        let top = key.split('.').next().unwrap_or_default();
+        if reader.asked.contains_key(&key) || is_left(reader, &key) || reader.others.iter().any(|o| o == top)
+        {
+            continue;
+        }
+        let (place, why) = match key.strip_prefix("--") {
+            Some(bare) if reader.asked.contains_key(bare) || bare == "config" => {
+                (key.clone(), "has no value; write it behind the flag".to_owned())
+            }
+            Some(bare) => (key.clone(), unknown_key(reader, bare)),
+            None if key.contains('.') => (format!("--{key}"), unknown_key(reader, &key)),
+            None => (key.clone(), "not a flag; write --section.key value".to_owned()),
+        };
+        reader.note((2, 0), place, None, why);
+    }
+}
+
+fn is_left(reader: &Reader, path: &str) -> bool {
+    reader
+        .left
+        .iter()
+        .any(|left| path.strip_prefix(left).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
+}
+
+/// Why a key is unknown, with the known key that was probably meant.
+fn unknown_key(reader: &Reader, path: &str) -> String {
+    if !path.contains('.') {
+        let sections = reader.mine.iter().chain(&reader.others).map(String::as_str);
+        return advice("unknown section", nearest(path, sections), "remove it");
+    }
+    let known = || reader.asked.keys().map(String::as_str);
+    let leaf = |key: &str| key.rsplit('.').next().map(str::to_owned);
+    // The right name in the wrong section is as likely as a slip of the finger.
+    let meant = nearest(path, known()).or_else(|| known().find(|key| leaf(key) == leaf(path)));
+    advice("unknown key", meant, "remove it, or see `peerpod config schema`")
+}
+
+fn advice(what: &str, meant: Option<&str>, otherwise: &str) -> String {
+    match meant {
+        Some(meant) => format!("{what}; did you mean {meant}?"),
+        None => format!("{what}; {otherwise}"),
+    }
+}
+
+/// Kubernetes puts variables for every Service of the namespace into each container; one called `peerpod-…` gives
+/// `PEERPOD_…_SERVICE_HOST`, `…_PORT=tcp://…` and so on.
+fn is_service_link(name: &str, value: &str) -> bool {
+    let docker = name.rsplit_once("_PORT_").is_some_and(|(_, rest)| {
+        rest.split_once('_').is_some_and(|(port, rest)| {
+            port.bytes().all(|b| b.is_ascii_digit())
+                && ["TCP", "UDP", "SCTP"].iter().any(|p| rest.starts_with(p))
+        })
+    });
+    docker
+        || name.ends_with("_SERVICE_HOST")
+        || name.contains("_SERVICE_PORT")
+        || name.ends_with("_PORT") && ["tcp://", "udp://", "sctp://"].iter().any(|p| value.starts_with(p))
+}

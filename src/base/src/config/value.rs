@@ -1,0 +1,200 @@
+//! What a setting can be, and how each kind is read, shown and described.
+
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde_json::json;
+
+use super::duration::{format_duration, parse_duration};
+use super::node::Node;
+use super::secret::Secret;
+
+/// Why a value cannot be used, and what would do instead. Must not repeat the value: it may be a secret.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Bad {
+    why: String,
+    instead: String,
+}
+
+impl Bad {
+    /// Both halves in lower case, without a full stop.
+    pub fn new(why: &str, instead: &str) -> Bad {
+        Bad { why: why.to_owned(), instead: instead.to_owned() }
+    }
+}
+
+impl fmt::Display for Bad {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}; {}", self.why, self.instead)
+    }
+}
+
+/// A kind of setting.
+pub trait Value: Sized {
+    /// Whether the value must never be shown.
+    const SECRET: bool = false;
+
+    /// Reads what a layer gave.
+    ///
+    /// # Errors
+    /// Why it is none, and what would do, without repeating it.
+    fn read(node: &Node) -> Result<Self, Bad>;
+
+    /// The value as `config print` shows it, in a form that [`Value::read`] takes again.
+    fn show(&self) -> serde_json::Value;
+
+    /// The JSON Schema of the value.
+    fn schema() -> serde_json::Value;
+}
+
+impl Value for String {
+    fn read(node: &Node) -> Result<String, Bad> {
+        node.text()
+    }
+    fn show(&self) -> serde_json::Value {
+        json!(self)
+    }
+    fn schema() -> serde_json::Value {
+        json!({"type": "string"})
+    }
+}
+
+impl Value for Secret {
+    const SECRET: bool = true;
+
+    fn read(node: &Node) -> Result<Secret, Bad> {
+        node.text().map(Secret::new)
+    }
+    fn show(&self) -> serde_json::Value {
+        json!("(set)")
+    }
+    fn schema() -> serde_json::Value {
+        json!({"type": "string", "writeOnly": true})
+    }
+}
+
+impl Value for PathBuf {
+    fn read(node: &Node) -> Result<PathBuf, Bad> {
+        let text = node.text()?;
+        if !text.starts_with('/') || text.contains('\0') {
+            return Err(Bad::new("not an absolute path", "write it from /"));
+        }
+        Ok(PathBuf::from(text))
+    }
+    fn show(&self) -> serde_json::Value {
+        json!(self.to_string_lossy())
+    }
+    fn schema() -> serde_json::Value {
+        json!({"type": "string", "pattern": "^/"})
+    }
+}
+
+impl Value for bool {
+    fn read(node: &Node) -> Result<bool, Bad> {
+        match node.scalar()?.as_str() {
+            "true" => Ok(true),
+            "false" => Ok(false),
+            _ => Err(Bad::new("neither true nor false", "write true or false")),
+        }
+    }
+    fn show(&self) -> serde_json::Value {
+        json!(self)
+    }
+    fn schema() -> serde_json::Value {
+        json!({"type": "boolean"})
+    }
+}
+
+macro_rules! whole_number {
+    ($($kind:ty),*) => {$(
+        impl Value for $kind {
+            fn read(node: &Node) -> Result<$kind, Bad> {
+                let text = node.scalar()?;
+                let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+                digits.then(|| text.parse().ok()).flatten().ok_or_else(|| Bad::new(
+                    if digits { "too large" } else { "not a whole number" },
+                    &format!("write one from 0 to {}", <$kind>::MAX),
+                ))
+            }
+            fn show(&self) -> serde_json::Value {
+                json!(self)
+            }
+            fn schema() -> serde_json::Value {
+                json!({"type": "integer", "minimum": 0, "maximum": <$kind>::MAX})
+            }
+        }
+    )*};
+}
+whole_number!(u16, u32, u64);
+
+impl Value for Duration {
+    fn read(node: &Node) -> Result<Duration, Bad> {
+        parse_duration(&node.scalar()?)
+    }
+    fn show(&self) -> serde_json::Value {
+        json!(format_duration(*self))
+    }
+    fn schema() -> serde_json::Value {
+        json!({"type": ["string", "integer"], "pattern": "^(0|([0-9]+(d|h|m|s|ms))+)$", "maximum": 0})
+    }
+}
+
+impl Value for SocketAddr {
+    fn read(node: &Node) -> Result<SocketAddr, Bad> {
+        node.scalar()?.trim().parse().map_err(|_| {
+            Bad::new("not an address with a port", "write it like 10.0.0.1:15151 or [fd00::1]:15151")
+        })
+    }
+    fn show(&self) -> serde_json::Value {
+        json!(self.to_string())
+    }
+    fn schema() -> serde_json::Value {
+        json!({"type": "string", "description": "address:port"})
+    }
+}
+
+impl Value for IpAddr {
+    fn read(node: &Node) -> Result<IpAddr, Bad> {
+        node.scalar()?
+            .trim()
+            .parse()
+            .map_err(|_| Bad::new("not an IP address", "write it like 10.0.0.1 or fd00::1"))
+    }
+    fn show(&self) -> serde_json::Value {
+        json!(self.to_string())
+    }
+    fn schema() -> serde_json::Value {
+        json!({"anyOf": [{"type": "string", "format": "ipv4"}, {"type": "string", "format": "ipv6"}]})
+    }
+}
+
+/// A list in the file, or one text with commas in any layer.
+impl<T: Value> Value for Vec<T> {
+    const SECRET: bool = T::SECRET;
+
+    fn read(node: &Node) -> Result<Vec<T>, Bad> {
+        let parts: Vec<Node> = match node {
+            Node::List(items) => items.clone(),
+            Node::Map(_) => return Err(Bad::new("a section where a list is expected", "write a list")),
+            Node::Text(text) => text
+                .split(',')
+                .map(str::trim)
+                .filter(|part| !part.is_empty())
+                .map(|part| Node::Text(part.to_owned()))
+                .collect(),
+            single => vec![single.clone()],
+        };
+        let one = |(n, part): (usize, &Node)| {
+            T::read(part).map_err(|bad| Bad { why: format!("item {}: {}", n + 1, bad.why), ..bad })
+        };
+        parts.iter().enumerate().map(one).collect()
+    }
+    fn show(&self) -> serde_json::Value {
+        self.iter().map(T::show).collect()
+    }
+    fn schema() -> serde_json::Value {
+        json!({"anyOf": [{"type": "array", "items": T::schema()}, {"type": "string", "description": "with commas"}]})
+    }
+}

@@ -1,0 +1,193 @@
+//! How a process ends: one [`Shutdown`] that everybody can wait for, signals that trigger it, and a [`Drain`] that waits
+//! for what is under way, but not for ever.
+//!
+//! Must be used inside a tokio runtime. The only place that ends the process is the second signal.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+
+/// Tells everybody that the process is to end. Clones are the same shutdown.
+#[derive(Clone, Debug)]
+pub struct Shutdown {
+    sender: Arc<watch::Sender<Option<String>>>,
+}
+
+impl Default for Shutdown {
+    fn default() -> Shutdown {
+        Shutdown::new()
+    }
+}
+
+impl Shutdown {
+    /// One that nothing has triggered.
+    pub fn new() -> Shutdown {
+        Shutdown { sender: Arc::new(watch::Sender::new(None)) }
+    }
+
+    /// Begins the end. The first reason stays.
+    pub fn trigger(&self, reason: &str) {
+        self.sender.send_if_modified(|current| {
+            let first = current.is_none();
+            if first {
+                *current = Some(reason.to_owned());
+            }
+            first
+        });
+    }
+
+    /// Whether the end has begun.
+    pub fn is_triggered(&self) -> bool {
+        self.sender.borrow().is_some()
+    }
+
+    /// Why, once it has begun.
+    pub fn reason(&self) -> Option<String> {
+        self.sender.borrow().clone()
+    }
+
+    /// Returns when the end begins, at once if it has. May be dropped at any time.
+    pub async fn wait(&self) {
+        let mut receiver = self.sender.subscribe();
+        // Fails only when every sender is gone, and we hold one.
+        if receiver.wait_for(Option::is_some).await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+/// A shutdown that SIGTERM and SIGINT trigger. A second signal ends the process at once with the code a shell gives for
+/// it (128 + number), because a person who presses Ctrl-C twice means it.
+///
+/// # Errors
+/// The handlers cannot be installed.
+pub fn signals() -> std::io::Result<Shutdown> {
+    let shutdown = Shutdown::new();
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let told = shutdown.clone();
+    tokio::spawn(async move {
+        loop {
+            let (name, number) = tokio::select! {
+                _ = terminate.recv() => ("SIGTERM", 15),
+                _ = interrupt.recv() => ("SIGINT", 2),
+            };
+            if told.is_triggered() {
+                tracing::warn!(signal = name, "ending at once");
+                std::process::exit(128 + number);
+            }
+            tracing::info!(signal = name, "shutting down");
+            told.trigger(name);
+        }
+    });
+    Ok(shutdown)
+}
+
+/// Waits for what is under way. Everybody who must not be cut off holds a [`Busy`].
+#[derive(Clone, Debug)]
+pub struct Drain {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    busy: Mutex<BTreeMap<&'static str, usize>>,
+    count: watch::Sender<usize>,
+    begun: watch::Sender<bool>,
+}
+
+/// One thing under way; dropping it says that it is done.
+#[derive(Debug)]
+pub struct Busy {
+    shared: Arc<Shared>,
+    name: &'static str,
+}
+
+/// What was still under way when the deadline passed, by name and number.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StillBusy(pub BTreeMap<&'static str, usize>);
+
+impl fmt::Display for StillBusy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("still under way at the deadline:")?;
+        for (name, count) in &self.0 {
+            write!(f, " {name} ({count})")?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for StillBusy {}
+
+impl Default for Drain {
+    fn default() -> Drain {
+        Drain::new()
+    }
+}
+
+impl Drain {
+    /// One with nothing under way.
+    pub fn new() -> Drain {
+        let shared = Shared {
+            busy: Mutex::new(BTreeMap::new()),
+            count: watch::Sender::new(0),
+            begun: watch::Sender::new(false),
+        };
+        Drain { shared: Arc::new(shared) }
+    }
+
+    /// Counts one thing of this name as under way until the result is dropped.
+    pub fn busy(&self, name: &'static str) -> Busy {
+        *lock(&self.shared).entry(name).or_default() += 1;
+        self.shared.count.send_modify(|count| *count += 1);
+        Busy { shared: self.shared.clone(), name }
+    }
+
+    /// Tells everybody to finish and waits until nothing is under way.
+    ///
+    /// # Errors
+    /// What is not finished at the deadline.
+    pub async fn drain(&self, deadline: Duration) -> Result<(), StillBusy> {
+        self.shared.begun.send_replace(true);
+        let mut count = self.shared.count.subscribe();
+        let done = count.wait_for(|count| *count == 0);
+        match tokio::time::timeout(deadline, done).await {
+            Ok(_) => Ok(()),
+            Err(_) => Err(StillBusy(lock(&self.shared).clone())),
+        }
+    }
+}
+
+impl Busy {
+    /// Returns when the drain begins: finish soon, begin nothing new.
+    pub async fn draining(&self) {
+        let mut begun = self.shared.begun.subscribe();
+        // Fails only when the sender is gone, and we hold it.
+        if begun.wait_for(|begun| *begun).await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        let mut busy = lock(&self.shared);
+        if let Some(count) = busy.get_mut(self.name) {
+            *count -= 1;
+            if *count == 0 {
+                busy.remove(self.name);
+            }
+        }
+        drop(busy);
+        self.shared.count.send_modify(|count| *count -= 1);
+    }
+}
+
+/// The map is consistent after every step, so a panic elsewhere does not spoil it.
+fn lock(shared: &Shared) -> std::sync::MutexGuard<'_, BTreeMap<&'static str, usize>> {
+    shared.busy.lock().unwrap_or_else(PoisonError::into_inner)
+}
