@@ -1,1 +1,161 @@
-//! The ticket exchange on a fresh connection.
+//! The ticket exchange on a fresh TLS connection, and the fork between it and a session: a connection without client
+//! certificate may say one Claim and hear one ClaimReply, nothing else. One with a certificate says Hello.
+//!
+//! No policy: who may claim what is the node's decision. Callers bound the time ([`FIRST_RECORD_DEADLINE`] fits);
+//! the functions bound the memory.
+
+use std::{io, time::Duration};
+
+use peerpod_proto::guest::{Claim, ClaimReply};
+use protobuf::Message;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+
+use crate::record::{self, BadRecord, HEADER_LEN, Header, Hello, Kind};
+
+/// How long a peer may take to say its first record.
+pub const FIRST_RECORD_DEADLINE: Duration = Duration::from_secs(5);
+
+/// What a connection began with.
+#[derive(Clone, Debug, PartialEq)]
+pub enum First {
+    /// A ticket; answer with [`reply`].
+    Claim(Box<Claim>),
+    /// A session; hand the connection and this to [`crate::endpoint::EndpointHandle::attach_after`].
+    Hello(Hello),
+}
+
+/// Why the exchange failed.
+#[derive(Debug, thiserror::Error)]
+pub enum ClaimError {
+    /// The connection broke or ended early.
+    #[error("ticket exchange: the connection failed: {0}")]
+    Io(#[from] io::Error),
+    /// What came is not a record.
+    #[error("ticket exchange: {0}")]
+    Record(#[from] BadRecord),
+    /// A record that does not belong here.
+    #[error("ticket exchange: the peer sent {0:?} where {1} was due")]
+    Unexpected(Kind, &'static str),
+    /// The message inside cannot be read.
+    #[error("ticket exchange: the {0} cannot be read: {1}")]
+    Message(&'static str, protobuf::Error),
+}
+
+/// Guest: shows a ticket and waits for the answer. A refusal is an answer (`ClaimReply.error`), not an error.
+pub async fn ask<S>(stream: &mut S, claim: &Claim) -> Result<ClaimReply, ClaimError>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    send(stream, Kind::Claim, claim).await?;
+    match receive(stream).await? {
+        (Kind::ClaimReply, payload) => {
+            ClaimReply::parse_from_bytes(&payload).map_err(|why| ClaimError::Message("ClaimReply", why))
+        }
+        (other, _) => Err(ClaimError::Unexpected(other, "ClaimReply")),
+    }
+}
+
+/// Relay: reads what a fresh connection says first. Takes not one byte more than that record.
+pub async fn first_record<S>(stream: &mut S) -> Result<First, ClaimError>
+where
+    S: AsyncRead + Unpin,
+{
+    match receive(stream).await? {
+        (Kind::Claim, payload) => {
+            let claim = Claim::parse_from_bytes(&payload).map_err(|why| ClaimError::Message("Claim", why))?;
+            Ok(First::Claim(Box::new(claim)))
+        }
+        (Kind::Hello, payload) => Ok(First::Hello(Hello::decode(&payload)?)),
+        (other, _) => Err(ClaimError::Unexpected(other, "Claim or Hello")),
+    }
+}
+
+/// Relay: answers a claim.
+pub async fn reply<S>(stream: &mut S, reply: &ClaimReply) -> Result<(), ClaimError>
+where
+    S: AsyncWrite + Unpin,
+{
+    send(stream, Kind::ClaimReply, reply).await
+}
+
+async fn send<S: AsyncWrite + Unpin>(
+    stream: &mut S,
+    kind: Kind,
+    message: &impl Message,
+) -> Result<(), ClaimError> {
+    let payload = message.write_to_bytes().map_err(|why| ClaimError::Message("message to send", why))?;
+    stream.write_all(&record::plain(kind, &payload)?).await?;
+    Ok(stream.flush().await?)
+}
+
+async fn receive<S: AsyncRead + Unpin>(stream: &mut S) -> Result<(Kind, Vec<u8>), ClaimError> {
+    let mut header = [0; HEADER_LEN];
+    stream.read_exact(&mut header).await?;
+    let header = Header::decode(&header)?;
+    // Grows with what arrives, not with what was announced.
+    let mut payload = Vec::new();
+    stream.take(u64::from(header.length)).read_to_end(&mut payload).await?;
+    if payload.len() < header.length as usize {
+        return Err(ClaimError::Io(io::ErrorKind::UnexpectedEof.into()));
+    }
+    Ok((header.kind, payload))
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::duplex;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_claim_is_asked_and_answered() {
+        let (mut guest, mut relay) = duplex(64);
+        let claim = Claim { ticket_id: "t".into(), csr: vec![1; 5000], ..Default::default() };
+        let answer =
+            ClaimReply { sandbox_id: "s".into(), certificates: vec![vec![2; 3000]], ..Default::default() };
+        let (asked, served) = tokio::join!(ask(&mut guest, &claim), async {
+            let First::Claim(seen) = first_record(&mut relay).await.unwrap() else { panic!("not a claim") };
+            assert_eq!(*seen, claim);
+            reply(&mut relay, &answer).await
+        });
+        served.unwrap();
+        assert_eq!(asked.unwrap(), answer);
+    }
+
+    #[tokio::test]
+    async fn what_is_not_a_first_record_is_refused_with_its_name() {
+        let first = async |bytes: &[u8]| {
+            let mut input = bytes;
+            first_record(&mut input).await
+        };
+        assert!(matches!(first(&[0xff; 40]).await, Err(ClaimError::Record(_))));
+        assert!(matches!(
+            first(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n").await,
+            Err(ClaimError::Record(_))
+        ));
+        assert!(matches!(first(&[0; 5]).await, Err(ClaimError::Io(_))));
+        let data = record::plain(Kind::Data, b"x").unwrap();
+        assert!(matches!(first(&data).await, Err(ClaimError::Unexpected(Kind::Data, _))));
+        let mut short = record::plain(Kind::Claim, &[0; 100]).unwrap();
+        short.truncate(60);
+        assert!(matches!(first(&short).await, Err(ClaimError::Io(_))));
+        let garbage = record::plain(Kind::Claim, &[0xff; 100]).unwrap();
+        assert!(matches!(first(&garbage).await, Err(ClaimError::Message("Claim", _))));
+    }
+
+    #[tokio::test]
+    async fn nothing_after_the_first_record_is_taken() {
+        let hello = Hello {
+            versions: (1, 1),
+            session: record::SessionId([3; 16]),
+            epoch: 0,
+            recv: 0,
+            program: "1".into(),
+        };
+        let mut bytes = record::plain(Kind::Hello, &hello.encode()).unwrap();
+        bytes.extend_from_slice(b"rest");
+        let mut input = &bytes[..];
+        assert_eq!(first_record(&mut input).await.unwrap(), First::Hello(hello));
+        assert_eq!(input, b"rest");
+    }
+}

@@ -1,1 +1,164 @@
-//! Drives one session.
+//! One end of a link: drives the session of one sandbox between its transport (a TLS connection that may break and be
+//! replaced) and its local connections (unix sockets: shims' at the relay, the agent's in the guest).
+//!
+//! Everything of a sandbox happens in one task, [`Endpoint::run`]: it polls the transport, the local sockets, the
+//! command queue and the clock, and hands bytes from one to the other without a queue between tasks. What belongs to
+//! the relay or the guest alone comes in through [`Handler`] (one per endpoint) and [`Filter`] (one per connection).
+//!
+//! Bounds: a local connection holds at most the stream's window of undelivered bytes, the session at most
+//! [`Limits::replay`] of unacknowledged ones; beyond either, reading stops. While there is no transport local sockets
+//! stay open and are simply not read. Idle connections hold no buffer.
+
+mod handle;
+mod stats;
+mod transport;
+
+use std::{fmt, io, net::SocketAddr, sync::Arc, time::Duration};
+
+use bytes::{Bytes, BytesMut};
+use futures_util::future::BoxFuture;
+use tokio::net::UnixStream;
+
+pub use self::{
+    handle::{ControlFull, EndpointHandle},
+    stats::Stats,
+    transport::{Transport, tune},
+};
+pub use crate::record::SessionId;
+
+/// Which end this is. The guest says Hello and dials local ends; the relay answers and opens streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// The node's side.
+    Relay,
+    /// The VM's side.
+    Guest,
+}
+
+/// What happened to the link.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LinkEvent {
+    /// A transport finished its handshake.
+    Up {
+        /// Whether the streams of before go on. A first connection is not resumed.
+        resumed: bool,
+        /// The guest program's session.
+        session: SessionId,
+        /// The transport's other end.
+        peer: SocketAddr,
+        /// The other program's version, for people.
+        version: String,
+    },
+    /// The transport is gone (or never finished its handshake); another one may be attached at any time.
+    Down {
+        /// Why, in words.
+        reason: String,
+    },
+    /// The peer does not have the session any more (its program restarted): all streams and all control messages
+    /// under way are gone. Comes before the `Up` of the new session.
+    SessionLost,
+}
+
+/// What an endpoint asks of its owner. Called from the endpoint's task: must not block.
+pub trait Handler: Send + 'static {
+    /// A filter for a new local connection (relay: accepted from a shim; guest: dialled to the agent).
+    fn filter(&mut self) -> Box<dyn Filter>;
+    /// Guest: opens the local end of a stream that the peer opened. The relay refuses with an error.
+    fn dial(&mut self) -> BoxFuture<'static, io::Result<UnixStream>>;
+    /// A control message from the peer.
+    fn on_control(&mut self, message: Bytes);
+    /// The link came up, went down or lost its session.
+    fn on_link(&mut self, event: LinkEvent);
+    /// The number of local connections changed.
+    fn on_connections(&mut self, open: usize);
+}
+
+/// Sits between a local socket and its stream. Must hold O(1) memory except for frames it rewrites (at most 4 MiB).
+/// Appends to the given buffers only; they may hold bytes already.
+pub trait Filter: Send {
+    /// Bytes from the local socket: append what goes to the peer to `peer`, what is answered locally to `local`.
+    fn from_local(&mut self, input: &[u8], peer: &mut BytesMut, local: &mut BytesMut);
+    /// Bytes from the peer: append what goes to the local socket to `local`, what is answered to the peer to `peer`.
+    fn from_peer(&mut self, input: &[u8], peer: &mut BytesMut, local: &mut BytesMut);
+    /// The stream behind is lost (another guest program, or the peer closed it). Append answers for pending calls to
+    /// `local`; return whether the local socket stays open (a new stream is then opened at the next byte to the peer).
+    fn stream_lost(&mut self, local: &mut BytesMut) -> bool;
+    /// The endpoint ends (the sandbox is over) and the local socket is about to be closed: a last chance to answer
+    /// what is still pending. Written as far as the socket takes it at once.
+    fn finish(&mut self, local: &mut BytesMut) {
+        let _ = local;
+    }
+}
+
+/// Bounds in time and space of one endpoint.
+#[derive(Clone, Debug)]
+pub struct Limits {
+    /// A Ping is sent when nothing else was for so long.
+    pub heartbeat: Duration,
+    /// A link that was silent for so long is dead.
+    pub silence: Duration,
+    /// A new transport must have finished Hello and Welcome in this time.
+    pub handshake: Duration,
+    /// The guest's dial of the agent may take so long.
+    pub dial: Duration,
+    /// Unacknowledged bytes that the session keeps for a replay; beyond, local sockets are not read.
+    pub replay: usize,
+    /// Bytes made ready for the transport ahead of what it took: what a control message may have in front of it.
+    pub ahead: usize,
+    /// Local connections, and streams of the session.
+    pub connections: usize,
+    /// Bytes of control messages that wait for being sent.
+    pub control_queue: usize,
+    /// The longest control message taken from the peer.
+    pub control_message: usize,
+    /// This program's version, told to the peer.
+    pub version: String,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Limits {
+            heartbeat: Duration::from_secs(2),
+            silence: Duration::from_secs(8),
+            handshake: Duration::from_secs(5),
+            dial: Duration::from_secs(10),
+            replay: 1 << 20,
+            ahead: 128 << 10,
+            connections: 1024,
+            control_queue: 4 << 20,
+            control_message: 1 << 20,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+        }
+    }
+}
+
+/// One end of a link; see the module.
+pub struct Endpoint<H> {
+    role: Role,
+    handler: H,
+    limits: Limits,
+    shared: Arc<handle::Shared>,
+}
+
+impl<H> fmt::Debug for Endpoint<H> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Endpoint").field("role", &self.role).finish_non_exhaustive()
+    }
+}
+
+impl<H: Handler> Endpoint<H> {
+    /// An endpoint without transport and connections, and the handle to give it some. When the last clone of the
+    /// handle is dropped the endpoint closes.
+    pub fn new(role: Role, handler: H, limits: Limits) -> (Endpoint<H>, EndpointHandle) {
+        let (shared, handle) = handle::pair(limits.control_queue);
+        (Endpoint { role, handler, limits, shared }, handle)
+    }
+
+    /// Drives the link until [`EndpointHandle::close`]; gives the handler back. Dropping the future closes all its
+    /// sockets at once.
+    pub async fn run(self) -> H {
+        let Endpoint { role: _, handler, limits: _, shared } = self;
+        std::future::poll_fn(|cx| shared.poll_closed(cx)).await;
+        handler
+    }
+}

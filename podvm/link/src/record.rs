@@ -1,1 +1,216 @@
-//! Records of the link.
+//! Records: what travels in a link's TLS stream. A 28-byte header and a payload of at most 64 KiB:
+//! `len u32 BE | kind u8 | flags u8 | reserved u16 = 0 | stream u32 BE | seq u64 BE | ack u64 BE`.
+//!
+//! This module knows the bytes of a header and of the two handshake payloads; what may follow what is the
+//! session's business. Pure.
+
+mod hello;
+
+pub use self::hello::{Hello, SessionId, Welcome};
+
+/// Bytes of a record's header.
+pub const HEADER_LEN: usize = 28;
+
+/// The longest payload of one record.
+pub const MAX_PAYLOAD: usize = 64 << 10;
+
+/// Version of this protocol, offered in Hello and answered in Welcome.
+pub const VERSION: u16 = 1;
+
+/// Flag of a Control record: the message goes on in the next one.
+pub const MORE: u8 = 1;
+
+/// What a record is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Kind {
+    /// A ticket shown by a guest without a certificate (protobuf `Claim`).
+    Claim = 1,
+    /// Its answer (protobuf `ClaimReply`).
+    ClaimReply = 2,
+    /// Guest to relay: the session it has.
+    Hello = 3,
+    /// Relay to guest: resumed or new.
+    Welcome = 4,
+    /// A stream begins; the payload is its [`StreamKind`].
+    Open = 10,
+    /// Bytes of a stream.
+    Data = 11,
+    /// A stream ends; the payload is a [`CloseReason`]. Each side sends one.
+    Close = 12,
+    /// The receiver took bytes off a stream: so many more may be sent (u32 BE).
+    Credit = 13,
+    /// A message between node and guest, or a part of it.
+    Control = 14,
+    /// Only an acknowledgement.
+    Ack = 20,
+    /// Are you there?
+    Ping = 21,
+    /// Yes.
+    Pong = 22,
+}
+
+impl Kind {
+    /// The kind with this number.
+    pub fn from_u8(number: u8) -> Option<Kind> {
+        Some(match number {
+            1 => Kind::Claim,
+            2 => Kind::ClaimReply,
+            3 => Kind::Hello,
+            4 => Kind::Welcome,
+            10 => Kind::Open,
+            11 => Kind::Data,
+            12 => Kind::Close,
+            13 => Kind::Credit,
+            14 => Kind::Control,
+            20 => Kind::Ack,
+            21 => Kind::Ping,
+            22 => Kind::Pong,
+            _ => return None,
+        })
+    }
+
+    /// Whether records of this kind are numbered, kept until acknowledged and replayed.
+    pub fn is_sequenced(self) -> bool {
+        (10..20).contains(&(self as u8))
+    }
+}
+
+/// What a stream leads to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum StreamKind {
+    /// A connection to the agent's socket.
+    Agent = 1,
+}
+
+/// Why a stream ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum CloseReason {
+    /// The local side closed its connection (or the peer did, and this is the answer).
+    Closed = 0,
+    /// The local end could not be opened.
+    Refused = 1,
+}
+
+/// A record's header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// Bytes of payload.
+    pub length: u32,
+    /// What it is.
+    pub kind: Kind,
+    /// [`MORE`] or nothing.
+    pub flags: u8,
+    /// The stream it belongs to; 0 = none.
+    pub stream: u32,
+    /// Its number, from 1, per direction and session; 0 in records that are not sequenced.
+    pub seq: u64,
+    /// The highest number received in order.
+    pub ack: u64,
+}
+
+/// Why bytes are not a record of this protocol. The link they came from must be closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BadRecord {
+    /// An unknown number where the kind should be.
+    #[error("record of unknown kind {0}; the peer is newer, or not a peerpod link at all")]
+    Kind(u8),
+    /// More payload than any record has.
+    #[error("record announces {0} bytes of payload, at most {MAX_PAYLOAD} are allowed")]
+    Length(u32),
+    /// Bits that must be zero are not.
+    #[error("record has unknown flags or a reserved field in use")]
+    Reserved,
+    /// A handshake payload that cannot be read.
+    #[error("{0} cannot be read: {1}")]
+    Payload(&'static str, &'static str),
+}
+
+impl Header {
+    /// A header without number and acknowledgement.
+    pub fn new(kind: Kind, length: u32) -> Header {
+        Header { length, kind, flags: 0, stream: 0, seq: 0, ack: 0 }
+    }
+
+    /// Reads a header and checks what can be checked without a session.
+    pub fn decode(b: &[u8; HEADER_LEN]) -> Result<Header, BadRecord> {
+        let u32_at = |at: usize| u32::from_be_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]]);
+        let u64_at = |at: usize| u64::from(u32_at(at)) << 32 | u64::from(u32_at(at + 4));
+        let length = u32_at(0);
+        if length as usize > MAX_PAYLOAD {
+            return Err(BadRecord::Length(length));
+        }
+        let kind = Kind::from_u8(b[4]).ok_or(BadRecord::Kind(b[4]))?;
+        let flags = b[5];
+        let allowed = if kind == Kind::Control { MORE } else { 0 };
+        if flags & !allowed != 0 || b[6] != 0 || b[7] != 0 {
+            return Err(BadRecord::Reserved);
+        }
+        Ok(Header { length, kind, flags, stream: u32_at(8), seq: u64_at(12), ack: u64_at(20) })
+    }
+
+    /// Writes a header; the inverse of [`Header::decode`].
+    pub fn encode(&self) -> [u8; HEADER_LEN] {
+        let mut b = [0; HEADER_LEN];
+        b[0..4].copy_from_slice(&self.length.to_be_bytes());
+        b[4] = self.kind as u8;
+        b[5] = self.flags;
+        b[8..12].copy_from_slice(&self.stream.to_be_bytes());
+        b[12..20].copy_from_slice(&self.seq.to_be_bytes());
+        b[20..28].copy_from_slice(&self.ack.to_be_bytes());
+        b
+    }
+}
+
+/// A whole record that is not sequenced, for the exchanges outside a session.
+pub fn plain(kind: Kind, payload: &[u8]) -> Result<Vec<u8>, BadRecord> {
+    let length = u32::try_from(payload.len()).unwrap_or(u32::MAX);
+    if payload.len() > MAX_PAYLOAD {
+        return Err(BadRecord::Length(length));
+    }
+    let mut bytes = Vec::with_capacity(HEADER_LEN + payload.len());
+    bytes.extend_from_slice(&Header::new(kind, length).encode());
+    bytes.extend_from_slice(payload);
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn a_header_survives_encoding(length in 0..=MAX_PAYLOAD as u32, kind in 0u8..30, stream: u32, seq: u64, ack: u64) {
+            if let Some(kind) = Kind::from_u8(kind) {
+                let header = Header { length, kind, flags: 0, stream, seq, ack };
+                prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
+            }
+        }
+
+        #[test]
+        fn arbitrary_bytes_are_refused_or_mean_one_thing(bytes: [u8; HEADER_LEN]) {
+            if let Ok(header) = Header::decode(&bytes) {
+                prop_assert_eq!(header.encode(), bytes);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_a_record_is_named() {
+        let good = Header::new(Kind::Data, 5).encode();
+        let with = |at: usize, value: u8| {
+            let mut bytes = good;
+            bytes[at] = value;
+            Header::decode(&bytes)
+        };
+        assert_eq!(with(4, 99), Err(BadRecord::Kind(99)));
+        assert_eq!(with(0, 0xff), Err(BadRecord::Length(0xff00_0005)));
+        assert_eq!(with(5, MORE), Err(BadRecord::Reserved), "only Control goes on");
+        assert_eq!(with(6, 1), Err(BadRecord::Reserved));
+        assert!(Header::decode(&Header { flags: MORE, ..Header::new(Kind::Control, 1) }.encode()).is_ok());
+    }
+}

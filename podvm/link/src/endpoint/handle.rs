@@ -1,0 +1,168 @@
+//! The way to talk to a running endpoint: a queue that its task empties, and counters.
+
+use std::{
+    collections::VecDeque,
+    fmt,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{
+            AtomicBool, AtomicUsize,
+            Ordering::{AcqRel, Acquire, Relaxed, Release},
+        },
+    },
+    task::{Context, Poll},
+};
+
+use bytes::Bytes;
+use futures_util::task::AtomicWaker;
+use tokio::net::UnixStream;
+
+use super::{Stats, Transport, stats::Counters};
+use crate::record::Hello;
+
+/// The control queue is full: the peer has been away, or does not read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "control message not queued: {waiting} bytes wait for the link already; the guest is away or does not read"
+)]
+pub struct ControlFull {
+    /// Bytes that wait.
+    pub waiting: usize,
+}
+
+/// Talks to a running [`super::Endpoint`]. Cheap to clone; the endpoint closes when the last clone is gone.
+#[derive(Clone)]
+pub struct EndpointHandle {
+    shared: Arc<Shared>,
+    _last: Arc<CloseOnDrop>,
+}
+
+impl fmt::Debug for EndpointHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("EndpointHandle").field(&self.stats()).finish()
+    }
+}
+
+impl EndpointHandle {
+    /// A new connection, its TLS handshake done. The endpoint does Hello and Welcome itself; from then on the
+    /// connection replaces the one before.
+    pub fn attach(&self, link: Transport) {
+        self.shared.push(Command::Attach(link, None));
+    }
+
+    /// Relay: as [`EndpointHandle::attach`], when the guest's Hello was read already
+    /// (by [`crate::claim::first_record`]).
+    pub fn attach_after(&self, link: Transport, hello: Hello) {
+        self.shared.push(Command::Attach(link, Some(hello)));
+    }
+
+    /// Relay: a shim's connection; its stream is opened at its first byte.
+    pub fn adopt(&self, local: UnixStream) {
+        self.shared.push(Command::Adopt(local));
+    }
+
+    /// Queues a control message for the peer. Messages keep their order and survive a reconnect, not a lost session.
+    pub fn control(&self, message: Bytes) -> Result<(), ControlFull> {
+        let shared = &self.shared;
+        let room = |waiting: usize| {
+            let after = waiting.checked_add(message.len())?;
+            (waiting == 0 || after <= shared.control_limit).then_some(after)
+        };
+        shared
+            .control_waiting
+            .fetch_update(AcqRel, Relaxed, room)
+            .map_err(|waiting| ControlFull { waiting })?;
+        shared.push(Command::Control(message));
+        Ok(())
+    }
+
+    /// Ends the endpoint: its `run` returns soon after.
+    pub fn close(&self) {
+        self.shared.close();
+    }
+
+    /// What it did so far.
+    pub fn stats(&self) -> Stats {
+        self.shared.counters.read()
+    }
+}
+
+struct CloseOnDrop(Arc<Shared>);
+
+impl Drop for CloseOnDrop {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
+pub(super) enum Command {
+    Attach(Transport, Option<Hello>),
+    Adopt(UnixStream),
+    Control(Bytes),
+}
+
+pub(super) struct Shared {
+    queue: Mutex<VecDeque<Command>>,
+    /// Lets the task skip the lock while nothing was queued.
+    queued: AtomicBool,
+    closed: AtomicBool,
+    waker: AtomicWaker,
+    control_waiting: AtomicUsize,
+    control_limit: usize,
+    pub(super) counters: Counters,
+}
+
+pub(super) fn pair(control_limit: usize) -> (Arc<Shared>, EndpointHandle) {
+    let shared = Arc::new(Shared {
+        queue: Mutex::default(),
+        queued: AtomicBool::new(false),
+        closed: AtomicBool::new(false),
+        waker: AtomicWaker::new(),
+        control_waiting: AtomicUsize::new(0),
+        control_limit,
+        counters: Counters::default(),
+    });
+    let handle = EndpointHandle { shared: shared.clone(), _last: Arc::new(CloseOnDrop(shared.clone())) };
+    (shared, handle)
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Command>> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn push(&self, command: Command) {
+        self.lock().push_back(command);
+        self.queued.store(true, Release);
+        self.waker.wake();
+    }
+
+    fn close(&self) {
+        self.closed.store(true, Release);
+        self.waker.wake();
+    }
+
+    /// Registers the task; to be called before [`Shared::take`] in the same poll, so that no command is missed.
+    pub(super) fn register(&self, cx: &Context<'_>) {
+        self.waker.register(cx.waker());
+    }
+
+    /// What was queued since.
+    pub(super) fn take(&self) -> VecDeque<Command> {
+        if self.queued.swap(false, AcqRel) { std::mem::take(&mut *self.lock()) } else { VecDeque::new() }
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.load(Acquire)
+    }
+
+    /// Control bytes went out of the queue into records (or were dropped).
+    pub(super) fn control_left(&self, bytes: usize) {
+        self.control_waiting.fetch_sub(bytes, AcqRel);
+    }
+
+    pub(super) fn poll_closed(&self, cx: &Context<'_>) -> Poll<()> {
+        self.register(cx);
+        if self.is_closed() { Poll::Ready(()) } else { Poll::Pending }
+    }
+}

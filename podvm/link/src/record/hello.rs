@@ -1,0 +1,176 @@
+//! The handshake's payloads: which session the guest has, and whether the relay has it too.
+
+use std::fmt;
+
+use super::BadRecord;
+
+/// The longest version text that is taken from a peer.
+const MAX_VERSION_TEXT: usize = 128;
+
+/// A guest program's session: random at its start, so that another program (or a restarted one) is never taken for it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SessionId(pub [u8; 16]);
+
+impl fmt::Display for SessionId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for SessionId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SessionId({self})")
+    }
+}
+
+/// Guest to relay, first record of a connection with a certificate:
+/// `min u16 | max u16 | session 16 bytes | epoch u64 | recv u64 | guest's version, text`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hello {
+    /// Oldest and newest link protocol the guest speaks.
+    pub versions: (u16, u16),
+    /// The guest program's session.
+    pub session: SessionId,
+    /// The relay's side of that session as the guest knows it from the last Welcome; 0 = it has seen none.
+    pub epoch: u64,
+    /// The highest number that the guest received in order.
+    pub recv: u64,
+    /// The guest program's version, for people.
+    pub program: String,
+}
+
+/// Relay to guest, the answer: `version u16 | resumed u8 | epoch u64 | recv u64 | relay's version, text`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Welcome {
+    /// The link protocol that is spoken from here on.
+    pub version: u16,
+    /// Whether the relay still has this session. If not, both sides begin anew and all streams are gone.
+    pub resumed: bool,
+    /// Names the relay's side of the session: a restarted relay, or one that began anew, has another one.
+    pub epoch: u64,
+    /// The highest number that the relay received in order.
+    pub recv: u64,
+    /// The relay program's version, for people.
+    pub program: String,
+}
+
+impl Hello {
+    /// The payload of a Hello record.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(64);
+        out.extend_from_slice(&self.versions.0.to_be_bytes());
+        out.extend_from_slice(&self.versions.1.to_be_bytes());
+        out.extend_from_slice(&self.session.0);
+        out.extend_from_slice(&self.epoch.to_be_bytes());
+        out.extend_from_slice(&self.recv.to_be_bytes());
+        out.extend_from_slice(shortened(&self.program).as_bytes());
+        out
+    }
+
+    /// Reads the payload of a Hello record.
+    pub fn decode(bytes: &[u8]) -> Result<Hello, BadRecord> {
+        let mut rest = Rest { what: "Hello", bytes };
+        Ok(Hello {
+            versions: (u16::from_be_bytes(rest.array()?), u16::from_be_bytes(rest.array()?)),
+            session: SessionId(rest.array()?),
+            epoch: u64::from_be_bytes(rest.array()?),
+            recv: u64::from_be_bytes(rest.array()?),
+            program: rest.text()?,
+        })
+    }
+}
+
+impl Welcome {
+    /// The payload of a Welcome record.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(64);
+        out.extend_from_slice(&self.version.to_be_bytes());
+        out.push(u8::from(self.resumed));
+        out.extend_from_slice(&self.epoch.to_be_bytes());
+        out.extend_from_slice(&self.recv.to_be_bytes());
+        out.extend_from_slice(shortened(&self.program).as_bytes());
+        out
+    }
+
+    /// Reads the payload of a Welcome record.
+    pub fn decode(bytes: &[u8]) -> Result<Welcome, BadRecord> {
+        let mut rest = Rest { what: "Welcome", bytes };
+        let version = u16::from_be_bytes(rest.array()?);
+        let resumed = match rest.array()? {
+            [0] => false,
+            [1] => true,
+            _ => return Err(BadRecord::Payload("Welcome", "resumed is neither 0 nor 1")),
+        };
+        Ok(Welcome {
+            version,
+            resumed,
+            epoch: u64::from_be_bytes(rest.array()?),
+            recv: u64::from_be_bytes(rest.array()?),
+            program: rest.text()?,
+        })
+    }
+}
+
+fn shortened(text: &str) -> &str {
+    &text[..text.floor_char_boundary(MAX_VERSION_TEXT)]
+}
+
+struct Rest<'a> {
+    what: &'static str,
+    bytes: &'a [u8],
+}
+
+impl Rest<'_> {
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], BadRecord> {
+        let (head, rest) =
+            self.bytes.split_first_chunk().ok_or(BadRecord::Payload(self.what, "it is too short"))?;
+        self.bytes = rest;
+        Ok(*head)
+    }
+
+    /// The rest as text for logs: no control characters, so that a peer cannot write lines of its own.
+    fn text(&mut self) -> Result<String, BadRecord> {
+        match std::str::from_utf8(self.bytes) {
+            Ok(text) if text.len() <= MAX_VERSION_TEXT && !text.contains(char::is_control) => {
+                Ok(text.to_owned())
+            }
+            _ => Err(BadRecord::Payload(self.what, "its version is too long or not plain text")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn a_handshake_survives_encoding(versions: (u16, u16), session: [u8; 16], epoch: u64, recv: u64, resumed: bool, program in "[a-z0-9.+-]{0,40}") {
+            let hello = Hello { versions, session: SessionId(session), epoch, recv, program: program.clone() };
+            prop_assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
+            let welcome = Welcome { version: versions.0, resumed, epoch, recv, program };
+            prop_assert_eq!(Welcome::decode(&welcome.encode()), Ok(welcome));
+        }
+
+        #[test]
+        fn arbitrary_bytes_do_not_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = (Hello::decode(&bytes), Welcome::decode(&bytes));
+        }
+    }
+
+    #[test]
+    fn a_version_cannot_carry_a_log_line() {
+        let mut hello = Hello {
+            versions: (1, 1),
+            session: SessionId([7; 16]),
+            epoch: 0,
+            recv: 0,
+            program: "1\n2".into(),
+        };
+        assert!(Hello::decode(&hello.encode()).is_err());
+        hello.program = "ü".repeat(100);
+        assert!(Hello::decode(&hello.encode()).is_ok_and(|hello| hello.program.len() <= 128));
+    }
+}
