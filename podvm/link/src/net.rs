@@ -1,1 +1,122 @@
-//! The pod's network over netlink.
+//! The pod's network over netlink: look at a pod's network namespace, make the VXLAN tunnel and the redirects on the
+//! node, make the pod's interface in the VM, and undo each of them.
+//!
+//! Synchronous on purpose: a netlink request to the kernel is answered inside `send`, in microseconds; only deleting
+//! a device waits (some 20 ms, a grace period of the kernel), and who calls that from async code moves it to a
+//! blocking thread. Plain data in, plain data out. Touches the kernel through netlink sockets and nothing else: no
+//! `ip`, `tc`, `nft` or `iptables` process. A network namespace is entered only by the threads of [`netns`].
+
+use std::io;
+use std::path::PathBuf;
+
+pub mod guest;
+pub mod look;
+pub mod netlink;
+pub mod netns;
+pub mod nft;
+pub mod plan;
+pub mod redirect;
+pub mod vxlan;
+
+/// What can go wrong in this room. Each text names what was attempted on what, why it failed, and where somebody can
+/// do something about it, what.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A path to a network namespace cannot be opened, made or removed.
+    #[error("{attempt} network namespace {path}: {source}")]
+    Netns {
+        /// "open", "make", "remove" or "enter".
+        attempt: &'static str,
+        /// The path as it was given.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// A path leads to something that is no network namespace.
+    #[error("open network namespace {path}: it is {what}, not a network namespace")]
+    NotNetns {
+        /// The path as it was given.
+        path: PathBuf,
+        /// What it is instead.
+        what: String,
+    },
+    /// The kernel refused a request, or could not be asked.
+    #[error("{attempt}: {source}")]
+    Kernel {
+        /// What was attempted on what.
+        attempt: String,
+        /// Why it failed.
+        source: netlink::Error,
+    },
+    /// The pod's network has something that cannot be carried into the VM.
+    #[error("look at the pod's network: {0}")]
+    CannotCarry(String),
+    /// More entries than any pod has; nothing was read further.
+    #[error("look at the pod's network: more than {limit} {what}; no pod has so many")]
+    TooMany {
+        /// Which entries.
+        what: &'static str,
+        /// How many are read at most.
+        limit: usize,
+    },
+    /// Another sandbox already has its tunnel in this network namespace.
+    #[error(
+        "reserve a tunnel in {netns}: it already carries the tunnel of {other}; two sandboxes cannot share one network namespace"
+    )]
+    Claimed {
+        /// The namespace's path.
+        netns: PathBuf,
+        /// The other sandbox, as the device says.
+        other: String,
+    },
+    /// The device that was reserved is no longer there.
+    #[error(
+        "connect the tunnel in {netns}: the reserved device (VNI {vni}) is gone; the network namespace was made anew or somebody deleted the device"
+    )]
+    Gone {
+        /// The namespace's path.
+        netns: PathBuf,
+        /// The reserved VNI.
+        vni: u32,
+    },
+    /// The tunnel's UDP port cannot be used.
+    #[error(
+        "use UDP port {port} for the pods' tunnels: {why}; set `tunnel.port` to a free one (4790, 8472 and 6789 are common, and the same on every node)"
+    )]
+    Port {
+        /// The port that was asked for.
+        port: u16,
+        /// Who is in the way.
+        why: String,
+    },
+    /// The path between node and VM does not fit the tunnel.
+    #[error("reach {peer} for the tunnel: {why}")]
+    Path {
+        /// The other end.
+        peer: std::net::IpAddr,
+        /// What is wrong with the path.
+        why: String,
+    },
+    /// A plan that the guest cannot follow.
+    #[error("read the network plan: {0}")]
+    Plan(String),
+}
+
+impl Error {
+    /// Attaches what was attempted to what the kernel said.
+    pub(crate) fn kernel(attempt: impl Into<String>) -> impl FnOnce(netlink::Error) -> Error {
+        let attempt = attempt.into();
+        move |source| Error::Kernel { attempt, source }
+    }
+
+    /// Whether the thing the request was about did not exist (any more).
+    pub fn is_gone(&self) -> bool {
+        match self {
+            Error::Kernel { source, .. } => source.is_gone(),
+            Error::Netns { source, .. } => source.kind() == io::ErrorKind::NotFound,
+            Error::Gone { .. } => true,
+            _ => false,
+        }
+    }
+}

@@ -1,0 +1,455 @@
+//! A small synchronous netlink client: sends a batch of messages in one datagram and gives every message its own
+//! answer, with the kernel's words where it refused.
+//!
+//! What it may touch: one socket, made in the namespace of the thread that made it. The kernel is trusted to speak
+//! netlink, yet nothing it says makes this code panic, grow without bound, or wait for ever.
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+
+use netlink_packet_core::{
+    NLM_F_ACK, NLM_F_ACK_TLVS, NLM_F_CAPPED, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkSerializable,
+    ParseableParametrized,
+};
+use netlink_packet_route::RouteNetlinkMessage;
+use netlink_sys::Socket;
+use netlink_sys::protocols::{NETLINK_NETFILTER, NETLINK_ROUTE};
+use nix::errno::Errno;
+use nix::sys::socket::{MsgFlags, recv, send, setsockopt, sockopt::ReceiveTimeout};
+use nix::sys::time::TimeVal;
+
+/// The header of every netlink message: length u32, type u16, flags u16, sequence u32, port u32, host order.
+const HEADER: usize = 16;
+const NLMSG_ERROR: u16 = 2;
+const NLMSG_DONE: u16 = 3;
+const NLMSGERR_ATTR_MSG: u16 = 1;
+/// Messages per datagram: the kernel queues one answer for each before we read the first, and the queue is finite.
+const BATCH: usize = 64;
+/// The kernel never answers with more than 32 KiB at once; what is longer is refused as cut off.
+const ROOM: usize = 64 * 1024;
+/// The kernel answers inside `send`; this only keeps a defect from becoming a hang.
+const PATIENCE: i64 = 10;
+/// A dump that the table changed under is asked for again, so often.
+const DUMP_TRIES: u32 = 8;
+
+/// Why the kernel could not be asked, or what it answered.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The kernel refused the request.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    /// The socket failed.
+    #[error("talk to the kernel over netlink: {0}")]
+    Socket(#[from] io::Error),
+    /// The answer made no sense.
+    #[error("read the kernel's netlink answer: {0}")]
+    Garbled(String),
+    /// A dump has more entries than the caller takes.
+    #[error("more than {0} entries")]
+    TooMany(usize),
+}
+
+impl Error {
+    /// The kernel's error number, where it refused.
+    pub fn errno(&self) -> Option<Errno> {
+        match self {
+            Error::Refused(refusal) => Some(refusal.errno),
+            _ => None,
+        }
+    }
+
+    /// Whether the kernel said that the thing does not exist.
+    pub fn is_gone(&self) -> bool {
+        self.errno().is_some_and(is_gone)
+    }
+}
+
+fn is_gone(errno: Errno) -> bool {
+    matches!(errno, Errno::ENOENT | Errno::ENODEV | Errno::ESRCH | Errno::EADDRNOTAVAIL)
+}
+
+/// The kernel's "no" to one message.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// The error number.
+    pub errno: Errno,
+    /// The kernel's explanation (extended ACK), where it gave one.
+    pub text: Option<String>,
+}
+
+impl Refusal {
+    /// Whether it says that the thing does not exist.
+    pub fn is_gone(&self) -> bool {
+        is_gone(self.errno)
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.text {
+            Some(text) => write!(f, "{} ({:?}): {text}", self.errno.desc(), self.errno),
+            None => write!(f, "{} ({:?})", self.errno.desc(), self.errno),
+        }
+    }
+}
+
+impl std::error::Error for Refusal {}
+
+/// The answer to one message of a batch.
+pub type Answer = Result<(), Refusal>;
+
+/// One netlink socket. Answers of an exchange that failed half-way are ignored by later ones (sequence numbers).
+#[derive(Debug)]
+pub struct Client {
+    socket: Socket,
+    sequence: u32,
+    buffer: Vec<u8>,
+}
+
+impl Client {
+    /// A socket for links, addresses, routes, neighbours and tc, in the namespace of the calling thread.
+    ///
+    /// # Errors
+    /// When the kernel has no such socket to give.
+    pub fn route() -> io::Result<Client> {
+        let client = Client::new(NETLINK_ROUTE)?;
+        // Dumps then filter in the kernel, and a filter it does not know is an error instead of being ignored.
+        client.socket.set_netlink_get_strict_chk(true)?;
+        Ok(client)
+    }
+
+    /// A socket for nftables, in the namespace of the calling thread.
+    ///
+    /// # Errors
+    /// When the kernel has no netfilter.
+    pub fn netfilter() -> io::Result<Client> {
+        Client::new(NETLINK_NETFILTER)
+    }
+
+    fn new(protocol: isize) -> io::Result<Client> {
+        let mut socket = Socket::new(protocol)?;
+        socket.bind_auto()?;
+        socket.set_ext_ack(true)?;
+        socket.set_cap_ack(true)?;
+        setsockopt(&socket.as_fd(), ReceiveTimeout, &TimeVal::new(PATIENCE, 0))?;
+        Ok(Client { socket, sequence: 0, buffer: Vec::new() })
+    }
+
+    /// Sends the messages (flags without REQUEST and ACK, message), in their order, in as few datagrams as the
+    /// kernel's queue allows, and returns the kernel's answer to each. A later message is executed although an
+    /// earlier one was refused.
+    ///
+    /// # Errors
+    /// [`Error::Socket`] and [`Error::Garbled`]; then nobody knows which messages were executed.
+    pub fn batch<M: NetlinkSerializable>(&mut self, messages: &[(u16, M)]) -> Result<Vec<Answer>, Error> {
+        let mut answers = Vec::with_capacity(messages.len());
+        for part in messages.chunks(BATCH) {
+            let first = self.sequence.wrapping_add(1);
+            let mut datagram = Vec::with_capacity(part.len() * 128);
+            for (flags, message) in part {
+                self.put(&mut datagram, flags | NLM_F_REQUEST | NLM_F_ACK, message);
+            }
+            self.send(&datagram)?;
+            answers.append(&mut self.collect(first, part.len())?);
+        }
+        Ok(answers)
+    }
+
+    /// One message that only has to succeed.
+    ///
+    /// # Errors
+    /// As [`Client::batch`], and [`Error::Refused`].
+    pub fn tell<M: NetlinkSerializable>(&mut self, flags: u16, message: M) -> Result<(), Error> {
+        match self.batch(&[(flags, message)])?.pop() {
+            Some(answer) => Ok(answer?),
+            None => Err(Error::Garbled("no answer".to_owned())),
+        }
+    }
+
+    /// Asks for one object (a GET without DUMP) and returns it.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] (gone: [`Error::is_gone`]), [`Error::Socket`], [`Error::Garbled`].
+    pub fn ask(&mut self, message: RouteNetlinkMessage) -> Result<RouteNetlinkMessage, Error> {
+        let mut found = None;
+        self.ask_raw(0, &message, |kind, payload| {
+            found = Some(parse_route(kind, payload)?);
+            Ok(())
+        })?;
+        found.ok_or_else(|| Error::Garbled("no answer".to_owned()))
+    }
+
+    /// Asks for a whole table and returns what `keep` makes of its entries, at most `limit`.
+    ///
+    /// # Errors
+    /// [`Error::TooMany`] beyond `limit` (the rest is read and dropped), else as [`Client::ask`].
+    pub fn dump<T>(
+        &mut self,
+        message: &RouteNetlinkMessage,
+        limit: usize,
+        mut keep: impl FnMut(RouteNetlinkMessage) -> Option<T>,
+    ) -> Result<Vec<T>, Error> {
+        self.dump_raw(message, limit, |kind, payload| Ok(keep(parse_route(kind, payload)?)))
+    }
+
+    /// As [`Client::dump`] for any family of messages; `keep` gets type and payload.
+    pub(crate) fn dump_raw<M: NetlinkSerializable, T>(
+        &mut self,
+        message: &M,
+        limit: usize,
+        mut keep: impl FnMut(u16, &[u8]) -> Result<Option<T>, Error>,
+    ) -> Result<Vec<T>, Error> {
+        for _ in 0..DUMP_TRIES {
+            let mut kept = Vec::new();
+            let mut over = false;
+            let complete = self.ask_raw(NLM_F_DUMP, message, |kind, payload| {
+                if let Some(entry) = keep(kind, payload)? {
+                    over |= kept.len() == limit;
+                    if !over {
+                        kept.push(entry);
+                    }
+                }
+                Ok(())
+            })?;
+            match (complete, over) {
+                (_, true) => return Err(Error::TooMany(limit)),
+                (true, false) => return Ok(kept),
+                (false, false) => {} // the table changed meanwhile: the list may miss an entry
+            }
+        }
+        Err(Error::Garbled(format!("the table changed during each of {DUMP_TRIES} dumps")))
+    }
+
+    /// Sends one question and hands on what comes back. Says whether the answer is consistent.
+    fn ask_raw<M: NetlinkSerializable>(
+        &mut self,
+        flags: u16,
+        message: &M,
+        mut each: impl FnMut(u16, &[u8]) -> Result<(), Error>,
+    ) -> Result<bool, Error> {
+        let mut datagram = Vec::with_capacity(128);
+        let sequence = self.put(&mut datagram, flags | NLM_F_REQUEST, message);
+        self.send(&datagram)?;
+        let dump = flags & NLM_F_DUMP != 0;
+        let mut consistent = true;
+        let mut failed = None;
+        loop {
+            let length = self.receive()?;
+            let mut rest = self.buffer.get(..length).unwrap_or_default();
+            while let Some((header, payload)) = next_message(&mut rest)? {
+                if header.sequence != sequence {
+                    continue;
+                }
+                consistent &= header.flags & NLM_F_DUMP_INTR == 0;
+                match header.kind {
+                    NLMSG_ERROR => {
+                        parse_answer(header.flags, payload)??;
+                        return Ok(consistent);
+                    }
+                    NLMSG_DONE => {
+                        // Carries the error with which a dump ended early.
+                        if let Some(code) = payload.first_chunk().map(|c| i32::from_ne_bytes(*c)) {
+                            refusal(code, None)?;
+                        }
+                        return failed.map_or(Ok(consistent), Err);
+                    }
+                    // After a failure the rest of a dump is still read, so that the socket stays usable.
+                    kind if failed.is_none() => failed = each(kind, payload).err(),
+                    _ => {}
+                }
+                if !dump {
+                    return failed.map_or(Ok(consistent), Err);
+                }
+            }
+        }
+    }
+
+    /// Appends one message; returns its sequence number.
+    fn put<M: NetlinkSerializable>(&mut self, datagram: &mut Vec<u8>, flags: u16, message: &M) -> u32 {
+        self.sequence = self.sequence.wrapping_add(1);
+        let start = datagram.len();
+        let length = HEADER + message.buffer_len();
+        // Our own messages are a few hundred bytes.
+        datagram.extend_from_slice(&(length as u32).to_ne_bytes());
+        datagram.extend_from_slice(&message.message_type().to_ne_bytes());
+        datagram.extend_from_slice(&flags.to_ne_bytes());
+        datagram.extend_from_slice(&self.sequence.to_ne_bytes());
+        datagram.extend_from_slice(&[0; 4]);
+        datagram.resize(start + length, 0);
+        if let Some(body) = datagram.get_mut(start + HEADER..) {
+            message.serialize(body);
+        }
+        datagram.resize(start + length.next_multiple_of(4), 0);
+        self.sequence
+    }
+
+    fn send(&self, datagram: &[u8]) -> Result<(), Error> {
+        loop {
+            match send(self.socket.as_raw_fd(), datagram, MsgFlags::empty()) {
+                Ok(_) => return Ok(()),
+                Err(Errno::EINTR) => {}
+                Err(e) => return Err(Error::Socket(e.into())),
+            }
+        }
+    }
+
+    /// Waits for one datagram and reads it into the buffer.
+    fn receive(&mut self) -> Result<usize, Error> {
+        self.receive_with(MsgFlags::empty()).map_err(|errno| match errno {
+            Errno::EAGAIN => {
+                let why = format!("no answer for {PATIENCE} s");
+                Error::Socket(io::Error::new(io::ErrorKind::TimedOut, why))
+            }
+            errno => Error::Socket(errno.into()),
+        })
+    }
+
+    fn receive_with(&mut self, flags: MsgFlags) -> Result<usize, Errno> {
+        self.buffer.resize(ROOM, 0);
+        loop {
+            match recv(self.socket.as_raw_fd(), &mut self.buffer, flags | MsgFlags::MSG_TRUNC) {
+                // With MSG_TRUNC the length is the datagram's, however little of it fitted.
+                Ok(length) if length > ROOM => return Err(Errno::EMSGSIZE),
+                Ok(0) => return Err(Errno::EPROTO),
+                Err(Errno::EINTR) => {}
+                other => return other,
+            }
+        }
+    }
+
+    /// Waits for the answers to `count` messages, the first of which has the sequence number `first`.
+    fn collect(&mut self, first: u32, count: usize) -> Result<Vec<Answer>, Error> {
+        let mut answers: Vec<Option<Answer>> = vec![None; count];
+        let mut missing = count;
+        while missing > 0 {
+            let length = self.receive()?;
+            let mut rest = self.buffer.get(..length).unwrap_or_default();
+            while let Some((header, payload)) = next_message(&mut rest)? {
+                let index = header.sequence.wrapping_sub(first) as usize;
+                if let (NLMSG_ERROR, Some(slot @ None)) = (header.kind, answers.get_mut(index)) {
+                    *slot = Some(parse_answer(header.flags, payload)?);
+                    missing -= 1;
+                }
+            }
+        }
+        Ok(answers.into_iter().flatten().collect())
+    }
+
+    /// Sends an nftables transaction: the messages between a begin and an end, all or nothing. Unlike
+    /// [`Client::batch`] the kernel may answer to the frame only (then the whole was refused).
+    ///
+    /// # Errors
+    /// [`Error::Refused`] with the first refusal, [`Error::Socket`], [`Error::Garbled`].
+    pub(crate) fn transaction<M: NetlinkSerializable>(
+        &mut self,
+        begin: &M,
+        messages: &[(u16, M)],
+        end: &M,
+    ) -> Result<(), Error> {
+        let mut datagram = Vec::with_capacity(128 * (messages.len() + 2));
+        let frame = self.put(&mut datagram, NLM_F_REQUEST, begin);
+        for (flags, message) in messages {
+            self.put(&mut datagram, flags | NLM_F_REQUEST | NLM_F_ACK, message);
+        }
+        self.put(&mut datagram, NLM_F_REQUEST, end);
+        self.send(&datagram)?;
+        let mut answered = 0;
+        let mut refused = None;
+        // Every answer is in the queue when `send` returns. Kernels differ in whether the frame is answered, and a
+        // failed commit is said after all the messages' own answers: so read until the queue is empty.
+        while let Some(length) = self.receive_queued()? {
+            let mut rest = self.buffer.get(..length).unwrap_or_default();
+            while let Some((header, payload)) = next_message(&mut rest)? {
+                let index = header.sequence.wrapping_sub(frame) as usize;
+                if header.kind == NLMSG_ERROR && index <= messages.len() + 1 {
+                    answered += usize::from((1..=messages.len()).contains(&index));
+                    refused = refused.or(parse_answer(header.flags, payload)?.err());
+                }
+            }
+        }
+        match refused {
+            Some(refusal) => Err(Error::Refused(refusal)),
+            None if answered == messages.len() => Ok(()),
+            None => Err(Error::Garbled(format!("{answered} of {} answers", messages.len()))),
+        }
+    }
+
+    /// Reads one datagram that is already there.
+    fn receive_queued(&mut self) -> Result<Option<usize>, Error> {
+        match self.receive_with(MsgFlags::MSG_DONTWAIT) {
+            Ok(length) => Ok(Some(length)),
+            Err(Errno::EAGAIN) => Ok(None),
+            Err(e) => Err(Error::Socket(e.into())),
+        }
+    }
+}
+
+struct Header {
+    kind: u16,
+    flags: u16,
+    sequence: u32,
+}
+
+/// Takes the next message off `rest`.
+fn next_message<'a>(rest: &mut &'a [u8]) -> Result<Option<(Header, &'a [u8])>, Error> {
+    if rest.is_empty() {
+        return Ok(None);
+    }
+    let garbled = || Error::Garbled("a message with a wrong length".to_owned());
+    let (header, _) = rest.split_first_chunk::<HEADER>().ok_or_else(garbled)?;
+    let [l0, l1, l2, l3, k0, k1, f0, f1, s0, s1, s2, s3, ..] = *header;
+    let length = u32::from_ne_bytes([l0, l1, l2, l3]) as usize;
+    let payload = rest.get(HEADER..length).ok_or_else(garbled)?;
+    *rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
+    let header = Header {
+        kind: u16::from_ne_bytes([k0, k1]),
+        flags: u16::from_ne_bytes([f0, f1]),
+        sequence: u32::from_ne_bytes([s0, s1, s2, s3]),
+    };
+    Ok(Some((header, payload)))
+}
+
+fn parse_route(kind: u16, payload: &[u8]) -> Result<RouteNetlinkMessage, Error> {
+    RouteNetlinkMessage::parse_with_param(payload, kind).map_err(|e| Error::Garbled(e.to_string()))
+}
+
+/// Reads an NLMSG_ERROR: a code (0 = done), the request's header (with its body unless capped), then attributes.
+fn parse_answer(flags: u16, payload: &[u8]) -> Result<Answer, Error> {
+    let garbled = || Error::Garbled("a cut-off acknowledgement".to_owned());
+    let (code, rest) = payload.split_first_chunk::<4>().ok_or_else(garbled)?;
+    let code = i32::from_ne_bytes(*code);
+    let mut text = None;
+    if flags & NLM_F_ACK_TLVS != 0 {
+        let request = if flags & NLM_F_CAPPED != 0 {
+            HEADER
+        } else {
+            let (length, _) = rest.split_first_chunk::<4>().ok_or_else(garbled)?;
+            (u32::from_ne_bytes(*length) as usize).next_multiple_of(4)
+        };
+        text = kernels_words(rest.get(request..).unwrap_or_default());
+    }
+    Ok(refusal(code, text))
+}
+
+fn refusal(code: i32, text: Option<String>) -> Answer {
+    match code {
+        0 => Ok(()),
+        code => Err(Refusal { errno: Errno::from_raw(code.wrapping_neg()), text }),
+    }
+}
+
+/// The text attribute among those of an extended ACK.
+fn kernels_words(mut attributes: &[u8]) -> Option<String> {
+    while let Some(([l0, l1, k0, k1], _)) = attributes.split_first_chunk::<4>() {
+        let length = usize::from(u16::from_ne_bytes([*l0, *l1]));
+        let value = attributes.get(4..length)?;
+        if u16::from_ne_bytes([*k0, *k1]) == NLMSGERR_ATTR_MSG {
+            let text = value.split(|b| *b == 0).next().unwrap_or_default();
+            return Some(String::from_utf8_lossy(text).into_owned());
+        }
+        attributes = attributes.get(length.next_multiple_of(4)..)?;
+    }
+    None
+}
