@@ -4,7 +4,8 @@ use std::{env, fmt::Write, fs};
 
 use ttrpc_codegen::{Codegen, Customize};
 
-const PROTOS: &[&str] = &["agent", "guest", "hypervisor", "intercept", "node", "podvminfo", "relay", "ttrpc_frame"];
+const PROTOS: &[&str] =
+    &["agent", "guest", "hypervisor", "intercept", "node", "podvminfo", "relay", "ttrpc_frame"];
 
 fn main() -> std::io::Result<()> {
     println!("cargo::rerun-if-changed=protos");
@@ -17,6 +18,11 @@ fn main() -> std::io::Result<()> {
         .rust_protobuf()
         .customize(Customize { async_all: true, ..Default::default() })
         .run()?;
+
+    // The generator spells the service its own way; on the wire it is what the .proto says.
+    let path = format!("{out}/podvminfo_ttrpc.rs");
+    let generated = fs::read_to_string(&path)?;
+    fs::write(path, generated.replace("podvminfo.PodVmInfo", "podvminfo.PodVMInfo"))?;
 
     // The generated files begin with inner attributes, so they must be modules of their own, not included.
     let mut modules = String::new();

@@ -1,7 +1,9 @@
 //! Holds the generated types to what was seen on the wire: the recorded frames of a real shim and a real agent decode
 //! as the types we name, leave nothing over, and come back unchanged; and what we do not know survives.
 
-use std::{collections::BTreeMap, fs, path::Path};
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use std::{collections::BTreeMap, fs, path::Path, sync::Arc};
 
 use base64::{Engine, prelude::BASE64_STANDARD};
 use peerpod_proto::{agent, hypervisor, ttrpc_frame};
@@ -200,6 +202,22 @@ fn a_type_that_knows_less_passes_the_rest_on() {
             agent::CreateContainerRequest::parse_from_bytes(&narrow.write_to_bytes().unwrap()).unwrap();
         assert!(wide == agent::CreateContainerRequest::parse_from_bytes(&request.payload).unwrap());
     }
+}
+
+#[test]
+fn services_are_called_on_the_wire_what_the_protos_call_them() {
+    struct Nothing;
+    impl peerpod_proto::podvminfo_ttrpc::PodVmInfo for Nothing {}
+    impl peerpod_proto::agent_ttrpc::AgentService for Nothing {}
+    impl peerpod_proto::hypervisor_ttrpc::Hypervisor for Nothing {}
+    let nothing = Arc::new(Nothing);
+    let mut services = peerpod_proto::podvminfo_ttrpc::create_pod_vm_info(nothing.clone());
+    services.extend(peerpod_proto::agent_ttrpc::create_agent_service(nothing.clone()));
+    services.extend(peerpod_proto::hypervisor_ttrpc::create_hypervisor(nothing));
+    let mut names: Vec<&str> = services.keys().map(String::as_str).collect();
+    names.sort_unstable();
+    assert_eq!(names, ["grpc.AgentService", "hypervisor.Hypervisor", "podvminfo.PodVMInfo"]);
+    assert_eq!(services["grpc.AgentService"].methods.len(), 42);
 }
 
 proptest! {
