@@ -1,1 +1,15 @@
-//! Speaks to hypervisor.sock and agent.ttrpc as a Kata shim does; for the demo, tests and benches.
+//! Speaks to `hypervisor.sock` and `agent.ttrpc` exactly as a Kata shim does: the same nine annotations, the same
+//! deadlines, the same order and number of connections. The demo, the tests and the benches use it, so what they show is
+//! what a shim would see. It touches nothing but those two sockets.
+
+mod agent;
+mod annotations;
+mod container;
+mod error;
+mod shim;
+
+pub use agent::{AgentClient, Output};
+pub use annotations::Annotations;
+pub use container::{ContainerSpec, SHARED_CONTAINERS, bundle_annotation, copy_file, exec_request};
+pub use error::Error;
+pub use shim::{START_TIMEOUT, STOP_TIMEOUT, ShimClient};

@@ -1,0 +1,287 @@
+//! The shim's side of `agent.ttrpc`.
+
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use peerpod_proto::{
+    agent::{
+        CheckRequest, CloseStdinRequest, CopyFileRequest, CreateContainerRequest, CreateSandboxRequest,
+        DestroySandboxRequest, ExecProcessRequest, GetOOMEventRequest, GuestDetailsRequest,
+        GuestDetailsResponse, HealthCheckResponse, ReadStreamRequest, RemoveContainerRequest,
+        SignalProcessRequest, StartContainerRequest, StatsContainerRequest, StatsContainerResponse,
+        VersionCheckResponse, WaitProcessRequest, WriteStreamRequest,
+    },
+    agent_ttrpc::{AgentServiceClient, HealthClient},
+};
+use tokio::{io::AsyncReadExt, net::UnixStream};
+use ttrpc::context::{self, Context};
+
+use crate::{
+    Error,
+    shim::{client, failed, try_connect},
+};
+
+/// How long and how often the Rust shim dials.
+const CONNECT_PATIENCE: Duration = Duration::from_secs(30);
+const CONNECT_INTERVAL: Duration = Duration::from_millis(100);
+
+/// The Rust shim's deadline of every request that is not a long poll (`create_container_timeout`).
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
+const HEALTH_TIMEOUT: Duration = Duration::from_secs(90);
+
+/// What both shims read at once.
+const READ_LEN: u32 = 8192;
+
+/// The two connections of a shim to one sandbox's agent: one that carries everything, and one for log lines that never
+/// sends a byte. Neither is ever re-dialled. Clones share them.
+#[derive(Clone)]
+pub struct AgentClient {
+    agent: AgentServiceClient,
+    health: HealthClient,
+    silent: std::sync::Arc<tokio::sync::Mutex<UnixStream>>,
+}
+
+/// What a process left behind.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Output {
+    /// Exit code; 128 + the signal's number when one ended it.
+    pub status: i32,
+    /// Everything it wrote to standard output.
+    pub stdout: Vec<u8>,
+    /// Everything it wrote to standard error.
+    pub stderr: Vec<u8>,
+}
+
+impl AgentClient {
+    /// Dials every 100 ms for 30 s, then at once a second time for the connection that stays silent.
+    pub async fn connect(socket: &Path) -> Result<AgentClient, Error> {
+        let began = Instant::now();
+        let first = loop {
+            match try_connect(socket).await {
+                Ok(stream) => break stream,
+                Err(last) if began.elapsed() > CONNECT_PATIENCE => {
+                    return Err(Error::ConnectTimeout { path: socket.into(), waited: began.elapsed(), last });
+                }
+                Err(_) => tokio::time::sleep(CONNECT_INTERVAL).await,
+            }
+        };
+        let silent = crate::shim::connect(socket).await?;
+        let client = client(first);
+        Ok(AgentClient {
+            agent: AgentServiceClient::new(client.clone()),
+            health: HealthClient::new(client),
+            silent: std::sync::Arc::new(tokio::sync::Mutex::new(silent)),
+        })
+    }
+
+    /// The generated client, for methods that have no wrapper here and deadlines of one's own.
+    pub fn service(&self) -> &AgentServiceClient {
+        &self.agent
+    }
+
+    /// Whether the silent connection is still open and still silent; a shim would log whatever it received.
+    pub async fn silent_is_quiet(&self) -> bool {
+        let mut stream = self.silent.lock().await;
+        let mut byte = [0];
+        // Nothing to read is the good case, so the read must not wait for ever.
+        tokio::time::timeout(Duration::from_millis(1), stream.read(&mut byte)).await.is_err()
+    }
+
+    /// Health.Check.
+    pub async fn check(&self) -> Result<HealthCheckResponse, Error> {
+        let context = context::with_duration(HEALTH_TIMEOUT);
+        self.health.check(context, &CheckRequest::new()).await.map_err(failed("Check", "agent"))
+    }
+
+    /// Health.Version.
+    pub async fn version(&self) -> Result<VersionCheckResponse, Error> {
+        let context = context::with_duration(HEALTH_TIMEOUT);
+        self.health.version(context, &CheckRequest::new()).await.map_err(failed("Version", "agent"))
+    }
+
+    /// CreateSandbox.
+    pub async fn create_sandbox(&self, request: &CreateSandboxRequest) -> Result<(), Error> {
+        let subject = &request.sandbox_id;
+        self.agent
+            .create_sandbox(bounded(), request)
+            .await
+            .map_err(failed("CreateSandbox", subject))
+            .map(drop)
+    }
+
+    /// DestroySandbox, which only the Go shim sends.
+    pub async fn destroy_sandbox(&self) -> Result<(), Error> {
+        let answer = self.agent.destroy_sandbox(bounded(), &DestroySandboxRequest::new()).await;
+        answer.map_err(failed("DestroySandbox", "sandbox")).map(drop)
+    }
+
+    /// GetGuestDetails with both questions, as the Rust shim asks.
+    pub async fn guest_details(&self) -> Result<GuestDetailsResponse, Error> {
+        let mut request = GuestDetailsRequest::new();
+        request.mem_block_size = true;
+        request.mem_hotplug_probe = true;
+        self.agent.get_guest_details(bounded(), &request).await.map_err(failed("GetGuestDetails", "agent"))
+    }
+
+    /// GetOOMEvent: pending for the life of the sandbox unless something runs out of memory.
+    pub async fn oom_event(&self) -> Result<String, Error> {
+        let answer = self.agent.get_oom_event(Context::default(), &GetOOMEventRequest::new()).await;
+        Ok(answer.map_err(failed("GetOOMEvent", "agent"))?.container_id)
+    }
+
+    /// CopyFile.
+    pub async fn copy_file(&self, request: &CopyFileRequest) -> Result<(), Error> {
+        self.agent.copy_file(bounded(), request).await.map_err(failed("CopyFile", &request.path)).map(drop)
+    }
+
+    /// CreateContainer.
+    pub async fn create_container(&self, request: &CreateContainerRequest) -> Result<(), Error> {
+        let subject = &request.container_id;
+        self.agent
+            .create_container(bounded(), request)
+            .await
+            .map_err(failed("CreateContainer", subject))
+            .map(drop)
+    }
+
+    /// StartContainer.
+    pub async fn start_container(&self, container: &str) -> Result<(), Error> {
+        let mut request = StartContainerRequest::new();
+        request.container_id = container.into();
+        self.agent
+            .start_container(bounded(), &request)
+            .await
+            .map_err(failed("StartContainer", container))
+            .map(drop)
+    }
+
+    /// ExecProcess.
+    pub async fn exec_process(&self, request: &ExecProcessRequest) -> Result<(), Error> {
+        let subject = process_name(&request.container_id, &request.exec_id);
+        self.agent.exec_process(bounded(), request).await.map_err(failed("ExecProcess", &subject)).map(drop)
+    }
+
+    /// WaitProcess: the exit code, when there is one. An empty `exec` is the container's first process.
+    pub async fn wait_process(&self, container: &str, exec: &str) -> Result<i32, Error> {
+        let mut request = WaitProcessRequest::new();
+        request.container_id = container.into();
+        request.exec_id = exec.into();
+        let answer = self.agent.wait_process(Context::default(), &request).await;
+        Ok(answer.map_err(failed("WaitProcess", &process_name(container, exec)))?.status)
+    }
+
+    /// SignalProcess.
+    pub async fn signal_process(&self, container: &str, exec: &str, signal: u32) -> Result<(), Error> {
+        let mut request = SignalProcessRequest::new();
+        request.container_id = container.into();
+        request.exec_id = exec.into();
+        request.signal = signal;
+        let answer = self.agent.signal_process(bounded(), &request).await;
+        answer.map_err(failed("SignalProcess", &process_name(container, exec))).map(drop)
+    }
+
+    /// RemoveContainer with the Rust shim's ten seconds.
+    pub async fn remove_container(&self, container: &str) -> Result<(), Error> {
+        let mut request = RemoveContainerRequest::new();
+        request.container_id = container.into();
+        request.timeout = 10;
+        self.agent
+            .remove_container(bounded(), &request)
+            .await
+            .map_err(failed("RemoveContainer", container))
+            .map(drop)
+    }
+
+    /// StatsContainer.
+    pub async fn stats_container(&self, container: &str) -> Result<StatsContainerResponse, Error> {
+        let mut request = StatsContainerRequest::new();
+        request.container_id = container.into();
+        self.agent.stats_container(bounded(), &request).await.map_err(failed("StatsContainer", container))
+    }
+
+    /// WriteStdin; how many bytes were taken. Empty data is the end of input.
+    pub async fn write_stdin(&self, container: &str, exec: &str, data: Vec<u8>) -> Result<u32, Error> {
+        let mut request = WriteStreamRequest::new();
+        request.container_id = container.into();
+        request.exec_id = exec.into();
+        request.data = data;
+        let answer = self.agent.write_stdin(Context::default(), &request).await;
+        Ok(answer.map_err(failed("WriteStdin", &process_name(container, exec)))?.len)
+    }
+
+    /// CloseStdin.
+    pub async fn close_stdin(&self, container: &str, exec: &str) -> Result<(), Error> {
+        let mut request = CloseStdinRequest::new();
+        request.container_id = container.into();
+        request.exec_id = exec.into();
+        let answer = self.agent.close_stdin(bounded(), &request).await;
+        answer.map_err(failed("CloseStdin", &process_name(container, exec))).map(drop)
+    }
+
+    /// ReadStdout: what there is, up to `len` bytes; empty at the end of the stream.
+    pub async fn read_stdout(&self, container: &str, exec: &str, len: u32) -> Result<Vec<u8>, Error> {
+        let request = read_request(container, exec, len);
+        let answer = self.agent.read_stdout(Context::default(), &request).await;
+        Ok(answer.map_err(failed("ReadStdout", &process_name(container, exec)))?.data)
+    }
+
+    /// ReadStderr: as [`AgentClient::read_stdout`].
+    pub async fn read_stderr(&self, container: &str, exec: &str, len: u32) -> Result<Vec<u8>, Error> {
+        let request = read_request(container, exec, len);
+        let answer = self.agent.read_stderr(Context::default(), &request).await;
+        Ok(answer.map_err(failed("ReadStderr", &process_name(container, exec)))?.data)
+    }
+
+    /// Reads both streams of a process to their ends, one request of each pending at a time, then waits for its exit and
+    /// sends the SIGKILL that the Rust shim always sends after it (whose answer it ignores).
+    pub async fn output(&self, container: &str, exec: &str) -> Result<Output, Error> {
+        let (stdout, stderr) = tokio::try_join!(
+            async {
+                let mut all = Vec::new();
+                loop {
+                    match self.read_stdout(container, exec, READ_LEN).await? {
+                        data if data.is_empty() => return Ok::<_, Error>(all),
+                        data => all.extend(data),
+                    }
+                }
+            },
+            async {
+                let mut all = Vec::new();
+                loop {
+                    match self.read_stderr(container, exec, READ_LEN).await? {
+                        data if data.is_empty() => return Ok::<_, Error>(all),
+                        data => all.extend(data),
+                    }
+                }
+            },
+        )?;
+        let status = self.wait_process(container, exec).await?;
+        // An exec that was waited for is unknown by now; the shim ignores that, and so do we.
+        drop(self.signal_process(container, exec, 9).await);
+        Ok(Output { status, stdout, stderr })
+    }
+
+    /// ExecProcess and [`AgentClient::output`] of it.
+    pub async fn exec(&self, request: &ExecProcessRequest) -> Result<Output, Error> {
+        self.exec_process(request).await?;
+        self.output(&request.container_id, &request.exec_id).await
+    }
+}
+
+fn bounded() -> Context {
+    context::with_duration(REQUEST_TIMEOUT)
+}
+
+fn read_request(container: &str, exec: &str, len: u32) -> ReadStreamRequest {
+    let mut request = ReadStreamRequest::new();
+    request.container_id = container.into();
+    request.exec_id = exec.into();
+    request.len = len;
+    request
+}
+
+fn process_name(container: &str, exec: &str) -> String {
+    if exec.is_empty() { container.into() } else { format!("{container}/{exec}") }
+}
