@@ -1,1 +1,112 @@
-//! The room `spec`.
+//! What VM is wanted: the shim's annotations and the sandbox id, checked. Pure.
+//!
+//! Both of Kata's shims send exactly nine keys, always, and fill what was not asked with `""` or `"0"`; the Rust shim
+//! prints vCPUs as a float. This is the one place that knows what each of them sends.
+
+mod id;
+mod number;
+mod pod;
+
+use std::collections::HashMap;
+
+pub use id::{BadId, SandboxId};
+pub use peerpod_provider_api::Size;
+pub use pod::PodRef;
+use serde::{Deserialize, Serialize};
+
+/// The pod's name; with the Go shim under CRI-O `k8s_<pod>_<namespace>_<uid>_<attempt>`.
+pub const SANDBOX_NAME: &str = "io.kubernetes.cri.sandbox-name";
+/// The pod's namespace.
+pub const SANDBOX_NAMESPACE: &str = "io.kubernetes.cri.sandbox-namespace";
+/// The cloud's instance type.
+pub const MACHINE_TYPE: &str = "io.katacontainers.config.hypervisor.machine_type";
+/// The cloud's image.
+pub const IMAGE: &str = "io.katacontainers.config.hypervisor.image";
+/// vCPUs: an integer from the Go shim, a decimal from the Rust shim.
+pub const DEFAULT_VCPUS: &str = "io.katacontainers.config.hypervisor.default_vcpus";
+/// Memory in MiB.
+pub const DEFAULT_MEMORY: &str = "io.katacontainers.config.hypervisor.default_memory";
+/// Initdata: TOML that the shim has already decoded.
+pub const INIT_DATA: &str = "io.katacontainers.config.hypervisor.cc_init_data";
+/// Number of GPUs.
+pub const DEFAULT_GPUS: &str = "io.katacontainers.config.hypervisor.default_gpus";
+/// The GPU's model.
+pub const DEFAULT_GPU_MODEL: &str = "io.katacontainers.config.hypervisor.default_gpu_model";
+
+/// More vCPUs than any cloud offers in one VM.
+const MAX_VCPUS: u64 = 4096;
+/// 64 TiB, in MiB.
+const MAX_MEMORY: u64 = 64 << 20;
+/// More GPUs than any cloud offers in one VM.
+const MAX_GPUS: u64 = 256;
+
+/// The VM that a pod wants. What was not asked is zero or `None`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Wanted {
+    /// Whose VM it is.
+    pub pod: PodRef,
+    /// vCPUs (rounded up), memory in MiB, GPUs and their model; zero is not asked.
+    pub size: Size,
+    /// The instance type, as the cloud calls it.
+    pub instance_type: Option<String>,
+    /// The image, as the cloud calls it.
+    pub image: Option<String>,
+    /// Initdata, as the shim sent it.
+    pub initdata: Option<String>,
+}
+
+/// Why the annotations do not say what VM is wanted.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// A key that must be there is missing or empty.
+    #[error(
+        "read the annotations: {key} is missing or empty; the pod must be started by containerd or CRI-O"
+    )]
+    Missing {
+        /// The annotation.
+        key: &'static str,
+    },
+    /// A value that is not what the key holds.
+    #[error("read the annotations: {key} = {value:?}: {why}")]
+    Bad {
+        /// The annotation.
+        key: &'static str,
+        /// Its value, cut to 64 characters.
+        value: String,
+        /// What is wrong, and what would do.
+        why: String,
+    },
+}
+
+/// Reads the shim's annotations. Keys besides the nine are ignored.
+///
+/// # Errors
+/// The pod's name or namespace is missing, or a value cannot be what its key says.
+pub fn parse(annotations: &HashMap<String, String>) -> Result<Wanted, Error> {
+    let given = |key: &'static str| annotations.get(key).map_or("", |value| value.trim());
+    let text = |key| Some(given(key)).filter(|value| !value.is_empty()).map(str::to_owned);
+    let bad = |key: &'static str, why: String| Error::Bad {
+        key,
+        value: given(key).chars().take(64).collect(),
+        why,
+    };
+    let number = |key, max| number::whole(given(key), max).map_err(|why| bad(key, why));
+    let small = |key, max| number(key, max).map(|n| u32::try_from(n).unwrap_or(u32::MAX));
+    let size = Size {
+        vcpus: number::rounded_up(given(DEFAULT_VCPUS), MAX_VCPUS).map_err(|why| bad(DEFAULT_VCPUS, why))?,
+        memory_mib: number(DEFAULT_MEMORY, MAX_MEMORY)?,
+        gpus: small(DEFAULT_GPUS, MAX_GPUS)?,
+        gpu_model: text(DEFAULT_GPU_MODEL),
+    };
+    Ok(Wanted {
+        pod: pod::read(given(SANDBOX_NAME), given(SANDBOX_NAMESPACE))?,
+        size,
+        instance_type: text(MACHINE_TYPE),
+        image: text(IMAGE),
+        // Kept as it is, white space included: it may be measured.
+        initdata: annotations.get(INIT_DATA).filter(|value| !value.is_empty()).cloned(),
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,105 @@
+//! A sandbox's id, which everybody uses as a piece of a path.
+
+use std::borrow::Borrow;
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+/// The longest id; containerd's have 64 characters.
+const MAX_LEN: usize = 128;
+
+/// An id that is safe as a file name: a letter or digit, then letters, digits, `_`, `.` and `-`, at most 128. Cheap to
+/// clone. Whether a socket's path with it fits in `sun_path` is for who makes the path.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct SandboxId(Arc<str>);
+
+/// Why a text is no sandbox id.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BadId {
+    /// Nothing was sent.
+    #[error("sandbox id: empty; the shim must send the sandbox's id")]
+    Empty,
+    /// Longer than 128 characters.
+    #[error("sandbox id: {0} bytes; at most {MAX_LEN} are allowed")]
+    TooLong(usize),
+    /// It has a character that has a meaning in paths, or none at all.
+    #[error(
+        "sandbox id {0:?}: only letters, digits, '_', '.' and '-' are allowed, the first a letter or digit"
+    )]
+    Character(String),
+}
+
+impl SandboxId {
+    /// Checks an id.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn new(text: &str) -> Result<SandboxId, BadId> {
+        if text.is_empty() {
+            return Err(BadId::Empty);
+        }
+        if text.len() > MAX_LEN {
+            return Err(BadId::TooLong(text.len()));
+        }
+        let allowed = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'.' | b'-');
+        if !text.as_bytes()[0].is_ascii_alphanumeric() || !text.bytes().all(allowed) {
+            return Err(BadId::Character(text.to_owned()));
+        }
+        Ok(SandboxId(text.into()))
+    }
+
+    /// The id as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for SandboxId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl FromStr for SandboxId {
+    type Err = BadId;
+
+    fn from_str(text: &str) -> Result<SandboxId, BadId> {
+        SandboxId::new(text)
+    }
+}
+
+impl TryFrom<String> for SandboxId {
+    type Error = BadId;
+
+    fn try_from(text: String) -> Result<SandboxId, BadId> {
+        SandboxId::new(&text)
+    }
+}
+
+impl From<SandboxId> for String {
+    fn from(id: SandboxId) -> String {
+        id.as_str().to_owned()
+    }
+}
+
+impl AsRef<str> for SandboxId {
+    fn as_ref(&self) -> &str {
+        self.as_str()
+    }
+}
+
+impl AsRef<std::path::Path> for SandboxId {
+    fn as_ref(&self) -> &std::path::Path {
+        self.as_str().as_ref()
+    }
+}
+
+/// Maps can be asked with a `&str`.
+impl Borrow<str> for SandboxId {
+    fn borrow(&self) -> &str {
+        self.as_str()
+    }
+}

@@ -1,0 +1,1 @@
+//! The annotations as both shims send them.

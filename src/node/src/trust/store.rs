@@ -1,0 +1,138 @@
+//! The CA on disk: one versioned JSON file, 0600, written whole or not at all.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD as BASE64;
+use serde::{Deserialize, Serialize};
+
+use super::authority::Authority;
+use super::{Authorities, Error};
+
+/// The version of the file's format.
+const VERSION: u64 = 1;
+
+/// Three CAs have some 3 KiB.
+const MAX_FILE: u64 = 64 * 1024;
+
+#[derive(Deserialize)]
+struct Version {
+    version: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Kept {
+    version: u64,
+    since_ms: u64,
+    current: KeptAuthority,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    next: Option<KeptAuthority>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    previous: Option<KeptAuthority>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct KeptAuthority {
+    certificate: String,
+    key: String,
+    not_after_ms: u64,
+}
+
+fn disk<'p>(what: &'static str, path: &'p Path) -> impl FnOnce(std::io::Error) -> Error + 'p {
+    move |why| Error::Disk { what, path: path.to_owned(), why }
+}
+
+/// Makes the directory if it is missing; it is for root alone.
+pub(super) fn prepare(dir: &Path) -> Result<(), Error> {
+    DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(disk("make", dir))?;
+    fs::set_permissions(dir, fs::Permissions::from_mode(0o700)).map_err(disk("protect", dir))
+}
+
+/// The CA, or none if it was never made.
+pub(super) fn read(path: &Path) -> Result<Option<Authorities>, Error> {
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(why) if why.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(why) => return Err(disk("open", path)(why)),
+    };
+    // A restored backup may have lost the mode.
+    file.set_permissions(fs::Permissions::from_mode(0o600)).map_err(disk("protect", path))?;
+    let damaged = |why: String| Error::Damaged { path: path.to_owned(), why };
+    let mut bytes = Vec::new();
+    file.take(MAX_FILE + 1).read_to_end(&mut bytes).map_err(disk("read", path))?;
+    if bytes.len() as u64 > MAX_FILE {
+        return Err(damaged(format!("larger than {MAX_FILE} bytes")));
+    }
+    // serde's text would repeat what it read, and that may be a key: only the place is told.
+    let not_ours = |why: serde_json::Error| {
+        damaged(format!("not as we write it, at line {}, column {}", why.line(), why.column()))
+    };
+    let Version { version } = serde_json::from_slice(&bytes).map_err(not_ours)?;
+    if version != VERSION {
+        return Err(Error::Newer { path: path.to_owned(), version });
+    }
+    let kept: Kept = serde_json::from_slice(&bytes).map_err(not_ours)?;
+    let restore =
+        |kept: Option<KeptAuthority>| kept.map(restore).transpose().map_err(|why| damaged(why.to_owned()));
+    Ok(Some(Authorities {
+        current: restore(Some(kept.current))?.ok_or_else(|| damaged("no current CA".to_owned()))?,
+        next: restore(kept.next)?,
+        previous: restore(kept.previous)?,
+        since: from_ms(kept.since_ms).ok_or_else(|| damaged("an impossible time".to_owned()))?,
+    }))
+}
+
+/// Writes it all: a temporary file, fsync, rename, fsync of the directory.
+pub(super) fn write(path: &Path, authorities: &Authorities) -> Result<(), Error> {
+    let kept = Kept {
+        version: VERSION,
+        since_ms: to_ms(authorities.since),
+        current: keep(&authorities.current),
+        next: authorities.next.as_ref().map(keep),
+        previous: authorities.previous.as_ref().map(keep),
+    };
+    let temporary = path.with_extension("json.tmp");
+    let text = serde_json::to_vec_pretty(&kept).map_err(|why| disk("write", path)(why.into()))?;
+    match fs::remove_file(&temporary) {
+        Err(why) if why.kind() != ErrorKind::NotFound => return Err(disk("remove", &temporary)(why)),
+        _ => {}
+    }
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(&temporary)
+        .map_err(disk("create", &temporary))?;
+    file.write_all(&text).and_then(|()| file.sync_all()).map_err(disk("write", &temporary))?;
+    fs::rename(&temporary, path).map_err(disk("rename into", path))?;
+    let dir = path.parent().unwrap_or(Path::new("/"));
+    File::open(dir).and_then(|dir| dir.sync_all()).map_err(disk("sync", dir))
+}
+
+fn keep(authority: &Authority) -> KeptAuthority {
+    KeptAuthority {
+        certificate: BASE64.encode(&authority.certificate),
+        key: BASE64.encode(authority.key_der()),
+        not_after_ms: to_ms(authority.not_after),
+    }
+}
+
+fn restore(kept: KeptAuthority) -> Result<Authority, &'static str> {
+    let certificate = BASE64.decode(kept.certificate).map_err(|_| "a certificate is not base64")?;
+    let key = BASE64.decode(kept.key).map_err(|_| "a key is not base64")?;
+    let not_after = from_ms(kept.not_after_ms).ok_or("an impossible time")?;
+    Authority::restore(certificate, key, not_after).map_err(|_| "a certificate and its key are not a CA")
+}
+
+fn to_ms(time: SystemTime) -> u64 {
+    let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+fn from_ms(ms: u64) -> Option<SystemTime> {
+    SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(ms))
+}
