@@ -164,6 +164,16 @@ impl Header {
     }
 }
 
+/// Takes the first record off the front of `input`; `None` when it is not complete. The header is checked as soon as
+/// it is there, so that nobody collects bytes for a record that no peer may send.
+pub fn split<'a>(input: &mut &'a [u8]) -> Result<Option<(Header, &'a [u8])>, BadRecord> {
+    let Some((head, rest)) = input.split_first_chunk() else { return Ok(None) };
+    let header = Header::decode(head)?;
+    let Some((payload, rest)) = rest.split_at_checked(header.length as usize) else { return Ok(None) };
+    *input = rest;
+    Ok(Some((header, payload)))
+}
+
 /// A whole record that is not sequenced, for the exchanges outside a session.
 pub fn plain(kind: Kind, payload: &[u8]) -> Result<Vec<u8>, BadRecord> {
     let length = u32::try_from(payload.len()).unwrap_or(u32::MAX);

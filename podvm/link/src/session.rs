@@ -1,1 +1,406 @@
-//! The session, without IO.
+//! The session: what survives a lost connection. A state machine without sockets and without a clock.
+//!
+//! Both ends number what they send, keep it until it is acknowledged, and send it again over the next transport
+//! ([`Session::hello`], [`Session::answer`], [`Session::welcomed`]), so that a cut anywhere loses and doubles nothing.
+//! Streams share the session; each has a window of credit, so that a reader that stands still stops its own stream
+//! and nothing else. Control messages go first, then what is small (open, credit), then data, round robin.
+//!
+//! Bounds, whatever the peer does: unacknowledged records at most [`Limits::replay`] and a record; per stream at most
+//! what its local side was allowed to hand over; streams [`Limits::streams`]; a control message under assembly
+//! [`Limits::control_message`]. A peer that breaks the rules gives a [`Violation`]: the owner closes the transport and
+//! calls [`Session::reset`].
+
+mod bind;
+mod log;
+pub(crate) mod pool;
+mod receive;
+mod stream;
+
+use std::{
+    collections::{HashMap, VecDeque},
+    io::IoSlice,
+};
+
+use bytes::Bytes;
+
+pub use self::{
+    bind::Joined,
+    receive::{Event, Violation},
+};
+use self::{log::Log, stream::Stream};
+use crate::{
+    endpoint::Role,
+    record::{CloseReason, HEADER_LEN, Header, Kind, MORE, SessionId, StreamKind},
+};
+
+/// Bytes that may be under way in one direction of a stream before the receiver took some off.
+pub const WINDOW: u32 = 256 << 10;
+
+/// The receiver gives credit back in steps of this size.
+const CREDIT_STEP: u32 = WINDOW / 2;
+
+/// Received bytes after which an acknowledgement is sent when nothing else carries it.
+const ACK_STEP: usize = 128 << 10;
+
+/// Records without number that wait for the transport; beyond, no others are made.
+const URGENT_MOST: usize = 512;
+
+/// The longest payload we send: header and payload fill one TLS record, so that the receiver can use it as soon as
+/// that is decrypted.
+pub(crate) const CHUNK: usize = (16 << 10) - HEADER_LEN;
+
+/// Bounds of one session.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Unacknowledged bytes kept; beyond, streams have no room. At least 256 KiB.
+    pub replay: usize,
+    /// Bytes ready for the transport ahead of what it took.
+    pub ahead: usize,
+    /// Streams, ending ones included.
+    pub streams: usize,
+    /// The longest control message taken from the peer.
+    pub control_message: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Limits { replay: 1 << 20, ahead: 128 << 10, streams: 1024, control_message: 1 << 20 }
+    }
+}
+
+/// One end of a session; see the module.
+pub struct Session {
+    role: Role,
+    limits: Limits,
+    /// The guest's own, or the one that the relay accepted.
+    id: Option<SessionId>,
+    /// The relay's side of the session; 0 = no handshake was finished.
+    epoch: u64,
+    log: Log,
+    /// Records without number (Welcome, Ack, Ping, Pong) under way, and how much of them the transport took.
+    urgent: Vec<u8>,
+    urgent_taken: usize,
+    want: Want,
+    /// The highest number received in order.
+    recv: u64,
+    /// Bytes received since an acknowledgement was last put on the way.
+    unacked: usize,
+    control: VecDeque<Bytes>,
+    /// Bytes of finished control messages since [`Session::control_done`] was asked.
+    control_done: usize,
+    assembly: Vec<u8>,
+    streams: HashMap<u32, Stream>,
+    /// Streams with an Open or a Credit to send.
+    signals: VecDeque<u32>,
+    /// Streams with data that has credit, or with a Close, to send.
+    ready: VecDeque<u32>,
+    /// The next stream that this end opens, and the least number that the peer may open.
+    next_own: u32,
+    next_peer: u32,
+    counts: Counts,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Want {
+    ack: bool,
+    ping: bool,
+    pong: bool,
+}
+
+/// What went over the session since it was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Sequenced records sent, each once.
+    pub sent: u64,
+    /// Sequenced records received.
+    pub received: u64,
+    /// Records sent again.
+    pub replayed: u64,
+}
+
+impl Session {
+    /// A fresh session. The guest names it; the relay's has no name until a guest says Hello.
+    pub fn new(role: Role, id: Option<SessionId>, limits: Limits) -> Session {
+        let (next_own, next_peer) = first_streams(role);
+        Session {
+            role,
+            limits: Limits { replay: limits.replay.max(2 * ACK_STEP), ..limits },
+            id,
+            epoch: 0,
+            log: Log::new(),
+            urgent: Vec::new(),
+            urgent_taken: 0,
+            want: Want::default(),
+            recv: 0,
+            unacked: 0,
+            control: VecDeque::new(),
+            control_done: 0,
+            assembly: Vec::new(),
+            streams: HashMap::new(),
+            signals: VecDeque::new(),
+            ready: VecDeque::new(),
+            next_own,
+            next_peer,
+            counts: Counts::default(),
+        }
+    }
+
+    /// Forgets streams, records and control messages and takes another name: the peer does not have the old session.
+    pub fn reset(&mut self, id: Option<SessionId>) {
+        let dropped: usize = self.control.iter().map(Bytes::len).sum();
+        let fresh = Session::new(self.role, id, self.limits);
+        let old = std::mem::replace(self, fresh);
+        self.control_done = old.control_done + dropped;
+        self.counts = old.counts;
+    }
+
+    /// What went over it so far.
+    pub fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// The session's name.
+    pub fn id(&self) -> Option<SessionId> {
+        self.id
+    }
+
+    /// Bytes kept for the peer: unacknowledged, or waiting for credit.
+    pub fn buffered(&self) -> usize {
+        self.log.len() + self.streams.values().map(Stream::waiting).sum::<usize>()
+    }
+
+    /// Opens a stream to the peer; `None` when there are too many (try again when one has ended).
+    pub fn open(&mut self, kind: StreamKind) -> Option<u32> {
+        if self.streams.len() >= self.limits.streams {
+            return None;
+        }
+        let id = self.next_own;
+        self.next_own = id.checked_add(2)?;
+        self.streams.insert(id, Stream::new(Some(kind)));
+        self.signals.push_back(id);
+        Some(id)
+    }
+
+    /// How many bytes a stream may be given now. 0 = wait for an acknowledgement or for credit; 0 also for a stream
+    /// that has ended. A stream that is not opened yet may be given what [`Session::room_for_new`] says.
+    pub fn room(&self, stream: u32) -> usize {
+        match self.streams.get(&stream) {
+            Some(stream) if stream.is_open() && stream.waiting() == 0 => {
+                self.room_for_new().min(stream.credit as usize)
+            }
+            _ => 0,
+        }
+    }
+
+    /// How many bytes a stream that is opened next may be given.
+    pub fn room_for_new(&self) -> usize {
+        if self.has_room() { WINDOW as usize } else { 0 }
+    }
+
+    /// Sends bytes on a stream. All of them are taken, also beyond what [`Session::room`] says (a rewritten message is
+    /// longer than what was read); what has no credit or room waits in the stream. Ignored when the stream has ended.
+    pub fn send(&mut self, id: u32, mut data: &[u8]) {
+        self.pump();
+        // Straight to the log when nobody waits; this is the usual case.
+        let straight = self.signals.is_empty() && self.ready.is_empty() && self.control.is_empty();
+        let Some(stream) = self.streams.get_mut(&id).filter(|stream| stream.is_open()) else { return };
+        if straight && stream.waiting() == 0 {
+            while !data.is_empty() && stream.credit > 0 && self.log.fits(&self.limits) {
+                let (part, rest) = data.split_at(data.len().min(CHUNK).min(stream.credit as usize));
+                stream.credit -= part.len() as u32; // part is not longer than the credit
+                self.log.push(Header { stream: id, ack: self.recv, ..Header::new(Kind::Data, 0) }, part);
+                self.unacked = 0;
+                data = rest;
+            }
+        }
+        if !data.is_empty() {
+            stream.append(data);
+            if stream.may_queue() {
+                self.ready.push_back(id);
+            }
+        }
+    }
+
+    /// Ends a stream after what was sent on it. Ignored when it has ended.
+    pub fn close(&mut self, id: u32, reason: CloseReason) {
+        if let Some(stream) = self.streams.get_mut(&id)
+            && stream.close(reason)
+            && stream.may_queue()
+        {
+            self.ready.push_back(id);
+        }
+    }
+
+    /// The local side took this many bytes of what the stream received: the peer may send so many more.
+    pub fn consumed(&mut self, id: u32, bytes: usize) {
+        if let Some(stream) = self.streams.get_mut(&id)
+            && stream.consumed(bytes)
+        {
+            self.signals.push_back(id);
+        }
+    }
+
+    /// Queues a control message. The owner bounds how many wait, with [`Session::control_done`].
+    pub fn control(&mut self, message: Bytes) {
+        self.control.push_back(message);
+    }
+
+    /// Bytes of control messages that left the queue since this was asked last.
+    pub fn control_done(&mut self) -> usize {
+        std::mem::take(&mut self.control_done)
+    }
+
+    /// Asks the peer for a sign of life.
+    pub fn ping(&mut self) {
+        self.want.ping = true;
+    }
+
+    /// Turns what waits into records, as far as there is room. To be called before [`Session::output`].
+    pub fn pump(&mut self) {
+        while self.has_room() {
+            if !(self.pump_control() || self.pump_signal() || self.pump_stream()) {
+                break;
+            }
+        }
+        self.pump_urgent();
+    }
+
+    fn has_room(&self) -> bool {
+        self.log.fits(&self.limits)
+    }
+
+    /// A numbered record; it also acknowledges.
+    fn push(&mut self, header: Header, payload: &[u8]) {
+        self.log.push(Header { ack: self.recv, ..header }, payload);
+        self.unacked = 0;
+    }
+
+    fn pump_control(&mut self) -> bool {
+        let Some(mut message) = self.control.pop_front() else { return false };
+        let part = message.split_to(message.len().min(CHUNK));
+        self.control_done += part.len();
+        let mut header = Header::new(Kind::Control, 0);
+        if !message.is_empty() {
+            header.flags = MORE;
+            self.control.push_front(message);
+        }
+        self.push(header, &part);
+        true
+    }
+
+    fn pump_signal(&mut self) -> bool {
+        let Some(id) = self.signals.pop_front() else { return false };
+        let Some(stream) = self.streams.get_mut(&id) else { return true };
+        let kind = stream.open.take();
+        let credit = stream.take_credit();
+        if let Some(kind) = kind {
+            self.push(Header { stream: id, ..Header::new(Kind::Open, 0) }, &[kind as u8]);
+        }
+        if let Some(credit) = credit {
+            self.push(Header { stream: id, ..Header::new(Kind::Credit, 0) }, &credit.to_be_bytes());
+        }
+        true
+    }
+
+    fn pump_stream(&mut self) -> bool {
+        let Some(id) = self.ready.pop_front() else { return false };
+        let Some(stream) = self.streams.get_mut(&id) else { return true };
+        stream.queued = false;
+        // An Open goes before anything else of its stream.
+        debug_assert!(stream.open.is_none(), "signals are sent before data");
+        let most = CHUNK.min(stream.credit as usize);
+        let part = stream.next_part(most);
+        if !part.is_empty() {
+            let header = Header { stream: id, ack: self.recv, ..Header::new(Kind::Data, 0) };
+            self.log.push(header, part);
+            self.unacked = 0;
+            let sent = part.len();
+            stream.sent(sent);
+        } else if let Some(reason) = stream.close_due() {
+            let over = stream.sent_close();
+            self.push(Header { stream: id, ..Header::new(Kind::Close, 0) }, &[reason as u8]);
+            if over {
+                self.streams.remove(&id);
+            }
+            return true;
+        }
+        if stream.may_queue() {
+            self.ready.push_back(id);
+        }
+        true
+    }
+
+    fn pump_urgent(&mut self) {
+        // A peer that asks and never reads: one answer waits, the rest is not written down.
+        if self.urgent.len() - self.urgent_taken >= URGENT_MOST {
+            return;
+        }
+        let mut put = |kind: Kind, recv: u64, unacked: &mut usize| {
+            self.urgent.extend_from_slice(&Header { ack: recv, ..Header::new(kind, 0) }.encode());
+            *unacked = 0;
+        };
+        let want = std::mem::take(&mut self.want);
+        if want.ping {
+            put(Kind::Ping, self.recv, &mut self.unacked);
+        }
+        if want.pong {
+            put(Kind::Pong, self.recv, &mut self.unacked);
+        }
+        if want.ack && self.unacked >= ACK_STEP {
+            put(Kind::Ack, self.recv, &mut self.unacked);
+        }
+    }
+
+    /// What the transport should send now, in order; returns how many slices were filled (0 = nothing to send).
+    pub fn output<'a>(&'a self, out: &mut [IoSlice<'a>]) -> usize {
+        let begun = self.log.begun();
+        let urgent = &self.urgent[self.urgent_taken..];
+        if urgent.is_empty() {
+            return self.log.unsent_slices(0, out);
+        }
+        // Records without number go between two others: after the one that was begun, before the rest.
+        let mut filled = 0;
+        for piece in [begun, urgent] {
+            if !piece.is_empty() && filled < out.len() {
+                out[filled] = IoSlice::new(piece);
+                filled += 1;
+            }
+        }
+        filled + self.log.unsent_slices(begun.len(), &mut out[filled..])
+    }
+
+    /// The transport took the first `n` bytes of what [`Session::output`] gave.
+    pub fn wrote(&mut self, mut n: usize) {
+        let urgent = self.urgent.len() - self.urgent_taken;
+        if urgent > 0 {
+            let begun = n.min(self.log.begun().len());
+            self.counts.sent += self.log.wrote(begun);
+            n -= begun;
+            let taken = n.min(urgent);
+            self.urgent_taken += taken;
+            n -= taken;
+            if self.urgent_taken == self.urgent.len() {
+                self.urgent = Vec::new();
+                self.urgent_taken = 0;
+            }
+        }
+        self.counts.sent += self.log.wrote(n);
+    }
+}
+
+impl Log {
+    fn fits(&self, limits: &Limits) -> bool {
+        self.unsent() < limits.ahead && self.len() < limits.replay
+    }
+}
+
+/// The relay opens odd streams, the guest even ones.
+fn first_streams(role: Role) -> (u32, u32) {
+    match role {
+        Role::Relay => (1, 2),
+        Role::Guest => (2, 1),
+    }
+}
+
+#[cfg(test)]
+mod tests;

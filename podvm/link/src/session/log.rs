@@ -1,0 +1,254 @@
+//! The sequenced records that the peer has not acknowledged, encoded as they go on the wire, oldest first. A cursor
+//! separates what the current transport took from what it still has to take; a new transport puts the cursor back.
+
+use std::{collections::VecDeque, io::IoSlice};
+
+use super::pool::{self, Size};
+use crate::record::{HEADER_LEN, Header};
+
+/// A record never crosses from one chunk to the next.
+struct Chunk {
+    buffer: Box<[u8]>,
+    /// Where the oldest record begins.
+    start: usize,
+    /// Where the youngest ends.
+    end: usize,
+}
+
+pub(super) struct Log {
+    chunks: VecDeque<Chunk>,
+    /// The number of the record at the front, or of the next one when there is none. Counts from 1.
+    first: u64,
+    /// The number of the next record.
+    next: u64,
+    bytes: usize,
+    cursor: Cursor,
+    /// The highest number that was ever given to a transport completely.
+    high_sent: u64,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Cursor {
+    chunk: usize,
+    offset: usize,
+    /// Bytes left of the record that the transport took a part of; 0 = between two records.
+    record_left: usize,
+    /// Bytes of the log behind the cursor.
+    unsent: usize,
+    /// The number of the last record before the cursor, complete.
+    sent: u64,
+}
+
+impl Log {
+    pub(super) fn new() -> Log {
+        Log { chunks: VecDeque::new(), first: 1, next: 1, bytes: 0, cursor: Cursor::default(), high_sent: 0 }
+    }
+
+    /// Bytes kept.
+    pub(super) fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// Bytes that the transport did not take yet.
+    pub(super) fn unsent(&self) -> usize {
+        self.cursor.unsent
+    }
+
+    /// The highest number the peer can have received.
+    pub(super) fn sent(&self) -> u64 {
+        self.cursor.sent
+    }
+
+    /// The highest number that was acknowledged.
+    pub(super) fn acked(&self) -> u64 {
+        self.first - 1
+    }
+
+    /// Adds a record: fills in its number and `payload`'s length. Payloads are at most 64 KiB less a header.
+    pub(super) fn push(&mut self, mut header: Header, payload: &[u8]) {
+        let size = HEADER_LEN + payload.len();
+        header.length = payload.len() as u32;
+        header.seq = self.next;
+        self.next += 1;
+        let chunk = self.room(size);
+        let (head, body) = chunk.buffer[chunk.end..chunk.end + size].split_at_mut(HEADER_LEN);
+        head.copy_from_slice(&header.encode());
+        body.copy_from_slice(payload);
+        chunk.end += size;
+        self.bytes += size;
+        self.cursor.unsent += size;
+    }
+
+    fn room(&mut self, size: usize) -> &mut Chunk {
+        let fits = self.chunks.back().is_some_and(|chunk| chunk.buffer.len() - chunk.end >= size);
+        if !fits {
+            // A few small calls at a time shall not hold 64 KiB until they are acknowledged.
+            let small = self.bytes == 0 && size <= Size::Small.bytes();
+            let buffer = pool::take(if small { Size::Small } else { Size::Large });
+            self.chunks.push_back(Chunk { buffer, start: 0, end: 0 });
+        }
+        let last = self.chunks.len() - 1;
+        &mut self.chunks[last]
+    }
+
+    /// The peer has everything up to `seq`; the caller checked that it was sent.
+    pub(super) fn ack(&mut self, seq: u64) {
+        while self.first <= seq {
+            let Some(front) = self.chunks.front_mut() else { return };
+            let size = record_size(&front.buffer[front.start..]);
+            front.start += size;
+            self.bytes -= size;
+            self.first += 1;
+            if front.start == front.end
+                && let Some(done) = self.chunks.pop_front()
+            {
+                pool::give(done.buffer);
+                match self.cursor.chunk.checked_sub(1) {
+                    Some(before) => self.cursor.chunk = before,
+                    // The cursor stood at this chunk's end, which is the next one's beginning.
+                    None => self.cursor.offset = 0,
+                }
+            }
+        }
+    }
+
+    /// A new transport: everything that is not acknowledged is to be sent (again), from the beginning of the oldest
+    /// record. Returns how many of those records an earlier transport took already.
+    pub(super) fn rewind(&mut self) -> u64 {
+        let again = self.high_sent - self.acked();
+        let offset = self.chunks.front().map_or(0, |chunk| chunk.start);
+        self.cursor = Cursor { chunk: 0, offset, record_left: 0, unsent: self.bytes, sent: self.acked() };
+        again
+    }
+
+    /// The highest number that was ever sent, by whatever transport.
+    pub(super) fn high_sent(&self) -> u64 {
+        self.high_sent
+    }
+
+    /// The rest of the record that the transport took a part of.
+    pub(super) fn begun(&self) -> &[u8] {
+        match self.chunks.get(self.cursor.chunk) {
+            Some(chunk) if self.cursor.record_left > 0 => {
+                &chunk.buffer[self.cursor.offset..self.cursor.offset + self.cursor.record_left]
+            }
+            _ => &[],
+        }
+    }
+
+    /// What is to be sent, from `skip` bytes behind the cursor on; returns how many slices were filled.
+    /// `skip` is nothing or the begun record.
+    pub(super) fn unsent_slices<'a>(&'a self, skip: usize, out: &mut [IoSlice<'a>]) -> usize {
+        let mut filled = 0;
+        let mut offset = self.cursor.offset + skip;
+        for chunk in self.chunks.iter().skip(self.cursor.chunk) {
+            if filled == out.len() {
+                break;
+            }
+            if offset < chunk.end {
+                out[filled] = IoSlice::new(&chunk.buffer[offset..chunk.end]);
+                filled += 1;
+            }
+            // A chunk behind the cursor's is read from its beginning.
+            offset = 0;
+        }
+        filled
+    }
+
+    /// The transport took `n` of the bytes behind the cursor. Returns how many records were sent for the first time.
+    pub(super) fn wrote(&mut self, mut n: usize) -> u64 {
+        let before = self.high_sent;
+        self.cursor.unsent -= n;
+        while n > 0 {
+            let Some(chunk) = self.chunks.get(self.cursor.chunk) else { break };
+            if self.cursor.offset == chunk.end {
+                self.cursor.chunk += 1;
+                self.cursor.offset = 0;
+                continue;
+            }
+            if self.cursor.record_left == 0 {
+                self.cursor.record_left = record_size(&chunk.buffer[self.cursor.offset..]);
+            }
+            let step = n.min(self.cursor.record_left);
+            self.cursor.offset += step;
+            self.cursor.record_left -= step;
+            n -= step;
+            if self.cursor.record_left == 0 {
+                self.cursor.sent += 1;
+            }
+        }
+        self.high_sent = self.high_sent.max(self.cursor.sent);
+        self.high_sent - before
+    }
+}
+
+impl Drop for Log {
+    fn drop(&mut self) {
+        self.chunks.drain(..).for_each(|chunk| pool::give(chunk.buffer));
+    }
+}
+
+/// Header and payload of the record that begins here; the length is its first field.
+fn record_size(bytes: &[u8]) -> usize {
+    HEADER_LEN + u32::from_be_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::record::Kind;
+
+    /// The numbers of the records in what the log would send now, beginning between two records.
+    fn take(log: &mut Log, most: usize) -> Vec<u8> {
+        let mut slices = [IoSlice::new(&[]); 64];
+        let filled = log.unsent_slices(0, &mut slices);
+        let mut bytes = slices[..filled].iter().flat_map(|slice| slice.to_vec()).collect::<Vec<u8>>();
+        bytes.truncate(most);
+        log.wrote(bytes.len());
+        bytes
+    }
+
+    proptest! {
+        #[test]
+        fn the_wire_has_every_record_once_whatever_is_taken_and_acknowledged(
+            steps in prop::collection::vec((0usize..20_000, 0usize..60_000, 0u64..4), 1..60),
+        ) {
+            let mut log = Log::new();
+            let (mut wire, mut expected) = (Vec::new(), Vec::new());
+            for (size, taken, behind) in steps {
+                let payload = vec![size as u8; size];
+                let header = Header { stream: 3, ..Header::new(Kind::Data, size as u32) };
+                expected.extend_from_slice(&Header { seq: log.next, ..header }.encode());
+                expected.extend_from_slice(&payload);
+                log.push(header, &payload);
+                wire.extend(take(&mut log, taken));
+                prop_assert_eq!(log.unsent(), expected.len() - wire.len());
+                let ack = log.sent().saturating_sub(behind).max(log.acked());
+                log.ack(ack);
+                prop_assert_eq!(log.acked(), ack);
+            }
+            wire.extend(take(&mut log, usize::MAX));
+            prop_assert!(wire == expected);
+            log.ack(log.sent());
+            prop_assert_eq!((log.len(), log.chunks.len(), log.unsent()), (0, 0, 0));
+        }
+    }
+
+    #[test]
+    fn after_a_rewind_what_was_not_acknowledged_is_sent_again() {
+        let mut log = Log::new();
+        for at in 0..5u8 {
+            log.push(Header::new(Kind::Data, 0), &[at; 10]);
+        }
+        let all = take(&mut log, usize::MAX);
+        log.ack(2);
+        assert_eq!(log.rewind(), 3);
+        assert_eq!(log.sent(), 2);
+        assert_eq!(take(&mut log, 50), all[2 * 38..2 * 38 + 50], "begins at a record");
+        assert_eq!(log.begun().len(), 26, "a part of the fourth was taken");
+        assert_eq!(log.rewind(), 3);
+        assert_eq!(take(&mut log, usize::MAX), all[2 * 38..]);
+    }
+}

@@ -1,0 +1,98 @@
+//! Buffers that are lent, not owned: a thread keeps a few, whoever has bytes to hold takes one and gives it back when
+//! it is empty. So an idle session has none, a busy one touches the same warm pages again and again (a fresh 64 KiB
+//! from the allocator costs page faults each time), and what is kept is bounded per thread.
+
+use std::cell::RefCell;
+
+/// Sizes of buffers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Size {
+    /// A few small calls: 4 KiB.
+    Small,
+    /// A part of a bulk transfer: 64 KiB.
+    Large,
+    /// What one read takes from a socket, and a carried-over record before it: 160 KiB.
+    Read,
+}
+
+impl Size {
+    pub(crate) const fn bytes(self) -> usize {
+        match self {
+            Size::Small => 4 << 10,
+            Size::Large => 64 << 10,
+            Size::Read => 160 << 10,
+        }
+    }
+
+    /// How many a thread keeps when nobody uses them.
+    const fn kept(self) -> usize {
+        match self {
+            Size::Small => 64,
+            Size::Large => 24,
+            Size::Read => 2,
+        }
+    }
+}
+
+#[derive(Default)]
+struct Pool {
+    small: Vec<Box<[u8]>>,
+    large: Vec<Box<[u8]>>,
+    read: Vec<Box<[u8]>>,
+}
+
+impl Pool {
+    fn shelf(&mut self, size: Size) -> &mut Vec<Box<[u8]>> {
+        match size {
+            Size::Small => &mut self.small,
+            Size::Large => &mut self.large,
+            Size::Read => &mut self.read,
+        }
+    }
+}
+
+thread_local! {
+    static POOL: RefCell<Pool> = RefCell::default();
+}
+
+/// A buffer of exactly this size, with whatever was in it before (of this process).
+pub(crate) fn take(size: Size) -> Box<[u8]> {
+    POOL.with_borrow_mut(|pool| pool.shelf(size).pop())
+        .unwrap_or_else(|| vec![0; size.bytes()].into_boxed_slice())
+}
+
+/// Gives a buffer back. One of no pooled size is dropped.
+pub(crate) fn give(buffer: Box<[u8]>) {
+    let Some(size) =
+        [Size::Small, Size::Large, Size::Read].into_iter().find(|size| size.bytes() == buffer.len())
+    else {
+        return;
+    };
+    // A thread that is ending has no pool any more; then the buffer is simply freed.
+    let _ended = POOL.try_with(|pool| {
+        let mut pool = pool.borrow_mut();
+        let shelf = pool.shelf(size);
+        if shelf.len() < size.kept() {
+            shelf.push(buffer);
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_returned_buffer_is_lent_again_and_few_are_kept() {
+        let first = take(Size::Small);
+        let address = first.as_ptr();
+        give(first);
+        assert_eq!(take(Size::Small).as_ptr(), address);
+        for _ in 0..3 {
+            let many: Vec<_> = (0..100).map(|_| take(Size::Large)).collect();
+            many.into_iter().for_each(give);
+        }
+        assert_eq!(POOL.with_borrow(|pool| pool.large.len()), Size::Large.kept());
+        give(vec![0; 5].into_boxed_slice());
+    }
+}

@@ -1,0 +1,206 @@
+//! What comes from the peer: every rule of the protocol is checked here.
+
+use bytes::Bytes;
+
+use super::{ACK_STEP, Session, stream::Stream};
+use crate::record::{BadRecord, CloseReason, HEADER_LEN, Header, Kind, MORE, StreamKind};
+
+/// What a record means to the owner of the session.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event<'a> {
+    /// Nothing; the session saw to it.
+    Nothing,
+    /// The peer opened a stream.
+    Opened(u32, StreamKind),
+    /// Bytes of a stream; call [`Session::consumed`] when the local side took them.
+    Data(u32, &'a [u8]),
+    /// The peer closed a stream that this end had not closed. The answer is queued; the stream is over.
+    Closed(u32, CloseReason),
+    /// A control message.
+    Control(Bytes),
+}
+
+/// How a peer broke the protocol. The transport must be closed and the session reset.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Violation {
+    /// Bytes that are no record.
+    #[error(transparent)]
+    Record(#[from] BadRecord),
+    /// A handshake record inside a session.
+    #[error("a {0:?} record inside a session")]
+    Misplaced(Kind),
+    /// A number out of order.
+    #[error("record number {got} where {due} was due")]
+    Sequence {
+        /// The next number in order.
+        due: u64,
+        /// The one that came.
+        got: u64,
+    },
+    /// An acknowledgement of what was never sent.
+    #[error("number {got} acknowledged, {sent} was the last one sent")]
+    Ack {
+        /// The highest number given to the transport.
+        sent: u64,
+        /// The one that came.
+        got: u64,
+    },
+    /// A payload that does not fit its kind.
+    #[error("a {0:?} record with a payload that means nothing")]
+    Payload(Kind),
+    /// A stream number that the peer may not use.
+    #[error("a {0:?} record for stream {1}, which is not open")]
+    Stream(Kind, u32),
+    /// A stream number that the peer may not open.
+    #[error("stream {0} opened: wrong side, or a number that was used before")]
+    Open(u32),
+    /// More streams than allowed.
+    #[error("more than {0} streams opened")]
+    Streams(usize),
+    /// More data than the stream had credit for.
+    #[error("stream {0} sent beyond its window")]
+    Window(u32),
+    /// More credit than makes sense.
+    #[error("stream {0} was given credit without measure")]
+    Credit(u32),
+    /// A control message that does not end.
+    #[error("a control message longer than {0} bytes")]
+    Control(usize),
+    /// No link protocol that both ends speak.
+    #[error("the peer speaks link protocol {0} to {1}, this program {own}; upgrade the older one", own = crate::record::VERSION)]
+    Version(u16, u16),
+    /// A handshake answer that contradicts what went before.
+    #[error("the handshake contradicts the session: {0}")]
+    Handshake(&'static str),
+}
+
+impl Session {
+    /// Takes one record from the peer; `payload` is exactly `header.length` bytes long.
+    pub fn receive<'a>(&mut self, header: &Header, payload: &'a [u8]) -> Result<Event<'a>, Violation> {
+        let sent = self.log.sent();
+        if header.ack > sent {
+            return Err(Violation::Ack { sent, got: header.ack });
+        }
+        self.log.ack(header.ack);
+        if !header.kind.is_sequenced() {
+            return self.receive_plain(header, payload);
+        }
+        let due = self.recv + 1;
+        if header.seq != due {
+            return Err(Violation::Sequence { due, got: header.seq });
+        }
+        self.recv = due;
+        self.counts.received += 1;
+        self.unacked += HEADER_LEN + payload.len();
+        self.want.ack |= self.unacked >= ACK_STEP;
+        match header.kind {
+            Kind::Open => self.receive_open(header.stream, payload),
+            Kind::Data => self.receive_data(header.stream, payload),
+            Kind::Close => self.receive_close(header.stream, payload),
+            Kind::Credit => self.receive_credit(header.stream, payload),
+            _ => self.receive_control(header, payload),
+        }
+    }
+
+    fn receive_plain<'a>(&mut self, header: &Header, payload: &[u8]) -> Result<Event<'a>, Violation> {
+        if header.seq != 0 {
+            return Err(Violation::Sequence { due: 0, got: header.seq });
+        }
+        if !payload.is_empty() || header.stream != 0 {
+            return Err(Violation::Payload(header.kind));
+        }
+        match header.kind {
+            Kind::Ping => self.want.pong = true,
+            Kind::Pong | Kind::Ack => {}
+            other => return Err(Violation::Misplaced(other)),
+        }
+        Ok(Event::Nothing)
+    }
+
+    fn receive_open<'a>(&mut self, id: u32, payload: &[u8]) -> Result<Event<'a>, Violation> {
+        let kind = match payload {
+            [1] => StreamKind::Agent,
+            _ => return Err(Violation::Payload(Kind::Open)),
+        };
+        if id < self.next_peer || id % 2 != self.next_peer % 2 {
+            return Err(Violation::Open(id));
+        }
+        if self.streams.len() >= self.limits.streams {
+            return Err(Violation::Streams(self.limits.streams));
+        }
+        // The last number there is makes every later one wrong.
+        self.next_peer = id.checked_add(2).ok_or(Violation::Open(id))?;
+        self.streams.insert(id, Stream::new(None));
+        Ok(Event::Opened(id, kind))
+    }
+
+    fn receive_data<'a>(&mut self, id: u32, payload: &'a [u8]) -> Result<Event<'a>, Violation> {
+        let stream = self.peers_stream(Kind::Data, id)?;
+        if payload.is_empty() {
+            return Err(Violation::Payload(Kind::Data));
+        }
+        if !stream.received(payload.len() as u32) {
+            return Err(Violation::Window(id));
+        }
+        // Closed here, and the peer does not know yet: nobody wants it.
+        Ok(if stream.is_open() { Event::Data(id, payload) } else { Event::Nothing })
+    }
+
+    fn receive_close<'a>(&mut self, id: u32, payload: &[u8]) -> Result<Event<'a>, Violation> {
+        let reason = match payload {
+            [0] => CloseReason::Closed,
+            [1] => CloseReason::Refused,
+            _ => return Err(Violation::Payload(Kind::Close)),
+        };
+        let stream = self.peers_stream(Kind::Close, id)?;
+        let (over, news) = stream.end();
+        if over {
+            self.streams.remove(&id);
+        } else if stream.may_queue() {
+            self.ready.push_back(id);
+        }
+        Ok(if news { Event::Closed(id, reason) } else { Event::Nothing })
+    }
+
+    fn receive_credit<'a>(&mut self, id: u32, payload: &[u8]) -> Result<Event<'a>, Violation> {
+        let credit =
+            payload.try_into().map(u32::from_be_bytes).map_err(|_| Violation::Payload(Kind::Credit))?;
+        let stream = self.peers_stream(Kind::Credit, id)?;
+        if !stream.credited(credit) {
+            return Err(Violation::Credit(id));
+        }
+        if stream.may_queue() {
+            self.ready.push_back(id);
+        }
+        Ok(Event::Nothing)
+    }
+
+    fn receive_control<'a>(&mut self, header: &Header, payload: &[u8]) -> Result<Event<'a>, Violation> {
+        let most = self.limits.control_message;
+        if header.stream != 0 {
+            return Err(Violation::Payload(Kind::Control));
+        }
+        if self.assembly.len() + payload.len() > most {
+            return Err(Violation::Control(most));
+        }
+        if header.flags & MORE != 0 {
+            if payload.is_empty() {
+                return Err(Violation::Payload(Kind::Control));
+            }
+            self.assembly.extend_from_slice(payload);
+            return Ok(Event::Nothing);
+        }
+        let message = if self.assembly.is_empty() {
+            Bytes::copy_from_slice(payload)
+        } else {
+            self.assembly.extend_from_slice(payload);
+            Bytes::from(std::mem::take(&mut self.assembly))
+        };
+        Ok(Event::Control(message))
+    }
+
+    /// A stream that the peer may still speak of.
+    fn peers_stream(&mut self, kind: Kind, id: u32) -> Result<&mut Stream, Violation> {
+        self.streams.get_mut(&id).filter(|stream| !stream.has_ended()).ok_or(Violation::Stream(kind, id))
+    }
+}

@@ -1,0 +1,165 @@
+//! One stream of a session, as its own end sees it.
+
+use super::{CREDIT_STEP, WINDOW};
+use crate::record::{CloseReason, StreamKind};
+
+/// What was sent is moved away when so many bytes of it stand in front of what waits.
+const COMPACT: usize = 64 << 10;
+
+pub(super) struct Stream {
+    /// An Open that was not sent yet.
+    pub(super) open: Option<StreamKind>,
+    /// Bytes that may be sent.
+    pub(super) credit: u32,
+    /// Whether the stream stands in the session's list of those that have something to send.
+    pub(super) queued: bool,
+    /// Bytes that the peer may still send.
+    window: u32,
+    /// Bytes taken by the local side whose credit was not given back yet, and whether a Credit is queued.
+    owed: u32,
+    credit_queued: bool,
+    /// Bytes without credit or room; `sent` of them are gone already.
+    waiting: Vec<u8>,
+    gone: usize,
+    /// Our Close: wanted, and whether it is sent.
+    close: Option<CloseReason>,
+    close_sent: bool,
+    /// The peer's Close came.
+    ended: bool,
+}
+
+impl Stream {
+    pub(super) fn new(open: Option<StreamKind>) -> Stream {
+        Stream {
+            open,
+            credit: WINDOW,
+            queued: false,
+            window: WINDOW,
+            owed: 0,
+            credit_queued: false,
+            waiting: Vec::new(),
+            gone: 0,
+            close: None,
+            close_sent: false,
+            ended: false,
+        }
+    }
+
+    /// Neither side has closed it.
+    pub(super) fn is_open(&self) -> bool {
+        self.close.is_none() && !self.ended
+    }
+
+    /// Bytes that wait for credit or room.
+    pub(super) fn waiting(&self) -> usize {
+        self.waiting.len() - self.gone
+    }
+
+    pub(super) fn append(&mut self, data: &[u8]) {
+        self.waiting.extend_from_slice(data);
+    }
+
+    /// The next bytes to send, at most `most`.
+    pub(super) fn next_part(&self, most: usize) -> &[u8] {
+        let waiting = &self.waiting[self.gone..];
+        &waiting[..waiting.len().min(most)]
+    }
+
+    /// The first `bytes` of what waited are sent.
+    pub(super) fn sent(&mut self, bytes: usize) {
+        self.credit -= bytes as u32; // next_part() was asked for no more than the credit
+        self.gone += bytes;
+        if self.gone == self.waiting.len() {
+            self.waiting = Vec::new();
+            self.gone = 0;
+        } else if self.gone >= COMPACT && self.gone >= self.waiting.len() / 2 {
+            self.waiting.drain(..self.gone);
+            self.gone = 0;
+        }
+    }
+
+    /// Whether the stream has something to send now and is to be put into the list; marks it as being there.
+    pub(super) fn may_queue(&mut self) -> bool {
+        let due = if self.waiting() > 0 { self.credit > 0 } else { self.close_due().is_some() };
+        let queue = due && !self.queued;
+        self.queued |= queue;
+        queue
+    }
+
+    /// Wants a Close after what waits; false when there is one already.
+    pub(super) fn close(&mut self, reason: CloseReason) -> bool {
+        let first = self.close.is_none();
+        if first {
+            self.close = Some(reason);
+        }
+        first
+    }
+
+    pub(super) fn close_due(&self) -> Option<CloseReason> {
+        self.close.filter(|_| !self.close_sent && self.waiting() == 0)
+    }
+
+    /// Our Close is sent; returns whether the stream is over.
+    pub(super) fn sent_close(&mut self) -> bool {
+        self.close_sent = true;
+        self.ended
+    }
+
+    /// The peer's Close: what waits is for nobody. Returns whether the stream is over, else a Close of ours is due
+    /// (and `true` as second value if the owner did not close it before).
+    pub(super) fn end(&mut self) -> (bool, bool) {
+        self.ended = true;
+        self.waiting = Vec::new();
+        self.gone = 0;
+        let news = self.close(CloseReason::Closed);
+        (self.close_sent, news)
+    }
+
+    /// Whether the peer has closed it.
+    pub(super) fn has_ended(&self) -> bool {
+        self.ended
+    }
+
+    /// The local side took bytes. Returns whether a Credit is to be queued.
+    pub(super) fn consumed(&mut self, bytes: usize) -> bool {
+        // Nobody can take more than came in, and that was counted against the window.
+        self.owed =
+            self.owed.saturating_add(u32::try_from(bytes).unwrap_or(u32::MAX)).min(WINDOW - self.window);
+        let queue = self.owed >= CREDIT_STEP && !self.credit_queued && self.is_open();
+        self.credit_queued |= queue;
+        queue
+    }
+
+    /// The credit to give back now.
+    pub(super) fn take_credit(&mut self) -> Option<u32> {
+        if !std::mem::take(&mut self.credit_queued) || !self.is_open() {
+            return None;
+        }
+        let credit = std::mem::take(&mut self.owed);
+        self.window += credit;
+        (credit > 0).then_some(credit)
+    }
+
+    /// Bytes from the peer; false when it had no credit for them.
+    pub(super) fn received(&mut self, bytes: u32) -> bool {
+        match self.window.checked_sub(bytes) {
+            Some(left) => {
+                self.window = left;
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// Credit from the peer; false when there is more than anybody needs.
+    pub(super) fn credited(&mut self, bytes: u32) -> bool {
+        const MOST: u32 = 64 << 20;
+        match self.credit.checked_add(bytes) {
+            Some(credit) if bytes > 0 && credit <= MOST => {
+                self.credit = credit;
+                true
+            }
+            _ => false,
+        }
+    }
+}
