@@ -184,3 +184,6 @@ fn response(status: StatusCode, kind: &'static str, body: String) -> Response<Fu
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
     response
 }
+
+#[cfg(test)]
+mod tests;

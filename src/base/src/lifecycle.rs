@@ -191,3 +191,6 @@ impl Drop for Busy {
 fn lock(shared: &Shared) -> std::sync::MutexGuard<'_, BTreeMap<&'static str, usize>> {
     shared.busy.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(test)]
+mod tests;

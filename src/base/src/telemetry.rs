@@ -95,3 +95,6 @@ pub fn init(config: &LogConfig) -> Result<(), Error> {
     };
     done.map_err(|why| Error(why.to_string()))
 }
+
+#[cfg(test)]
+mod tests;

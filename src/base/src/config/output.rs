@@ -53,16 +53,28 @@ fn leaf(setting: &Setting) -> Value {
     Value::Object(leaf)
 }
 
-/// The effective values, one `key: value  # origin` a line.
+/// The effective values as a configuration file, each with its origin. What is not set and what is secret is a
+/// comment, so that the text can be read again.
 pub fn print(settings: &[Setting]) -> String {
     let mut out = String::new();
+    let mut around: Vec<&str> = Vec::new();
     for setting in settings {
-        let value = match &setting.value {
-            Value::Null => "(not set)".to_owned(),
-            Value::String(text) if setting.secret => text.clone(),
-            value => value.to_string(),
+        let mut steps: Vec<&str> = setting.key.split('.').collect();
+        let name = steps.pop().unwrap_or_default();
+        let same = around.iter().zip(&steps).take_while(|(a, b)| a == b).count();
+        for (depth, step) in steps.iter().enumerate().skip(same) {
+            line(&mut out, format_args!("{:1$}{step}:", "", depth * 2));
+        }
+        let (sign, value) = match &setting.value {
+            Value::Null => ("# ", "(not set)".to_owned()),
+            _ if setting.secret => ("# ", "(set)".to_owned()),
+            value => ("", value.to_string()),
         };
-        line(&mut out, format_args!("{}: {value}  # {}", setting.key, setting.origin));
+        line(
+            &mut out,
+            format_args!("{:1$}{sign}{name}: {value}  # {2}", "", steps.len() * 2, setting.origin),
+        );
+        around = steps;
     }
     out
 }

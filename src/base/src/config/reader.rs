@@ -212,7 +212,7 @@ impl Reader {
             }
             None => {
                 let default = self.asked.get(key).and_then(|setting| setting.default.clone());
-                (format!("{key} (default)"), default.filter(|_| !secret), (0, usize::MAX))
+                (format!("{key} (default)"), default.filter(|_| !secret).map(|d| shown(&d)), (0, usize::MAX))
             }
         };
         self.note(order, place, value, why.into());
@@ -232,7 +232,7 @@ impl Reader {
         if self.mistakes.is_empty() {
             return Ok(Printed(self.asked.into_values().collect()));
         }
-        self.mistakes.sort_by(|a, b| a.order.cmp(&b.order));
+        self.mistakes.sort_by_key(|mistake| mistake.order);
         self.mistakes.dedup();
         Err(Mistakes(self.mistakes))
     }

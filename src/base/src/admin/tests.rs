@@ -1,0 +1,91 @@
+//! The port as a scraper and a kubelet meet it.
+
+use prometheus_client::metrics::counter::Counter;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use super::*;
+
+async fn ask(address: SocketAddr, request: &str) -> String {
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.unwrap();
+    answer
+}
+
+async fn get(address: SocketAddr, path: &str) -> String {
+    ask(address, &format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")).await
+}
+
+async fn served() -> (SocketAddr, Ready, Counter) {
+    let mut registry = Registry::with_prefix("peerpod");
+    let counter = Counter::default();
+    registry.register("things", "Things that happened", counter.clone());
+    let ready = Ready::new();
+    let address = serve("127.0.0.1:0".parse().unwrap(), Arc::new(registry), ready.clone()).await.unwrap();
+    (address, ready, counter)
+}
+
+#[tokio::test]
+async fn metrics_are_shown_as_openmetrics() {
+    let (address, _, counter) = served().await;
+    counter.inc_by(3);
+    let answer = get(address, "/metrics").await;
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    assert!(answer.contains("application/openmetrics-text; version=1.0.0"), "{answer}");
+    assert!(answer.contains("peerpod_things_total 3\n") && answer.contains("# EOF"), "{answer}");
+}
+
+#[tokio::test]
+async fn readiness_says_what_is_waited_for() {
+    let (address, ready, _) = served().await;
+    assert!(get(address, "/readyz").await.contains("{\"ready\":true,\"waiting\":{}}"));
+    let block = ready.block("provider");
+    block.because("preflight runs");
+    ready.not_ready("relay", "not connected");
+    let answer = get(address, "/readyz").await;
+    assert!(answer.starts_with("HTTP/1.1 503"), "{answer}");
+    assert!(
+        answer.contains(
+            "{\"ready\":false,\"waiting\":{\"provider\":\"preflight runs\",\"relay\":\"not connected\"}}"
+        ),
+        "{answer}"
+    );
+    drop(block);
+    ready.ready("relay");
+    assert!(ready.is_ready());
+    assert!(get(address, "/readyz").await.starts_with("HTTP/1.1 200"));
+    assert!(get(address, "/healthz").await.starts_with("HTTP/1.1 200"));
+}
+
+#[tokio::test]
+async fn other_paths_and_methods_are_refused() {
+    let (address, ..) = served().await;
+    assert!(get(address, "/etc/passwd").await.starts_with("HTTP/1.1 404"));
+    let post = "POST /metrics HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n";
+    assert!(ask(address, post).await.starts_with("HTTP/1.1 405"));
+    assert!(ask(address, "garbage\r\n\r\n").await.starts_with("HTTP/1.1 400"));
+    let long = format!("GET /{} HTTP/1.1\r\n\r\n", "x".repeat(100_000));
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    // The other side may close while we still write.
+    let _written = stream.write_all(long.as_bytes()).await;
+    assert!(get(address, "/healthz").await.starts_with("HTTP/1.1 200"));
+}
+
+#[tokio::test]
+async fn silent_connections_do_not_keep_others_out_for_ever() {
+    let (address, ..) = served().await;
+    let mut silent = Vec::new();
+    for _ in 0..CONNECTIONS + 8 {
+        silent.push(TcpStream::connect(address).await.unwrap());
+    }
+    let answer = tokio::time::timeout(HEADERS_WITHIN * 3, get(address, "/healthz")).await.unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+}
+
+#[tokio::test]
+async fn a_taken_address_is_an_error_that_names_it() {
+    let (address, ..) = served().await;
+    let error = serve(address, Arc::new(Registry::default()), Ready::new()).await.unwrap_err();
+    assert!(error.to_string().contains(&address.to_string()), "{error}");
+}

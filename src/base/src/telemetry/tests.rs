@@ -1,0 +1,71 @@
+//! What ends up on stderr. Logging is set up once per process, so a child does it: this test program run again.
+
+use std::process::Command;
+
+use super::*;
+use crate::config::Sources;
+
+const CHILD: &str = "PEERPOD_TEST_TELEMETRY_CHILD";
+
+fn config(format: &str, level: &str) -> Result<LogConfig, String> {
+    let flags = [("log.format", format), ("log.level", level)];
+    let flags = flags.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec();
+    let mut reader = Reader::load(Sources { flags, ..Sources::default() }, &["log"], &[]).unwrap();
+    let config = LogConfig::read(&mut reader);
+    reader.finish().map(|_| config).map_err(|mistakes| mistakes.to_string())
+}
+
+#[test]
+fn levels_that_are_none_are_refused() {
+    for level in ["info", "INFO", "warn,peerpod_link=trace", "off", "info,[{sandbox=a}]=debug"] {
+        assert!(config("text", level).is_ok(), "{level}");
+    }
+    for level in ["inof", "info,", "peerpod_link", "info,a=b=c", "x=loud"] {
+        let told = config("text", level).unwrap_err();
+        assert!(told.contains("not a log level; write error, warn"), "{told}");
+    }
+    assert!(config("xml", "info").unwrap_err().contains("write one of text, json"));
+}
+
+/// Not a test of its own: what the child does.
+#[test]
+fn child_that_logs() {
+    let Ok(format) = std::env::var(CHILD) else { return };
+    init(&config(&format, "info").unwrap()).unwrap();
+    let span = tracing::info_span!("call", sandbox = "s1", pod = "default/web");
+    let _entered = span.enter();
+    tracing::info!(took_ms = 5, "vm started");
+    tracing::debug!("not to be seen");
+    assert!(init(&config(&format, "info").unwrap()).is_err(), "a second time must be refused");
+}
+
+fn lines(format: &str) -> Vec<String> {
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "telemetry::tests::child_that_logs", "--nocapture"])
+        .env(CHILD, format)
+        .output()
+        .unwrap();
+    assert!(child.status.success());
+    String::from_utf8(child.stderr).unwrap().lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn a_json_line_carries_the_fields_of_its_span() {
+    let lines = lines("json");
+    assert_eq!(lines.len(), 1, "{lines:?}");
+    let line: serde_json::Value = serde_json::from_str(&lines[0]).unwrap();
+    assert_eq!((&line["message"], &line["took_ms"]), (&json!("vm started"), &json!(5)));
+    assert_eq!(line["level"], "INFO");
+    assert_eq!(line["spans"][0]["sandbox"], "s1");
+    assert_eq!(line["spans"][0]["pod"], "default/web");
+}
+
+#[test]
+fn a_text_line_carries_the_fields_of_its_span_and_no_colours() {
+    let lines = lines("text");
+    assert_eq!(lines.len(), 1, "{lines:?}");
+    for part in ["INFO", "sandbox=\"s1\"", "pod=\"default/web\"", "vm started", "took_ms=5"] {
+        assert!(lines[0].contains(part), "{part} in {lines:?}");
+    }
+    assert!(!lines[0].contains('\u{1b}'), "{lines:?}");
+}
