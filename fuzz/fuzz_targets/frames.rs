@@ -1,0 +1,37 @@
+//! ttrpc frames as they come from a shim, an agent or anybody else: whatever the bytes and wherever they are cut,
+//! the splitter gives back what came in, and looking for a method never panics.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use peerpod_link::frame::{FrameReader, Piece, method_of};
+
+/// The pieces of `input`, cut after each `step` bytes, put together again.
+fn joined(input: &[u8], step: usize) -> Vec<u8> {
+    let mut reader = FrameReader::new();
+    let mut out = Vec::new();
+    for mut part in input.chunks(step.max(1)) {
+        while let Some(piece) = reader.next(&mut part) {
+            match piece {
+                Piece::Head(header) => out.extend_from_slice(&header.encode()),
+                Piece::Body(body) => {
+                    assert!(!body.is_empty());
+                    out.extend_from_slice(body);
+                }
+                Piece::End => {}
+            }
+        }
+        assert!(part.is_empty(), "bytes were left over");
+    }
+    out
+}
+
+fuzz_target!(|input: &[u8]| {
+    let whole = joined(input, input.len());
+    assert!(input.starts_with(&whole));
+    if let Some((&step, _)) = input.split_first() {
+        assert_eq!(joined(input, usize::from(step)), whole);
+    }
+    if let Some((service, method)) = method_of(input) {
+        assert!(service.len() + method.len() <= input.len());
+    }
+});
