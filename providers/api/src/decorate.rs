@@ -1,18 +1,38 @@
-//! What every provider gets around it: deadline, log, metric, retry.
+//! What every provider gets around it, so that none writes its own: the capability check, a deadline per call, retry
+//! with the same key, a pace learned from throttling, one log line and the metrics of each call.
+//!
+//! May touch the clock, the log and the metrics registry. Retry looks at [`Error::retry`] and nothing else.
 
+mod metrics;
+mod pace;
+
+use std::future::Future;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use async_trait::async_trait;
+use futures_util::stream::BoxStream;
 use prometheus_client::registry::Registry;
+use tokio::time::Instant;
 
-use crate::Provider;
+use crate::{
+    Capabilities, Console, CreateRequest, Created, DiskIdentity, DiskRequest, Error, IdempotencyKey,
+    InstanceId, Owned, Preflight, Provider, ProviderEvent, Retry, Volumes,
+};
+use metrics::{Metrics, Outcome};
+use pace::Pace;
+
+/// Longest pause between two tries of one call, unless the cloud asks for more.
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
 /// How the decorator treats a provider.
 #[derive(Debug, Clone)]
 pub struct DecoratorConfig {
-    /// Longest wait for one answer (`addresses` excepted: its caller sets the deadline).
+    /// Longest wait for one answer. `addresses` has none: its caller sets the deadline by dropping it.
     pub call_deadline: Duration,
-    /// How long one call is repeated after `Throttled` and `Transient`, all waits included.
+    /// How long after its first failure one call is repeated after `Throttled` and `Transient`. Zero: never.
     pub retry_for: Duration,
 }
 
@@ -22,11 +42,212 @@ impl Default for DecoratorConfig {
     }
 }
 
-/// Puts deadline, log, metric, retry and the checks of [`crate::Capabilities`] around a provider.
+/// Puts capability check, deadline, retry, pace, log and metrics around a provider. Call it once per registry.
 pub fn decorate(
     provider: Arc<dyn Provider>,
-    _config: DecoratorConfig,
-    _registry: &mut Registry,
+    config: DecoratorConfig,
+    registry: &mut Registry,
 ) -> Arc<dyn Provider> {
-    provider
+    let metrics = Metrics::register(provider.name(), registry);
+    let paces = [(); Call::COUNT].map(|()| Pace::default());
+    Arc::new(Decorated { inner: provider, config, metrics, paces })
 }
+
+/// The calls that are told apart. Clouds count each in a bucket of its own, so each has its own pace.
+#[derive(Debug, Clone, Copy)]
+enum Call {
+    Preflight,
+    Create,
+    Addresses,
+    Delete,
+    List,
+    Attach,
+    Detach,
+    Console,
+}
+
+impl Call {
+    const COUNT: usize = 8;
+
+    fn name(self) -> &'static str {
+        match self {
+            Call::Preflight => "preflight",
+            Call::Create => "create",
+            Call::Addresses => "addresses",
+            Call::Delete => "delete",
+            Call::List => "list",
+            Call::Attach => "attach",
+            Call::Detach => "detach",
+            Call::Console => "console",
+        }
+    }
+}
+
+struct Decorated {
+    inner: Arc<dyn Provider>,
+    config: DecoratorConfig,
+    metrics: Metrics,
+    paces: [Pace; Call::COUNT],
+}
+
+impl Decorated {
+    /// Asks until there is an answer worth giving. `what` is for people: the VM's name or id.
+    async fn call<T, F>(&self, call: Call, what: &str, ask: impl Fn() -> F) -> Result<T, Error>
+    where
+        F: Future<Output = Result<T, Error>>,
+    {
+        let provider = self.inner.name();
+        let operation = call.name();
+        let mut outcome = Outcome::start(&self.metrics, operation);
+        let start = Instant::now();
+        let mut first_failure: Option<Instant> = None;
+        let mut tries = 0u32;
+        let result = loop {
+            tries = tries.saturating_add(1);
+            let error = match self.once(call, what, &ask).await {
+                Ok(answer) => break Ok(answer),
+                Err(error) => error,
+            };
+            let Retry::After(least) = error.retry() else { break Err(error) };
+            let pause = pause(least, tries);
+            let since = first_failure.get_or_insert_with(Instant::now).elapsed();
+            if since + pause > self.config.retry_for {
+                break Err(error);
+            }
+            self.metrics.retried(operation, error.class());
+            tracing::debug!(provider, operation, what, class = error.class(), ?pause, "asked again: {error}");
+            tokio::time::sleep(pause).await;
+        };
+        let took_ms = u64::try_from(start.elapsed().as_millis()).unwrap_or(u64::MAX);
+        match &result {
+            Ok(_) => {
+                outcome.end("ok");
+                tracing::debug!(provider, operation, what, tries, took_ms, "provider call done");
+            }
+            Err(error) => {
+                outcome.end(error.class());
+                tracing::warn!(
+                    provider,
+                    operation,
+                    what,
+                    tries,
+                    took_ms,
+                    class = error.class(),
+                    "provider call failed: {error}"
+                );
+            }
+        }
+        result
+    }
+
+    /// One try: its turn, its deadline.
+    async fn once<T, F>(&self, call: Call, what: &str, ask: &impl Fn() -> F) -> Result<T, Error>
+    where
+        F: Future<Output = Result<T, Error>>,
+    {
+        let pace = &self.paces[call as usize];
+        let turn = pace.turn().await;
+        let answer = match call {
+            Call::Addresses => ask().await,
+            _ => {
+                let deadline = self.config.call_deadline;
+                tokio::time::timeout(deadline, ask()).await.unwrap_or_else(|_| {
+                    let (provider, operation) = (self.inner.name(), call.name());
+                    Err(Error::transient(format!(
+                        "{operation} of {what}: provider {provider} gave no answer within {deadline:?}; \
+                         what it did is unknown, so only the same call may be repeated"
+                    )))
+                })
+            }
+        };
+        match &answer {
+            Err(Error::Throttled { after, .. }) => pace.slower(turn, *after),
+            Ok(_) => pace.faster(),
+            Err(_) => {}
+        }
+        answer
+    }
+}
+
+/// The pause before the next try: at least what the error asks for, doubled with each try, half of it by chance so
+/// that many who failed together do not come back together.
+fn pause(least: Duration, tries: u32) -> Duration {
+    let doubled = least.saturating_mul(1 << tries.saturating_sub(1).min(10)).min(LONGEST_PAUSE.max(least));
+    // A hasher's fresh keys are the standard library's source of chance.
+    let chance = RandomState::new().build_hasher().finish() % 1024;
+    doubled + doubled.mul_f64(chance as f64 / 2048.0)
+}
+
+#[async_trait]
+impl Provider for Decorated {
+    fn name(&self) -> &'static str {
+        self.inner.name()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    async fn preflight(&self) -> Result<Preflight, Error> {
+        self.call(Call::Preflight, "provider", || self.inner.preflight()).await
+    }
+
+    async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error> {
+        self.capabilities().check(request, self.name())?;
+        self.call(Call::Create, &request.name, || self.inner.create(request, key)).await
+    }
+
+    async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
+        self.call(Call::Addresses, id.as_str(), || self.inner.addresses(id)).await
+    }
+
+    async fn delete(&self, id: &InstanceId) -> Result<(), Error> {
+        self.call(Call::Delete, id.as_str(), || self.inner.delete(id)).await
+    }
+
+    async fn list_owned(&self) -> Result<Vec<Owned>, Error> {
+        self.call(Call::List, "all VMs", || self.inner.list_owned()).await
+    }
+
+    fn volumes(&self) -> Option<&dyn Volumes> {
+        self.inner.volumes().map(|_| self as &dyn Volumes)
+    }
+
+    fn console(&self) -> Option<&dyn Console> {
+        self.inner.console().map(|_| self as &dyn Console)
+    }
+
+    fn events(&self) -> Option<BoxStream<'static, ProviderEvent>> {
+        self.inner.events()
+    }
+}
+
+/// Handed out only where the provider has volumes itself.
+#[async_trait]
+impl Volumes for Decorated {
+    async fn attach(&self, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error> {
+        let Some(volumes) = self.inner.volumes() else { return Err(lost("volumes")) };
+        self.call(Call::Attach, id.as_str(), || volumes.attach(id, disk)).await
+    }
+
+    async fn detach(&self, id: &InstanceId, volume: &str) -> Result<(), Error> {
+        let Some(volumes) = self.inner.volumes() else { return Err(lost("volumes")) };
+        self.call(Call::Detach, id.as_str(), || volumes.detach(id, volume)).await
+    }
+}
+
+/// Handed out only where the provider has a console itself.
+#[async_trait]
+impl Console for Decorated {
+    async fn tail(&self, id: &InstanceId, limit: usize) -> Result<Vec<u8>, Error> {
+        let Some(console) = self.inner.console() else { return Err(lost("console")) };
+        self.call(Call::Console, id.as_str(), || console.tail(id, limit)).await
+    }
+}
+
+fn lost(field: &str) -> Error {
+    Error::unsupported(field, format!("this provider has no {field} any more"))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,84 @@
+//! The metrics of provider calls. Labels come from fixed sets, never from a request.
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::registry::Registry;
+use tokio::time::Instant;
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct CallLabels {
+    provider: &'static str,
+    operation: &'static str,
+    outcome: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct TimeLabels {
+    provider: &'static str,
+    operation: &'static str,
+}
+
+pub(super) struct Metrics {
+    provider: &'static str,
+    calls: Family<CallLabels, Counter>,
+    retries: Family<CallLabels, Counter>,
+    seconds: Family<TimeLabels, Histogram, fn() -> Histogram>,
+}
+
+/// From 5 ms (the local provider) to some two minutes.
+fn histogram() -> Histogram {
+    Histogram::new(exponential_buckets(0.005, 2.0, 15))
+}
+
+impl Metrics {
+    pub(super) fn register(provider: &'static str, registry: &mut Registry) -> Metrics {
+        let metrics = Metrics {
+            provider,
+            calls: Family::default(),
+            retries: Family::default(),
+            seconds: Family::new_with_constructor(histogram),
+        };
+        let help = "Provider calls by outcome: ok, the class of the error, or dropped by the caller";
+        registry.register("peerpod_provider_calls", help, metrics.calls.clone());
+        let help = "Tries after the first, by the class of the error before";
+        registry.register("peerpod_provider_retries", help, metrics.retries.clone());
+        let help = "Duration of provider calls in seconds, all tries and pauses included";
+        registry.register("peerpod_provider_call_seconds", help, metrics.seconds.clone());
+        metrics
+    }
+
+    pub(super) fn retried(&self, operation: &'static str, class: &'static str) {
+        let labels = CallLabels { provider: self.provider, operation, outcome: class };
+        self.retries.get_or_create(&labels).inc();
+    }
+}
+
+/// Counts one call, also one that its caller drops.
+pub(super) struct Outcome<'m> {
+    metrics: &'m Metrics,
+    operation: &'static str,
+    start: Instant,
+    outcome: &'static str,
+}
+
+impl<'m> Outcome<'m> {
+    pub(super) fn start(metrics: &'m Metrics, operation: &'static str) -> Outcome<'m> {
+        Outcome { metrics, operation, start: Instant::now(), outcome: "dropped" }
+    }
+
+    pub(super) fn end(&mut self, outcome: &'static str) {
+        self.outcome = outcome;
+    }
+}
+
+impl Drop for Outcome<'_> {
+    fn drop(&mut self) {
+        let Outcome { metrics, operation, outcome, .. } = *self;
+        let provider = metrics.provider;
+        metrics.calls.get_or_create(&CallLabels { provider, operation, outcome }).inc();
+        let seconds = self.start.elapsed().as_secs_f64();
+        metrics.seconds.get_or_create(&TimeLabels { provider, operation }).observe(seconds);
+    }
+}
