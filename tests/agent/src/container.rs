@@ -1,0 +1,152 @@
+//! The containers there are, and the processes in them.
+
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use nix::errno::Errno;
+use peerpod_proto::agent::{CreateContainerRequest, Process as Specification};
+
+use crate::{error, process::Process};
+
+/// All containers of the sandbox. Locked for look-ups only, never while something waits.
+#[derive(Default)]
+pub(crate) struct Containers(Mutex<HashMap<String, Container>>);
+
+struct Container {
+    netns: Option<PathBuf>,
+    first: First,
+    execs: HashMap<String, Arc<Process>>,
+}
+
+/// A container's own process, before and after StartContainer.
+enum First {
+    Created(Box<Specification>),
+    Started(Arc<Process>),
+}
+
+impl Containers {
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, Container>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// CreateContainer: everything is checked, nothing runs yet.
+    pub(crate) fn create(&self, request: CreateContainerRequest) -> ttrpc::Result<()> {
+        let specification = request.OCI.into_option().ok_or_else(|| error::errno(Errno::EINVAL))?;
+        let namespaces = specification.Linux.into_option().map(|linux| linux.Namespaces).unwrap_or_default();
+        let netns = namespaces
+            .into_iter()
+            .find(|namespace| namespace.Type == "network" && !namespace.Path.is_empty());
+        let netns = netns.map(|namespace| PathBuf::from(namespace.Path));
+        if netns.as_ref().is_some_and(|path| !path.exists()) {
+            return Err(error::errno(Errno::ENOENT));
+        }
+        for mount in specification.Mounts.iter().filter(|mount| mount.type_ == "bind") {
+            if !Path::new(&mount.source).exists() {
+                return Err(error::errno(Errno::ENOENT));
+            }
+        }
+        let process = specification.Process.into_option().ok_or_else(|| error::errno(Errno::EINVAL))?;
+        let container = Container { netns, first: First::Created(Box::new(process)), execs: HashMap::new() };
+        let mut containers = self.lock();
+        if containers.contains_key(&request.container_id) {
+            return Err(error::errno(Errno::EEXIST));
+        }
+        containers.insert(request.container_id, container);
+        Ok(())
+    }
+
+    /// StartContainer.
+    pub(crate) fn start(&self, id: &str) -> ttrpc::Result<()> {
+        let mut containers = self.lock();
+        let container = containers.get_mut(id).ok_or_else(error::no_container)?;
+        let First::Created(specification) = &container.first else { return Err(error::errno(Errno::EEXIST)) };
+        let process = Process::start(specification, container.netns.as_deref())?;
+        container.first = First::Started(process);
+        Ok(())
+    }
+
+    /// ExecProcess.
+    pub(crate) fn exec(&self, id: &str, exec: String, specification: &Specification) -> ttrpc::Result<()> {
+        let mut containers = self.lock();
+        let container = containers.get_mut(id).ok_or_else(error::no_container)?;
+        if container.execs.contains_key(&exec) || exec.is_empty() {
+            return Err(error::errno(Errno::EEXIST));
+        }
+        let process = Process::start(specification, container.netns.as_deref())?;
+        container.execs.insert(exec, process);
+        Ok(())
+    }
+
+    /// The process an `exec` id names; empty = the container's own.
+    pub(crate) fn process(&self, id: &str, exec: &str) -> ttrpc::Result<Arc<Process>> {
+        let containers = self.lock();
+        let container = containers.get(id).ok_or_else(error::no_container)?;
+        if !exec.is_empty() {
+            return container.execs.get(exec).cloned().ok_or_else(error::no_exec);
+        }
+        match &container.first {
+            First::Started(process) => Ok(process.clone()),
+            First::Created(_) => Err(error::invalid("cannot find init process!")),
+        }
+    }
+
+    /// Forgets an exec that was waited for.
+    pub(crate) fn reaped(&self, id: &str, exec: &str) {
+        if let Some(container) = self.lock().get_mut(id) {
+            container.execs.remove(exec);
+        }
+    }
+
+    /// SignalProcess with an empty exec id: the container's own process, and with SIGKILL all others too. A container
+    /// that has ended is no error, as recorded.
+    pub(crate) fn signal_all(&self, id: &str, signal: u32) -> ttrpc::Result<()> {
+        let containers = self.lock();
+        let container = containers.get(id).ok_or_else(error::no_container)?;
+        let First::Started(first) = &container.first else {
+            return Err(error::invalid("cannot find init process!"));
+        };
+        if signal == 9 {
+            first.kill_group();
+            container.execs.values().for_each(|process| process.kill_group());
+            return Ok(());
+        }
+        match first.signal(signal) {
+            Ok(()) | Err(Errno::ESRCH) => Ok(()),
+            Err(other) => Err(error::errno(other)),
+        }
+    }
+
+    /// Takes a container out and ends all its processes; answers them, to be waited for.
+    pub(crate) fn remove(&self, id: &str) -> ttrpc::Result<Vec<Arc<Process>>> {
+        let container = self.lock().remove(id).ok_or_else(error::no_container)?;
+        let mut processes: Vec<_> = container.execs.into_values().collect();
+        if let First::Started(first) = container.first {
+            processes.push(first);
+        }
+        processes.iter().for_each(|process| process.kill_group());
+        Ok(processes)
+    }
+
+    /// Every process of a container, for statistics.
+    pub(crate) fn processes(&self, id: &str) -> ttrpc::Result<Vec<i32>> {
+        let containers = self.lock();
+        let container = containers.get(id).ok_or_else(error::no_container)?;
+        let mut processes: Vec<i32> = container.execs.values().map(|process| process.pid()).collect();
+        if let First::Started(first) = &container.first {
+            processes.insert(0, first.pid());
+        }
+        Ok(processes)
+    }
+
+    /// Ends everything there is.
+    pub(crate) fn remove_all(&self) {
+        let ids: Vec<String> = self.lock().keys().cloned().collect();
+        for id in ids {
+            // Somebody else may have removed it since; that is what we want.
+            drop(self.remove(&id));
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! One real process: started in a network namespace, its streams, its exit.
+
+use std::{
+    os::unix::process::ExitStatusExt,
+    path::Path,
+    process::{ExitStatus, Stdio},
+    sync::Arc,
+};
+
+use nix::{
+    errno::Errno,
+    pty::openpty,
+    sys::signal::{Signal, killpg},
+    unistd::Pid,
+};
+use peerpod_link::net::netns::Netns;
+use peerpod_proto::agent::Process as Specification;
+use tokio::{
+    fs::File,
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
+    process::Command,
+    sync::{Mutex, watch},
+};
+
+use crate::{TOOL, error};
+
+/// Bytes answered to one read at most, whatever was asked: an answer must fit a frame.
+const MAX_READ: usize = 1 << 20;
+
+type Stream = Box<dyn AsyncRead + Send + Unpin>;
+type Input = Box<dyn AsyncWrite + Send + Unpin>;
+
+/// A process and the three streams. It leads a process group of its own, which is what signals go to.
+pub(crate) struct Process {
+    pid: Pid,
+    stdin: Mutex<Option<Input>>,
+    stdout: Mutex<Option<Stream>>,
+    stderr: Mutex<Option<Stream>>,
+    exit: watch::Receiver<Option<i32>>,
+}
+
+/// Which stream to read.
+#[derive(Clone, Copy)]
+pub(crate) enum Output {
+    Stdout,
+    Stderr,
+}
+
+impl Process {
+    /// Starts what the specification says. Not found and not allowed are told apart by the error, as everywhere.
+    pub(crate) fn start(specification: &Specification, netns: Option<&Path>) -> ttrpc::Result<Arc<Process>> {
+        let mut command = command(specification)?;
+        let terminal = if specification.Terminal { Some(attach_terminal(&mut command)?) } else { None };
+        let runtime = tokio::runtime::Handle::current();
+        let mut spawn = || {
+            // The namespace is entered by a thread that knows nothing of the runtime.
+            let _entered = runtime.enter();
+            command.spawn()
+        };
+        let spawned = match netns {
+            Some(path) => Netns::open(path).map_err(namespace)?.run(spawn).map_err(error::io)?,
+            None => spawn(),
+        };
+        let mut child = spawned.map_err(error::io)?;
+        // The terminal's other end lives in the command until it is dropped; held open it would hide the end of output.
+        drop(command);
+        let pid = child.id().ok_or_else(|| error::errno(Errno::ESRCH))?;
+        let (stdin, stdout): (Option<Input>, Option<Stream>) = match terminal {
+            Some((input, output)) => (Some(Box::new(input)), Some(Box::new(output))),
+            None => (
+                child.stdin.take().map(|stream| Box::new(stream) as _),
+                child.stdout.take().map(|stream| Box::new(stream) as _),
+            ),
+        };
+        let stderr = child.stderr.take().map(|stream| Box::new(stream) as _);
+        let (exited, exit) = watch::channel(None);
+        tokio::spawn(async move {
+            let code = match child.wait().await {
+                Ok(status) => code(status),
+                Err(error) => {
+                    tracing::error!(pid, %error, "cannot wait for a process");
+                    255
+                }
+            };
+            exited.send_replace(Some(code));
+        });
+        Ok(Arc::new(Process {
+            pid: Pid::from_raw(pid as i32),
+            stdin: Mutex::new(stdin),
+            stdout: Mutex::new(stdout),
+            stderr: Mutex::new(stderr),
+            exit,
+        }))
+    }
+
+    /// Its number in the VM.
+    pub(crate) fn pid(&self) -> i32 {
+        self.pid.as_raw()
+    }
+
+    /// The exit code, if it has ended.
+    pub(crate) fn exited(&self) -> Option<i32> {
+        *self.exit.borrow()
+    }
+
+    /// Waits for the exit code; 128 + signal when a signal ended it.
+    pub(crate) async fn wait(&self) -> i32 {
+        let mut exit = self.exit.clone();
+        match exit.wait_for(Option::is_some).await {
+            Ok(code) => code.unwrap_or(255),
+            // The waiting task is gone only with the whole program.
+            Err(_) => 255,
+        }
+    }
+
+    /// A signal to its group. One that has ended says ESRCH, also while a child of it lives on.
+    pub(crate) fn signal(&self, number: u32) -> Result<(), Errno> {
+        if self.exited().is_some() {
+            return Err(Errno::ESRCH);
+        }
+        let number = i32::try_from(number).map_err(|_| Errno::EINVAL)?;
+        if number == 0 {
+            return killpg(self.pid, None);
+        }
+        // Real-time signals have numbers that nix does not name.
+        let signal = Signal::try_from(number).map_err(|_| Errno::EINVAL)?;
+        killpg(self.pid, signal)
+    }
+
+    /// Ends the whole group, whether or not its leader has ended.
+    pub(crate) fn kill_group(&self) {
+        // ESRCH is the good case.
+        killpg(self.pid, Signal::SIGKILL).ok();
+    }
+
+    /// What there is, up to `len` bytes; waits for something; empty at the end of the stream.
+    pub(crate) async fn read(&self, which: Output, len: u32) -> ttrpc::Result<Vec<u8>> {
+        let stream = match which {
+            Output::Stdout => &self.stdout,
+            Output::Stderr => &self.stderr,
+        };
+        let mut guard = stream.lock().await;
+        let Some(reader) = guard.as_mut() else { return Ok(Vec::new()) };
+        let mut data = vec![0; (len as usize).clamp(1, MAX_READ)];
+        let count = match reader.read(&mut data).await {
+            Ok(count) => count,
+            // A terminal whose other end is closed says EIO; that is its end of file.
+            Err(error) if error.raw_os_error() == Some(Errno::EIO as i32) => 0,
+            Err(error) => return Err(error::io(error)),
+        };
+        if count == 0 {
+            *guard = None;
+        }
+        data.truncate(count);
+        Ok(data)
+    }
+
+    /// Writes all of it, as slowly as the process reads. Nothing = the end of input.
+    pub(crate) async fn write(&self, data: &[u8]) -> ttrpc::Result<u32> {
+        if data.is_empty() {
+            self.close_stdin().await;
+            return Ok(0);
+        }
+        let mut guard = self.stdin.lock().await;
+        let writer = guard.as_mut().ok_or_else(|| error::errno(Errno::EPIPE))?;
+        writer.write_all(data).await.map_err(error::io)?;
+        writer.flush().await.map_err(error::io)?;
+        Ok(data.len() as u32)
+    }
+
+    pub(crate) async fn close_stdin(&self) {
+        *self.stdin.lock().await = None;
+    }
+}
+
+fn command(specification: &Specification) -> ttrpc::Result<Command> {
+    let (program, arguments) =
+        specification.Args.split_first().ok_or_else(|| error::invalid("the process has no arguments"))?;
+    let mut command = if program == TOOL {
+        let mut command = Command::new("/proc/self/exe");
+        command.arg("tool");
+        command
+    } else {
+        Command::new(program)
+    };
+    command.args(arguments).env_clear();
+    command.envs(specification.Env.iter().filter_map(|entry| entry.split_once('=')));
+    if !specification.Cwd.is_empty() {
+        command.current_dir(&specification.Cwd);
+    }
+    if specification.User.UID != 0 || specification.User.GID != 0 {
+        command.uid(specification.User.UID).gid(specification.User.GID);
+    }
+    command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    Ok(command)
+}
+
+/// Gives the command a terminal of its own; answers our two ends. `setsid --ctty` of util-linux does in the child what
+/// would need unsafe code here.
+fn attach_terminal(command: &mut Command) -> ttrpc::Result<(File, File)> {
+    let pty = openpty(None, None).map_err(error::errno)?;
+    let inner = command.as_std();
+    let mut wrapped = Command::new("setsid");
+    wrapped.arg("--ctty").arg(inner.get_program()).args(inner.get_args()).env_clear();
+    wrapped.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    if let Some(folder) = inner.get_current_dir() {
+        wrapped.current_dir(folder);
+    }
+    let duplicate = || pty.slave.try_clone().map_err(error::io);
+    wrapped.stdin(duplicate()?).stdout(duplicate()?).stderr(duplicate()?);
+    *command = wrapped;
+    let master = std::fs::File::from(pty.master);
+    let other = master.try_clone().map_err(error::io)?;
+    Ok((File::from_std(master), File::from_std(other)))
+}
+
+fn namespace(failed: peerpod_link::net::Error) -> ttrpc::Error {
+    use peerpod_link::net::Error;
+    match failed {
+        Error::Netns { source, .. } => error::io(source),
+        other => error::invalid(other),
+    }
+}
+
+fn code(status: ExitStatus) -> i32 {
+    status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
+}

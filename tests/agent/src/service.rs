@@ -1,0 +1,250 @@
+//! The ttrpc services. A handler's future is dropped when its caller goes away, so none of them keeps anything that
+//! would be lost with it.
+
+use std::{fs, path::PathBuf, time::Duration};
+
+use async_trait::async_trait;
+use peerpod_proto::{
+    agent::{
+        CheckRequest, CloseStdinRequest, CopyFileRequest, CreateContainerRequest, CreateSandboxRequest,
+        DestroySandboxRequest, Empty, ExecProcessRequest, GetOOMEventRequest, GuestDetailsRequest,
+        GuestDetailsResponse, HealthCheckResponse, OOMEvent, ReadStreamRequest, ReadStreamResponse,
+        RemoveContainerRequest, SignalProcessRequest, StartContainerRequest, StatsContainerRequest,
+        StatsContainerResponse, VersionCheckResponse, WaitProcessRequest, WaitProcessResponse,
+        WriteStreamRequest, WriteStreamResponse, health_check_response::ServingStatus,
+    },
+    agent_ttrpc::{AgentService, Health},
+};
+use tokio::sync::watch;
+use ttrpc::{Code, Result, asynchronous::TtrpcContext};
+
+use crate::{container::Containers, error, files, process::Output, stats};
+
+/// What is served; everything else of the service is UNIMPLEMENTED.
+pub(crate) const METHODS: &[&str] = &[
+    "CreateSandbox",
+    "DestroySandbox",
+    "GetGuestDetails",
+    "GetOOMEvent",
+    "CopyFile",
+    "CreateContainer",
+    "StartContainer",
+    "ExecProcess",
+    "SignalProcess",
+    "WaitProcess",
+    "RemoveContainer",
+    "StatsContainer",
+    "WriteStdin",
+    "ReadStdout",
+    "ReadStderr",
+    "CloseStdin",
+];
+
+/// What the real agent reports, as recorded.
+const MEMORY_BLOCK: u64 = 128 << 20;
+const STORAGE_HANDLERS: &[&str] = &[
+    "ephemeral",
+    "watchable-bind",
+    "nvdimm",
+    "mmioblk",
+    "virtio-fs",
+    "image_guest_pull",
+    "scsi",
+    "local",
+    "overlayfs",
+    "blk",
+];
+
+/// The agent of one VM.
+pub(crate) struct Agent {
+    /// `/run/kata-containers`, or a test's own.
+    root: PathBuf,
+    containers: Containers,
+    done: watch::Sender<bool>,
+}
+
+impl Agent {
+    /// The receiver turns true when the program should end.
+    pub(crate) fn new(root: PathBuf) -> (Agent, watch::Receiver<bool>) {
+        let (done, receiver) = watch::channel(false);
+        (Agent { root, containers: Containers::default(), done }, receiver)
+    }
+}
+
+#[async_trait]
+impl AgentService for Agent {
+    async fn create_sandbox(&self, _: &TtrpcContext, request: CreateSandboxRequest) -> Result<Empty> {
+        // As the real one does, errors and all: whatever lies there is gone, the agent's own socket too if it does.
+        drop(fs::remove_dir_all(&self.root));
+        fs::create_dir_all(self.root.join("shared/containers")).map_err(error::io)?;
+        for storage in &request.storages {
+            if let Ok(below) = PathBuf::from(&storage.mount_point).strip_prefix("/run/kata-containers") {
+                fs::create_dir_all(self.root.join(below)).map_err(error::io)?;
+            }
+        }
+        if !request.dns.is_empty() {
+            // The real one overwrites the VM's /etc/resolv.conf with it; here it can be found and wondered about.
+            fs::write(self.root.join("resolv.conf"), request.dns.join("\n")).map_err(error::io)?;
+        }
+        tracing::info!(sandbox = request.sandbox_id, hostname = request.hostname, "sandbox created");
+        Ok(Empty::new())
+    }
+
+    async fn destroy_sandbox(&self, _: &TtrpcContext, _: DestroySandboxRequest) -> Result<Empty> {
+        self.containers.remove_all();
+        let done = self.done.clone();
+        tokio::spawn(async move {
+            // The answer has to leave first.
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            done.send_replace(true);
+        });
+        Ok(Empty::new())
+    }
+
+    async fn get_guest_details(
+        &self,
+        _: &TtrpcContext,
+        request: GuestDetailsRequest,
+    ) -> Result<GuestDetailsResponse> {
+        let mut answer = GuestDetailsResponse::new();
+        if request.mem_block_size {
+            answer.mem_block_size_bytes = MEMORY_BLOCK;
+        }
+        let details = answer.agent_details.mut_or_insert_default();
+        details.version = env!("CARGO_PKG_VERSION").into();
+        details.storage_handlers = STORAGE_HANDLERS.iter().map(|name| name.to_string()).collect();
+        Ok(answer)
+    }
+
+    async fn get_oom_event(&self, _: &TtrpcContext, _: GetOOMEventRequest) -> Result<OOMEvent> {
+        // Nothing runs out of memory here: pending until the sandbox is over, then INTERNAL like the real one.
+        let mut done = self.done.subscribe();
+        drop(done.wait_for(|done| *done).await);
+        Err(error::status(Code::INTERNAL, "channel closed"))
+    }
+
+    async fn copy_file(&self, _: &TtrpcContext, request: CopyFileRequest) -> Result<Empty> {
+        files::copy(&self.root, &request)?;
+        Ok(Empty::new())
+    }
+
+    async fn create_container(&self, _: &TtrpcContext, request: CreateContainerRequest) -> Result<Empty> {
+        let id = request.container_id.clone();
+        if id.is_empty() || id.contains('/') {
+            return Err(error::invalid("Invalid container id"));
+        }
+        self.containers.create(request)?;
+        fs::create_dir_all(self.root.join(&id).join("rootfs")).map_err(error::io)?;
+        Ok(Empty::new())
+    }
+
+    async fn start_container(&self, _: &TtrpcContext, request: StartContainerRequest) -> Result<Empty> {
+        self.containers.start(&request.container_id)?;
+        Ok(Empty::new())
+    }
+
+    async fn exec_process(&self, _: &TtrpcContext, request: ExecProcessRequest) -> Result<Empty> {
+        let specification =
+            request.process.as_ref().ok_or_else(|| error::errno(nix::errno::Errno::EINVAL))?;
+        self.containers.exec(&request.container_id, request.exec_id, specification)?;
+        Ok(Empty::new())
+    }
+
+    async fn signal_process(&self, _: &TtrpcContext, request: SignalProcessRequest) -> Result<Empty> {
+        if request.exec_id.is_empty() {
+            self.containers.signal_all(&request.container_id, request.signal)?;
+        } else {
+            let process = self.containers.process(&request.container_id, &request.exec_id)?;
+            process.signal(request.signal).map_err(error::errno)?;
+        }
+        Ok(Empty::new())
+    }
+
+    async fn wait_process(
+        &self,
+        _: &TtrpcContext,
+        request: WaitProcessRequest,
+    ) -> Result<WaitProcessResponse> {
+        let process = self.containers.process(&request.container_id, &request.exec_id)?;
+        let mut answer = WaitProcessResponse::new();
+        answer.status = process.wait().await;
+        if !request.exec_id.is_empty() {
+            self.containers.reaped(&request.container_id, &request.exec_id);
+        }
+        Ok(answer)
+    }
+
+    async fn remove_container(&self, _: &TtrpcContext, request: RemoveContainerRequest) -> Result<Empty> {
+        let processes = self.containers.remove(&request.container_id)?;
+        let all = async {
+            for process in &processes {
+                process.wait().await;
+            }
+        };
+        if request.timeout == 0 {
+            all.await;
+        } else if tokio::time::timeout(Duration::from_secs(request.timeout.into()), all).await.is_err() {
+            return Err(error::status(Code::DEADLINE_EXCEEDED, "ETIME: Timer expired"));
+        }
+        // The bundle may never have been made; the container is gone either way.
+        drop(fs::remove_dir_all(self.root.join(&request.container_id)));
+        Ok(Empty::new())
+    }
+
+    async fn stats_container(
+        &self,
+        _: &TtrpcContext,
+        request: StatsContainerRequest,
+    ) -> Result<StatsContainerResponse> {
+        Ok(stats::of(&self.containers.processes(&request.container_id)?))
+    }
+
+    async fn write_stdin(
+        &self,
+        _: &TtrpcContext,
+        request: WriteStreamRequest,
+    ) -> Result<WriteStreamResponse> {
+        let process = self.containers.process(&request.container_id, &request.exec_id)?;
+        let mut answer = WriteStreamResponse::new();
+        answer.len = process.write(&request.data).await?;
+        Ok(answer)
+    }
+
+    async fn read_stdout(&self, _: &TtrpcContext, request: ReadStreamRequest) -> Result<ReadStreamResponse> {
+        self.read(request, Output::Stdout).await
+    }
+
+    async fn read_stderr(&self, _: &TtrpcContext, request: ReadStreamRequest) -> Result<ReadStreamResponse> {
+        self.read(request, Output::Stderr).await
+    }
+
+    async fn close_stdin(&self, _: &TtrpcContext, request: CloseStdinRequest) -> Result<Empty> {
+        self.containers.process(&request.container_id, &request.exec_id)?.close_stdin().await;
+        Ok(Empty::new())
+    }
+}
+
+impl Agent {
+    async fn read(&self, request: ReadStreamRequest, which: Output) -> Result<ReadStreamResponse> {
+        let process = self.containers.process(&request.container_id, &request.exec_id)?;
+        let mut answer = ReadStreamResponse::new();
+        answer.data = process.read(which, request.len).await?;
+        Ok(answer)
+    }
+}
+
+#[async_trait]
+impl Health for Agent {
+    async fn check(&self, _: &TtrpcContext, _: CheckRequest) -> Result<HealthCheckResponse> {
+        let mut answer = HealthCheckResponse::new();
+        answer.status = ServingStatus::SERVING.into();
+        Ok(answer)
+    }
+
+    async fn version(&self, _: &TtrpcContext, _: CheckRequest) -> Result<VersionCheckResponse> {
+        let mut answer = VersionCheckResponse::new();
+        answer.grpc_version = "0.0.1".into();
+        answer.agent_version = env!("CARGO_PKG_VERSION").into();
+        Ok(answer)
+    }
+}

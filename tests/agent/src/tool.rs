@@ -1,0 +1,70 @@
+//! The programs of the demo's "image": a page server that says who asked, and a client. They need nothing of the VM's
+//! root directory, so the demo needs nothing installed.
+
+use std::{
+    io::{Read, Write},
+    net::{Ipv6Addr, SocketAddr, TcpListener, TcpStream},
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context, bail};
+
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// `page PORT` serves a page with the asker's address until it is ended; `fetch ADDRESS:PORT` prints one.
+pub(crate) fn run(arguments: &[String]) -> anyhow::Result<()> {
+    match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["page", port] => serve(port.parse().with_context(|| format!("{port} is not a port"))?),
+        ["fetch", address] => fetch(address.parse().with_context(|| format!("{address} is not an address"))?),
+        _ => bail!("tool page PORT | tool fetch ADDRESS:PORT"),
+    }
+}
+
+fn serve(port: u16) -> anyhow::Result<()> {
+    // One socket for both families.
+    let listener =
+        TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)).with_context(|| format!("listen on {port}"))?;
+    println!("listening on {port}");
+    std::io::stdout().flush()?;
+    for stream in listener.incoming() {
+        let stream = stream?;
+        thread::spawn(move || {
+            // A client that goes away is its own affair.
+            if let Err(error) = answer(stream) {
+                eprintln!("page: {error:#}");
+            }
+        });
+    }
+    Ok(())
+}
+
+fn answer(mut stream: TcpStream) -> anyhow::Result<()> {
+    let peer = stream.peer_addr()?.ip().to_canonical();
+    stream.set_read_timeout(Some(PATIENCE))?;
+    let mut request = [0; 1024];
+    let mut filled = 0;
+    while filled < request.len() && !request[..filled].windows(4).any(|window| window == b"\r\n\r\n") {
+        match stream.read(&mut request[filled..])? {
+            0 => break,
+            count => filled += count,
+        }
+    }
+    let page = format!("a page for {peer}\n");
+    write!(stream, "HTTP/1.1 200 OK\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{page}", page.len())?;
+    println!("asked by {peer}");
+    std::io::stdout().flush()?;
+    Ok(())
+}
+
+fn fetch(address: SocketAddr) -> anyhow::Result<()> {
+    let mut stream =
+        TcpStream::connect_timeout(&address, PATIENCE).with_context(|| format!("connect to {address}"))?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    write!(stream, "GET / HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n")?;
+    let mut answer = String::new();
+    stream.take(1 << 20).read_to_string(&mut answer)?;
+    let (_, body) = answer.split_once("\r\n\r\n").context("the answer has no body")?;
+    print!("{body}");
+    Ok(())
+}
