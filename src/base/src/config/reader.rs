@@ -233,7 +233,6 @@ impl Reader {
             return Ok(Printed(self.asked.into_values().collect()));
         }
         self.mistakes.sort_by_key(|mistake| mistake.order);
-        self.mistakes.dedup();
         Err(Mistakes(self.mistakes))
     }
 
@@ -292,7 +291,11 @@ impl Reader {
     }
 
     pub(super) fn note(&mut self, order: (u8, usize), place: String, value: Option<String>, why: String) {
-        self.mistakes.push(Mistake { order, place, value, why });
+        let mistake = Mistake { order, place, value, why };
+        // Two parts may ask for the same key; a person wants to be told once.
+        if !self.mistakes.contains(&mistake) {
+            self.mistakes.push(mistake);
+        }
     }
 
     /// Notes a mistake about the file, at a key if there is one.

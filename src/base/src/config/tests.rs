@@ -361,6 +361,14 @@ fn help_names_flag_variable_and_default_of_every_setting() {
 }
 
 #[test]
+fn a_key_that_two_parts_ask_for_is_told_once() {
+    let mut r = reader(None, &[("PEERPOD_NODE_LEASE", "5"), ("PEERPOD_TUNNEL_PORT", "x")], &[]);
+    ask(&mut r);
+    ask(&mut r);
+    assert_eq!(r.finish().unwrap_err().len(), 2);
+}
+
+#[test]
 fn a_long_or_many_lined_value_is_cut_in_what_is_told() {
     let value = format!("a\n{}", "b".repeat(5000));
     let told = mistakes(reader(None, &[("PEERPOD_TUNNEL_PORT", &value)], &[])).concat();

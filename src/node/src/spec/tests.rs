@@ -178,9 +178,16 @@ fn ids_are_safe_as_file_names() {
 proptest! {
     #[test]
     fn no_annotation_makes_the_parser_panic(name in ".{0,40}", ns in ".{0,20}", vcpus in ".{0,20}", memory in "[0-9.]{0,30}") {
-        let _: bool = parse(&sent(&[
-            (SANDBOX_NAME, &name), (SANDBOX_NAMESPACE, &ns), (DEFAULT_VCPUS, &vcpus), (DEFAULT_MEMORY, &memory),
-        ])).is_ok();
+        let keys = [
+            (SANDBOX_NAME, name.as_str()),
+            (SANDBOX_NAMESPACE, &ns),
+            (DEFAULT_VCPUS, &vcpus),
+            (DEFAULT_MEMORY, &memory),
+        ];
+        match parse(&sent(&keys)) {
+            Ok(wanted) => prop_assert!(wanted.size.memory_mib <= MAX_MEMORY && !wanted.pod.name.is_empty()),
+            Err(why) => prop_assert!(why.to_string().starts_with("read the annotations: ")),
+        }
     }
 
     #[test]

@@ -1,0 +1,154 @@
+//! `peerpod config check|print|schema`: looks at the configuration that all binaries of a node share, exactly as they
+//! read it, and starts nothing.
+//!
+//! A daemon looks at its own sections only; this is the place where all of them are looked at together, so that a
+//! misspelled key is found wherever it stands.
+
+use std::collections::BTreeMap;
+use std::process::ExitCode;
+
+use anyhow::bail;
+use peerpod_base::config::{Mistakes, Reader, Setting, Sources, print, schema};
+use peerpod_base::telemetry::LogConfig;
+use peerpod_node::config::NodeConfig;
+use peerpod_providers::Context;
+use peerpod_relay::config::RelayConfig;
+
+/// Every section there is; no other binary has more.
+const SECTIONS: [&str; 6] = ["paths", "log", "node", "relay", "tunnel", "provider"];
+
+/// What `peerpod config` understands.
+pub(crate) const USAGE: &str =
+    "usage: peerpod config check|print|schema [--config FILE] [--section.key VALUE]...
+  check   tells every mistake, with its place; exit code 1 if there is one
+  print   prints the effective settings as a file, each with its origin; secrets are not shown
+  schema  prints the JSON Schema of the file";
+
+/// Does what the words behind `peerpod config` say; the environment counts as it does for the daemons. Mistakes go to
+/// stderr and end in exit code 1.
+///
+/// # Errors
+/// The words are none that it understands.
+pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
+    let env = std::env::vars_os()
+        .map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned()));
+    let Some((action, rest)) = args.split_first() else { bail!("{USAGE}") };
+    let sources = Sources::from_process(rest.iter().cloned(), env);
+    let answer = match action.as_str() {
+        "check" => check(sources),
+        "print" => read(sources).map(|settings| print(&settings)),
+        "schema" => Ok(format!("{:#}\n", schema(&every_setting()?))),
+        "help" | "--help" | "-h" => Ok(format!("{USAGE}\n")),
+        other => bail!("`{other}` is no subcommand of `peerpod config`\n{USAGE}"),
+    };
+    match answer {
+        Ok(text) => {
+            print!("{text}");
+            Ok(ExitCode::SUCCESS)
+        }
+        Err(mistakes) => {
+            eprintln!("{mistakes}");
+            Ok(ExitCode::FAILURE)
+        }
+    }
+}
+
+fn check(sources: Sources) -> Result<String, Mistakes> {
+    let file = sources.file.as_ref().map_or("no file".to_owned(), |path| path.display().to_string());
+    let settings = read(sources)?;
+    let given = settings.iter().filter(|setting| setting.is_given()).count();
+    Ok(format!(
+        "{file}: no mistakes; {given} of {} settings are given, the others have their defaults\n",
+        settings.len()
+    ))
+}
+
+/// Reads all sections as the binaries do.
+fn read(sources: Sources) -> Result<Vec<Setting>, Mistakes> {
+    let mut reader = Reader::load(sources, &SECTIONS, &[])?;
+    ask(&mut reader);
+    Ok(reader.finish()?.0)
+}
+
+fn ask(reader: &mut Reader) {
+    LogConfig::read(reader);
+    NodeConfig::read(reader);
+    let relay = RelayConfig::read(reader);
+    // What a provider is told of its node changes none of its keys.
+    let context = Context { state_dir: relay.state_dir, cluster_id: String::new(), node_name: String::new() };
+    // Read, not opened: nothing is touched.
+    drop(peerpod_providers::read(reader, &context));
+}
+
+/// Every setting of every provider in this build, whatever the configuration says.
+fn every_setting() -> Result<Vec<Setting>, Mistakes> {
+    let mut all: BTreeMap<String, Setting> = BTreeMap::new();
+    for kind in peerpod_providers::kinds() {
+        let flags = vec![("provider.kind".to_owned(), kind.to_owned())];
+        let mut reader = Reader::load(Sources { flags, ..Sources::default() }, &SECTIONS, &[])?;
+        ask(&mut reader);
+        for setting in reader.asked() {
+            all.entry(setting.key.clone()).or_insert(setting);
+        }
+    }
+    Ok(all.into_values().collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sources(flags: &[(&str, &str)]) -> Sources {
+        let flags = flags.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+        Sources { flags, ..Sources::default() }
+    }
+
+    #[test]
+    fn the_defaults_of_all_binaries_have_no_mistake() {
+        let text = check(sources(&[])).unwrap();
+        assert!(text.starts_with("no file: no mistakes; 0 of "), "{text}");
+    }
+
+    #[test]
+    fn mistakes_in_any_section_are_told_together() {
+        let flags = [
+            ("log.level", "loud"),
+            ("node.ticket-ttl", "5"),
+            ("relay.listen", "here"),
+            ("provider.local.bridge", "a name that is too long"),
+            ("tunnel.prot", "4789"),
+        ];
+        let told = check(sources(&flags)).unwrap_err().to_string();
+        assert!(told.starts_with("the configuration has 5 mistakes:"), "{told}");
+        for (key, _) in flags {
+            assert!(told.contains(key), "{key} in {told}");
+        }
+        assert!(told.contains("did you mean tunnel.port?"), "{told}");
+    }
+
+    #[test]
+    fn what_is_printed_has_every_section() {
+        let text = print(&read(sources(&[("node.lease", "20m")])).unwrap());
+        for section in SECTIONS {
+            assert!(text.lines().any(|line| line == format!("{section}:")), "{section} in {text}");
+        }
+        assert!(text.contains("  lease: \"20m\"  # --node.lease"), "{text}");
+    }
+
+    #[test]
+    fn the_schema_describes_every_section_and_allows_no_other() {
+        let schema = schema(&every_setting().unwrap());
+        for section in SECTIONS {
+            assert_eq!(schema["properties"][section]["additionalProperties"], false, "{section}");
+        }
+        assert_eq!(schema["additionalProperties"], false);
+        assert!(!schema["properties"]["provider"]["properties"]["local"].is_null());
+    }
+
+    #[test]
+    fn words_that_are_none_get_the_usage() {
+        for words in [&[][..], &["chekc".to_owned()]] {
+            assert!(run(words).unwrap_err().to_string().contains("usage: peerpod config"));
+        }
+    }
+}
