@@ -1,1 +1,321 @@
-//! A VM out of namespaces that runs peerpod-guest.
+//! The local provider: a "VM" is a set of namespaces on this very node, with `peerpod-guest` as its pid 1.
+//!
+//! For development, the demo, tests and benches; everything above the provider seam is the same as with a cloud.
+//! A VM is at least as strange as a real one: its own network, mount, pid, uts and ipc namespaces, its own root
+//! directory, an uplink to a "cloud network" (a bridge in the node's network namespace), user-data on a read-only
+//! file system. Size is not enforced: a VM sees the whole machine.
+//!
+//! * A VM's processes belong to nobody: they survive the node and are found again by pid and start time.
+//! * A VM's directory (see [`store`]) is there before the first effect and goes after the last.
+//! * Needs root; touches `<state-dir>/local`, the bridge, one veth per VM, and processes it started.
+
+pub mod config;
+mod create;
+mod delete;
+mod network;
+mod process;
+mod store;
+pub mod vm;
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::net::IpAddr;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::sync::{Arc, Mutex as Lock, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+use async_trait::async_trait;
+use nix::fcntl::Flock;
+use peerpod_provider_api::{
+    Capabilities, Console, CreateRequest, Created, Error, IdempotencyKey, InstanceId, Owned, OwnedState,
+    Preflight, Provider,
+};
+use tokio::sync::{Mutex, OwnedMutexGuard};
+
+pub use config::LocalConfig;
+use store::{Record, Status, Store, is_ours};
+
+/// Most user-data we take; the guest refuses more than this anyway.
+const MAX_USER_DATA: usize = 64 * 1024;
+/// How long `open` waits for another provider object (an older node that is just leaving) to let go.
+const HANDOVER: Duration = Duration::from_secs(5);
+
+/// See the crate's page.
+pub struct LocalProvider {
+    shared: Arc<Shared>,
+}
+
+/// What calls share, also those whose caller has gone.
+struct Shared {
+    config: LocalConfig,
+    store: Store,
+    /// One call at a time for one VM.
+    ids: Lock<HashMap<InstanceId, Arc<Mutex<()>>>>,
+    /// Which numbers are taken; held while the bridge is made or removed.
+    network: Mutex<HashMap<u32, InstanceId>>,
+    _lock: Flock<File>,
+}
+
+impl LocalProvider {
+    /// Opens the provider's state and finds the VMs of earlier ones. Makes no VM and no link.
+    ///
+    /// # Errors
+    /// When the state directory cannot be used, or another provider object uses it and does not let go.
+    pub fn open(config: LocalConfig) -> Result<LocalProvider, Error> {
+        let deadline = Instant::now() + HANDOVER;
+        let dir = config.state_dir.display();
+        let (store, lock) = loop {
+            let opened = Store::open(&config.state_dir);
+            match opened
+                .map_err(|error| Error::invalid(format!("open the local provider's state {dir}: {error}")))?
+            {
+                (store, Some(lock)) => break (store, lock),
+                _ if Instant::now() > deadline => {
+                    let text = "another process uses it; end that one or set another paths.state-dir";
+                    return Err(Error::invalid(format!("open the local provider's state {dir}: {text}")));
+                }
+                _ => std::thread::sleep(Duration::from_millis(20)),
+            }
+        };
+        let mut taken = HashMap::new();
+        for id in store.list().map_err(|error| disk("list the VMs", &error))? {
+            match store.status(&id).map_err(|error| disk("look at a VM", &error))? {
+                Status::Unreadable(why) => {
+                    tracing::warn!(instance = %id, "local VM's record cannot be read: {why}")
+                }
+                status => {
+                    let record = record_of(&status);
+                    taken.extend(record.map(|record| (record.index, id)));
+                }
+            }
+        }
+        let ids = Lock::new(HashMap::new());
+        Ok(LocalProvider {
+            shared: Arc::new(Shared { config, store, ids, network: Mutex::new(taken), _lock: lock }),
+        })
+    }
+}
+
+#[async_trait]
+impl Provider for LocalProvider {
+    fn name(&self) -> &'static str {
+        "local"
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities { console: true, ..Capabilities::minimal(MAX_USER_DATA) }
+    }
+
+    async fn preflight(&self) -> Result<Preflight, Error> {
+        let shared = Arc::clone(&self.shared);
+        shared.check()?;
+        // What a node that died was taking away.
+        for id in shared.store.list().map_err(|error| disk("list the VMs", &error))? {
+            if let Ok(Status::Deleting(_)) = shared.store.status(&id) {
+                drop(Arc::clone(&shared).finish_later(id));
+            }
+        }
+        shared.remove_bridge_if_unused().await?;
+        let config = &shared.config;
+        let (v4, v6) = (config.subnet4.address(1), config.subnet6.address(1));
+        let mut node_addresses = vec![IpAddr::from(v4)];
+        node_addresses.extend(network::has_v6().then_some(IpAddr::from(v6)));
+        let network = format!(
+            "bridge {}, {v4}/{} and {v6}/{}, room for {} VMs",
+            config.bridge,
+            config.subnet4.prefix,
+            config.subnet6.prefix,
+            config.room() - 2
+        );
+        let guest = format!("guest program {}", config.guest_binary.display());
+        let warnings = vec!["VM sizes are not enforced: each VM sees the whole machine".to_owned()];
+        Ok(Preflight { facts: vec![network, guest], warnings, node_addresses })
+    }
+
+    async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error> {
+        self.capabilities().check(request, self.name())?;
+        // In a task of its own: a caller that drops us leaves a VM, not half of one.
+        let work = Arc::clone(&self.shared).create(request.clone(), key.clone());
+        tokio::spawn(work).await.unwrap_or_else(|error| Err(Error::transient(format!("create: {error}"))))
+    }
+
+    async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
+        let mut pause = Duration::from_millis(5);
+        loop {
+            match self.shared.status(id)? {
+                Status::Running(record) => return Ok(addresses(&record)),
+                // Somebody is making it, or will ask again.
+                Status::Pending(_) => {}
+                Status::Ended(_, how) => {
+                    return Err(Error::not_found(format!("addresses of local VM {id}: it has ended: {how}")));
+                }
+                Status::Absent => {
+                    return Err(Error::not_found(format!("addresses of local VM {id}: there is no such VM")));
+                }
+                Status::Deleting(_) => {
+                    return Err(Error::not_found(format!("addresses of local VM {id}: it is being deleted")));
+                }
+                Status::Unreadable(why) => {
+                    return Err(Error::invalid(format!("addresses of local VM {id}: {why}; delete the VM")));
+                }
+            }
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(Duration::from_millis(250));
+        }
+    }
+
+    async fn delete(&self, id: &InstanceId) -> Result<(), Error> {
+        if !is_ours(id) {
+            return Ok(());
+        }
+        Arc::clone(&self.shared).delete(id.clone()).await
+    }
+
+    async fn list_owned(&self) -> Result<Vec<Owned>, Error> {
+        let shared = Arc::clone(&self.shared);
+        let list = tokio::task::spawn_blocking(move || shared.list()).await;
+        list.unwrap_or_else(|error| Err(Error::transient(format!("list the local VMs: {error}"))))
+    }
+
+    fn console(&self) -> Option<&dyn Console> {
+        Some(self)
+    }
+}
+
+#[async_trait]
+impl Console for LocalProvider {
+    async fn tail(&self, id: &InstanceId, limit: usize) -> Result<Vec<u8>, Error> {
+        if !is_ours(id) || self.shared.status(id)? == Status::Absent {
+            return Err(Error::not_found(format!("console of local VM {id}: there is no such VM")));
+        }
+        vm::console_tail(&self.shared.store.dir(id), limit)
+            .map_err(|error| disk("read a VM's console", &error))
+    }
+}
+
+impl Shared {
+    fn status(&self, id: &InstanceId) -> Result<Status, Error> {
+        if !is_ours(id) {
+            return Ok(Status::Absent);
+        }
+        self.store.status(id).map_err(|error| disk(&format!("look at local VM {id}"), &error))
+    }
+
+    fn list(&self) -> Result<Vec<Owned>, Error> {
+        let mut owned = Vec::new();
+        for id in self.store.list().map_err(|error| disk("list the VMs", &error))? {
+            let status = self.status(&id)?;
+            let state = match &status {
+                Status::Absent => continue, // gone since we looked
+                Status::Pending(_) => OwnedState::Pending,
+                Status::Running(_) => OwnedState::Running,
+                // Of one that we cannot read we know nothing better than that it is no use.
+                Status::Ended(..) | Status::Unreadable(_) => OwnedState::Ended,
+                Status::Deleting(_) => OwnedState::Deleting,
+            };
+            let record = record_of(&status);
+            owned.push(Owned {
+                id,
+                key: record.map(|record| record.key.clone()),
+                name: record.map(|record| record.name.clone()),
+                state,
+                addresses: record.map(addresses).unwrap_or_default(),
+                created: record
+                    .map(|record| SystemTime::UNIX_EPOCH + Duration::from_millis(record.created_ms)),
+            });
+        }
+        Ok(owned)
+    }
+
+    /// What must be there before any VM can be made.
+    fn check(&self) -> Result<(), Error> {
+        if !nix::unistd::geteuid().is_root() {
+            let text = "local provider: namespaces need root; run the node as root or use another provider";
+            return Err(Error::Auth { text: text.to_owned() });
+        }
+        let config = &self.config;
+        executable("helper-binary", &config.helper_binary)?;
+        executable("guest-binary", &config.guest_binary)?;
+        executable("agent-binary", &config.agent_binary)
+    }
+
+    /// Waits until no other call works on this VM.
+    async fn lock_id(&self, id: &InstanceId) -> IdGuard<'_> {
+        let mutex = {
+            let mut ids = self.ids.lock().unwrap_or_else(PoisonError::into_inner);
+            Arc::clone(ids.entry(id.clone()).or_default())
+        };
+        IdGuard { shared: self, id: id.clone(), guard: Some(mutex.lock_owned().await) }
+    }
+
+    async fn remove_bridge_if_unused(&self) -> Result<(), Error> {
+        let taken = self.network.lock().await;
+        if taken.is_empty() {
+            let name = self.config.bridge.clone();
+            blocking(move || {
+                network::remove_bridge(&name).map_err(|error| Error::transient(error.to_string()))
+            })
+            .await?;
+        }
+        drop(taken);
+        Ok(())
+    }
+}
+
+/// One VM's turn; the table forgets the VM with its last user.
+struct IdGuard<'a> {
+    shared: &'a Shared,
+    id: InstanceId,
+    guard: Option<OwnedMutexGuard<()>>,
+}
+
+impl Drop for IdGuard<'_> {
+    fn drop(&mut self) {
+        self.guard = None;
+        let mut ids = self.shared.ids.lock().unwrap_or_else(PoisonError::into_inner);
+        // New users come only through the table, which we hold: 1 means the table's own.
+        if ids.get(&self.id).is_some_and(|mutex| Arc::strong_count(mutex) == 1) {
+            ids.remove(&self.id);
+        }
+    }
+}
+
+/// Runs what waits for disk or kernel on a thread that may.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Error> + Send + 'static,
+) -> Result<T, Error> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.unwrap_or_else(|error| Err(Error::transient(format!("local provider: {error}"))))
+}
+
+fn executable(key: &str, path: &Path) -> Result<(), Error> {
+    let bad = |why: &str| {
+        let path = path.display();
+        Err(Error::invalid(format!("provider.local.{key} = {path}: {why}; build it or set the key")))
+    };
+    match std::fs::metadata(path) {
+        Err(error) => bad(&error.to_string()),
+        Ok(metadata) if !metadata.is_file() => bad("not a file"),
+        Ok(metadata) if metadata.permissions().mode() & 0o111 == 0 => bad("not executable"),
+        Ok(_) => Ok(()),
+    }
+}
+
+fn record_of(status: &Status) -> Option<&Record> {
+    match status {
+        Status::Pending(record) => record.as_ref(),
+        Status::Running(record) | Status::Ended(record, _) | Status::Deleting(record) => Some(record),
+        Status::Absent | Status::Unreadable(_) => None,
+    }
+}
+
+fn addresses(record: &Record) -> Vec<IpAddr> {
+    [Some(IpAddr::from(record.v4)), record.v6.map(IpAddr::from)].into_iter().flatten().collect()
+}
+
+/// A failure of the state directory.
+fn disk(attempt: &str, error: &io::Error) -> Error {
+    Error::transient(format!("local provider: {attempt}: {error}"))
+}

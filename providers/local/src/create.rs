@@ -1,0 +1,281 @@
+//! Making a VM: record → bridge → hypervisor process. Every step may be repeated, and is, after a crash.
+
+use std::fs::File;
+use std::os::unix::fs::OpenOptionsExt;
+use std::process::Stdio;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use peerpod_provider_api::{CreateRequest, Created, Error, IdempotencyKey, InstanceId};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::process::{Child, Command};
+
+use crate::store::{Record, Status, VERSION};
+use crate::vm::{Answer, Description, Inside};
+use crate::{Shared, addresses, blocking, disk, network};
+
+/// A VM is made in some 20 ms; this is for a machine that is drowning.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// The hypervisor process answers one short line.
+const MAX_ANSWER: u64 = 128 * 1024;
+
+impl Shared {
+    pub(crate) async fn create(
+        self: Arc<Shared>,
+        request: CreateRequest,
+        key: IdempotencyKey,
+    ) -> Result<Created, Error> {
+        self.check()?;
+        let id = instance_id(&key)?;
+        let _turn = self.lock_id(&id).await;
+        let record = match self.status(&id)? {
+            Status::Absent | Status::Pending(None) => self.begin(&id, &request, &key).await?,
+            Status::Unreadable(why) => {
+                return Err(Error::invalid(format!("create of {}: {why}; delete VM {id}", request.name)));
+            }
+            Status::Deleting(_) => {
+                return Err(Error::transient(format!(
+                    "create of {}: VM {id} is being deleted",
+                    request.name
+                )));
+            }
+            Status::Pending(Some(record)) => same(&record, &request)?,
+            // Ended is for `addresses` to say: the answer to this key stays the same.
+            Status::Running(record) | Status::Ended(record, _) => {
+                return Ok(created(&id, &same(&record, &request)?));
+            }
+        };
+        self.ensure_network().await?;
+        self.launch(&id, &record, request).await?;
+        Ok(created(&id, &record))
+    }
+
+    /// Sets an index aside and writes the VM down.
+    async fn begin(
+        &self,
+        id: &InstanceId,
+        request: &CreateRequest,
+        key: &IdempotencyKey,
+    ) -> Result<Record, Error> {
+        let index = {
+            let mut taken = self.network.lock().await;
+            let index = free_index(self.config.room(), &key.sha256(), |index| taken.contains_key(&index));
+            let Some(index) = index else {
+                let offering = format!("addresses of {}", self.config.bridge);
+                let text =
+                    "create: all addresses of the local network are taken; delete VMs or set larger subnets";
+                return Err(Error::Capacity { offering, text: text.to_owned() });
+            };
+            taken.insert(index, id.clone());
+            index
+        };
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let record = Record {
+            version: VERSION,
+            key: key.clone(),
+            request: request.digest(),
+            name: request.name.clone(),
+            index,
+            v4: self.config.subnet4.address(index),
+            v6: network::has_v6().then(|| self.config.subnet6.address(index)),
+            created_ms: u64::try_from(now.as_millis()).unwrap_or(u64::MAX),
+            deleting: false,
+        };
+        let (store, written, vm) = (self.store.clone(), record.clone(), id.clone());
+        let begun =
+            blocking(move || store.begin(&vm, &written).map_err(|error| disk("write a VM down", &error)));
+        if let Err(error) = begun.await {
+            // Nothing was made; if the directory is there, `list_owned` shows it.
+            self.network.lock().await.remove(&index);
+            return Err(error);
+        }
+        Ok(record)
+    }
+
+    async fn ensure_network(&self) -> Result<(), Error> {
+        // Under the lock: a deletion of the last VM would take the bridge away.
+        let taken = self.network.lock().await;
+        let config = self.config.clone();
+        let made = blocking(move || {
+            network::ensure_bridge(&config).map_err(|error| match error {
+                network::Error::Foreign(_) => Error::invalid(error.to_string()),
+                network::Error::Netlink { .. } => Error::transient(error.to_string()),
+            })
+        })
+        .await;
+        drop(taken);
+        made
+    }
+
+    /// Starts the hypervisor process and waits for its word.
+    async fn launch(&self, id: &InstanceId, record: &Record, request: CreateRequest) -> Result<(), Error> {
+        let deadline = Instant::now() + PATIENCE;
+        let description = self.describe(id, record, request);
+        let description = serde_json::to_vec(&description).map_err(|error| {
+            Error::invalid(format!("create of {}: describe the VM: {error}", record.name))
+        })?;
+        loop {
+            let answer = tokio::time::timeout_at(deadline.into(), self.ask(id, &description)).await;
+            match answer.unwrap_or_else(|_| Err(late(record)))? {
+                Answer::Running => return Ok(()),
+                Answer::Failed { text, transient: true } => {
+                    return Err(Error::transient(format!("create of {}: {text}", record.name)));
+                }
+                Answer::Failed { text, transient: false } => {
+                    return Err(Error::invalid(format!("create of {}: {text}", record.name)));
+                }
+                // A hypervisor process that an earlier call or an earlier node started is at it.
+                Answer::Busy => {
+                    if !matches!(self.status(id)?, Status::Pending(_)) {
+                        return Ok(());
+                    }
+                    if Instant::now() > deadline {
+                        return Err(late(record));
+                    }
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
+            }
+        }
+    }
+
+    async fn ask(&self, id: &InstanceId, description: &[u8]) -> Result<Answer, Error> {
+        let helper = self.config.helper_binary.display().to_string();
+        let failed =
+            |error: std::io::Error| Error::transient(format!("create of VM {id}: run {helper}: {error}"));
+        let log = self.store.dir(id).join("hypervisor.log");
+        let log = File::options().create(true).append(true).mode(0o600).open(log).map_err(failed)?;
+        let mut child = Command::new(&self.config.helper_binary)
+            .current_dir("/")
+            .env_clear()
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(log)
+            .spawn()
+            .map_err(failed)?;
+        let pipes = (child.stdin.take(), child.stdout.take());
+        reap(child);
+        let (Some(mut input), Some(output)) = pipes else {
+            return Err(Error::transient(format!("create of VM {id}: run {helper}: no pipes")));
+        };
+        // If it ended already its answer says why.
+        let told = input.write_all(description).await;
+        drop(input);
+        let mut line = String::new();
+        let mut output = BufReader::new(output.take(MAX_ANSWER));
+        output.read_line(&mut line).await.map_err(failed)?;
+        if line.is_empty() {
+            told.map_err(failed)?;
+            let log = "see hypervisor.log in the VM's directory";
+            return Err(Error::transient(format!(
+                "create of VM {id}: {helper} ended without an answer; {log}"
+            )));
+        }
+        serde_json::from_str(&line).map_err(|error| {
+            Error::invalid(format!("create of VM {id}: {helper} answered nonsense: {error}"))
+        })
+    }
+
+    fn describe(&self, id: &InstanceId, record: &Record, request: CreateRequest) -> Description {
+        let config = &self.config;
+        let dir = self.store.dir(id);
+        Description {
+            version: VERSION,
+            id: id.to_string(),
+            bridge: config.bridge.clone(),
+            interfaces: network::interfaces(config, record.v4, record.v6),
+            inside: Inside {
+                hostname: hostname(&request.name),
+                machine_id: id.as_str().trim_start_matches("local-").to_owned(),
+                guest_binary: config.guest_binary.clone(),
+                agent_binary: config.agent_binary.clone(),
+                user_data: request.user_data,
+                boot_delay_ms: u64::try_from(config.boot_delay.as_millis()).unwrap_or(u64::MAX),
+                root: dir.join("root"),
+                hypervisor: None,
+            },
+            dir,
+        }
+    }
+}
+
+/// Takes the corpse away when the VM ends while we live; when we do not, init does.
+fn reap(mut child: Child) {
+    tokio::spawn(async move {
+        if let Err(error) = child.wait().await {
+            tracing::debug!("wait for a local VM's hypervisor process: {error}");
+        }
+    });
+}
+
+/// The VM's id: the same for the same key, so that a repeated create finds what an earlier one began.
+pub(crate) fn instance_id(key: &IdempotencyKey) -> Result<InstanceId, Error> {
+    let hash: String = key.sha256().iter().take(16).map(|byte| format!("{byte:02x}")).collect();
+    InstanceId::new(format!("local-{hash}")).map_err(|error| Error::invalid(error.to_string()))
+}
+
+/// A number from 2 (1 is the node's) to below `room` that is free: from a place the key's hash gives, so that a
+/// deleted VM's address is seldom the next one's.
+fn free_index(room: u32, hash: &[u8; 32], taken: impl Fn(u32) -> bool) -> Option<u32> {
+    let usable = room.checked_sub(2).filter(|usable| *usable > 0)?;
+    let [a, b, c, d, ..] = *hash;
+    let start = u32::from_be_bytes([a, b, c, d]) % usable;
+    (0..usable).map(|step| 2 + (start + step) % usable).find(|index| !taken(*index))
+}
+
+fn same(record: &Record, request: &CreateRequest) -> Result<Record, Error> {
+    if record.request != request.digest() {
+        let (name, first) = (&request.name, &record.name);
+        return Err(Error::key_reused(format!(
+            "create of {name}: its key was used before with another request (for {first}); use a new key"
+        )));
+    }
+    Ok(record.clone())
+}
+
+fn created(id: &InstanceId, record: &Record) -> Created {
+    Created { id: id.clone(), addresses: addresses(record), instance_type: None, disks: Vec::new() }
+}
+
+fn late(record: &Record) -> Error {
+    let seconds = PATIENCE.as_secs();
+    Error::transient(format!("create of {}: the VM is not made after {seconds} s", record.name))
+}
+
+/// What of a name a host may be called.
+fn hostname(name: &str) -> String {
+    let fits = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' };
+    let host: String = name.chars().map(fits).take(63).collect();
+    let host = host.trim_matches('-');
+    if host.is_empty() { "vm".to_owned() } else { host.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_index_is_given_once_and_none_beyond() {
+        let mut taken = std::collections::HashSet::new();
+        let hash = [0xff; 32];
+        while let Some(index) = free_index(15, &hash, |index| taken.contains(&index)) {
+            assert!((2..15).contains(&index));
+            taken.insert(index);
+        }
+        assert_eq!(taken.len(), 13);
+        assert_eq!(free_index(2, &hash, |_| false), None);
+    }
+
+    #[test]
+    fn a_host_is_called_what_a_host_may_be_called() {
+        assert_eq!(hostname("Default/My_Pod."), "default-my-pod");
+        assert_eq!(hostname("///"), "vm");
+        assert_eq!(hostname(&"x".repeat(100)).len(), 63);
+    }
+
+    #[test]
+    fn ids_come_from_keys_and_are_ours() {
+        let id = instance_id(&IdempotencyKey::derive("c", "s", 0)).unwrap();
+        assert!(crate::store::is_ours(&id), "{id}");
+        assert_eq!(id, instance_id(&IdempotencyKey::derive("c", "s", 0)).unwrap());
+    }
+}

@@ -1,0 +1,141 @@
+//! Taking a VM away: mark → kill → wait → link → directory → address → bridge. After the mark the rest is done
+//! behind the caller's back, and by the next node if ours dies.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use peerpod_provider_api::{Error, InstanceId};
+use tokio::task::JoinHandle;
+
+use crate::process::boot_id;
+use crate::store::{Machine, Status};
+use crate::{Shared, blocking, disk, network};
+
+/// `delete` gives the deletion this long before it answers: most are done in some 50 ms, and the caller then sees
+/// nothing left.
+const COURTESY: Duration = Duration::from_secs(1);
+/// The hypervisor process gets this long to record the end and leave by itself, before it is killed too.
+const FAREWELL: Duration = Duration::from_secs(1);
+/// From here on we say that we still wait.
+const SLOW: Duration = Duration::from_secs(10);
+
+impl Shared {
+    pub(crate) async fn delete(self: Arc<Shared>, id: InstanceId) -> Result<(), Error> {
+        let marking = Arc::clone(&self);
+        let vm = id.clone();
+        // In a task of its own, for a caller that drops us.
+        let marked = tokio::spawn(async move { marking.mark(&vm).await }).await;
+        if !marked.unwrap_or_else(|error| Err(Error::transient(format!("delete of VM {id}: {error}"))))? {
+            return Ok(());
+        }
+        // Late is fine: the mark is on disk and the work goes on.
+        drop(tokio::time::timeout(COURTESY, self.finish_later(id)).await);
+        Ok(())
+    }
+
+    /// Writes down that the VM goes. `false` if there is nothing to delete.
+    async fn mark(&self, id: &InstanceId) -> Result<bool, Error> {
+        let _turn = self.lock_id(id).await;
+        match self.status(id)? {
+            Status::Absent => Ok(false),
+            // Without a record there is nothing to mark; the lock keeps a late hypervisor process out.
+            Status::Deleting(_) | Status::Pending(None) | Status::Unreadable(_) => Ok(true),
+            Status::Pending(Some(record)) | Status::Running(record) | Status::Ended(record, _) => {
+                let (store, vm) = (self.store.clone(), id.clone());
+                let record = crate::Record { deleting: true, ..record };
+                blocking(move || {
+                    store.write(&vm, &record).map_err(|error| disk("mark a VM as deleted", &error))
+                })
+                .await?;
+                Ok(true)
+            }
+        }
+    }
+
+    /// Does the rest of a deletion in the background.
+    pub(crate) fn finish_later(self: Arc<Shared>, id: InstanceId) -> JoinHandle<()> {
+        tokio::spawn(async move {
+            let mut pause = Duration::from_millis(100);
+            while let Err(error) = self.finish(&id).await {
+                tracing::warn!(instance = %id, "delete of local VM: {error}; tried again in {pause:?}");
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(Duration::from_secs(10));
+            }
+        })
+    }
+
+    async fn finish(&self, id: &InstanceId) -> Result<(), Error> {
+        let _turn = self.lock_id(id).await;
+        match self.status(id)? {
+            Status::Deleting(_) | Status::Pending(None) | Status::Unreadable(_) => {}
+            // Done by another call; or made anew, which is not ours to delete.
+            _ => return Ok(()),
+        }
+        let Some(lock) = self.end_processes(id).await? else { return Ok(()) };
+        let (store, vm) = (self.store.clone(), id.clone());
+        blocking(move || {
+            let gone = network::client()
+                .and_then(|mut client| network::remove(&mut client, &network::host_link(vm.as_str())));
+            gone.map_err(|error| Error::transient(error.to_string()))?;
+            let removed = store.remove(&vm).map_err(|error| disk("remove a VM's directory", &error));
+            drop(lock);
+            removed
+        })
+        .await?;
+        self.network.lock().await.retain(|_, owner| owner != id);
+        self.remove_bridge_if_unused().await?;
+        tracing::debug!(instance = %id, "local VM is gone");
+        Ok(())
+    }
+
+    /// Kills the VM and waits until nothing of it runs. Returns its lock, so that nothing can start; `None` if its
+    /// directory vanished meanwhile.
+    async fn end_processes(
+        &self,
+        id: &InstanceId,
+    ) -> Result<Option<nix::fcntl::Flock<std::fs::File>>, Error> {
+        let failed = |error: std::io::Error| disk(&format!("end the processes of VM {id}"), &error);
+        let boot = boot_id().map_err(failed)?;
+        let start = Instant::now();
+        let mut pause = Duration::from_millis(2);
+        let mut said = false;
+        loop {
+            let machine = self.store.machine(id).map_err(failed)?.filter(|machine| machine.boot == boot);
+            let alive = match &machine {
+                Some(machine) => end(machine, start.elapsed() > FAREWELL).map_err(failed)?,
+                None => false,
+            };
+            // Whoever holds the lock may be about to start the VM.
+            if !alive && let Some(lock) = self.store.lock(id).map_err(failed)? {
+                return Ok(Some(lock));
+            }
+            if !self.store.dir(id).exists() {
+                return Ok(None);
+            }
+            if !said && start.elapsed() > SLOW {
+                said = true;
+                tracing::warn!(instance = %id, "delete of local VM: its processes do not end; still waiting");
+            }
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(Duration::from_millis(100));
+        }
+    }
+}
+
+/// Kills what must be killed; says whether anything of the VM is still there. When pid 1 of a pid namespace is gone,
+/// all others in it are.
+fn end(machine: &Machine, impatient: bool) -> std::io::Result<bool> {
+    let guest = match machine.guest {
+        Some(guest) if guest.alive()? => {
+            guest.kill()?;
+            true
+        }
+        _ => false,
+    };
+    let hypervisor = machine.hypervisor.alive()?;
+    // Without a pid 1 it is still making the VM; with one it leaves by itself when that is gone.
+    if hypervisor && (machine.guest.is_none() || impatient) {
+        machine.hypervisor.kill()?;
+    }
+    Ok(guest || hypervisor)
+}

@@ -1,3 +1,0 @@
-//! A VM out of namespaces that runs peerpod-guest.
-
-fn main() {}

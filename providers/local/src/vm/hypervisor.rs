@@ -1,0 +1,164 @@
+//! The process outside a VM: makes its namespaces and uplink, starts its pid 1, keeps its console, records its end.
+//!
+//! It answers one line on its standard output and then belongs to nobody: its own session, no descriptor of the
+//! node's. Order of effects: lock → record of ourselves → namespaces and uplink → pid 1 (which waits) → record of
+//! pid 1 → go. A kill between any two leaves nothing but files, because namespaces end with their processes.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Command, ExitCode, Stdio};
+
+use anyhow::{Context, bail};
+use nix::errno::Errno;
+use nix::fcntl::Flock;
+use nix::sched::{CloneFlags, unshare};
+use peerpod_link::net::netlink::Client;
+
+use super::{Answer, Description, console, inside, read};
+use crate::network;
+use crate::process::{ProcessId, boot_id};
+use crate::store::{Exit, Machine, Record, VERSION, lock_in, read_json, write_json};
+
+pub(super) fn main() -> ExitCode {
+    close_what_we_inherited();
+    let made = read(io::stdin()).context("read the VM's description").and_then(make);
+    let (answer, machine) = match made {
+        Ok(Some(machine)) => (Answer::Running, Some(machine)),
+        Ok(None) => (Answer::Busy, None),
+        Err(error) => {
+            let text = format!("{error:#}");
+            eprintln!("{text}");
+            (Answer::Failed { text, transient: is_transient(&error) }, None)
+        }
+    };
+    // If nobody listens any more (the node died) the VM lives all the same; it is found by its record.
+    let mut line = serde_json::to_vec(&answer).unwrap_or_default();
+    line.push(b'\n');
+    let told = io::stdout().write_all(&line).and_then(|()| io::stdout().flush());
+    let Some(machine) = machine else { return ExitCode::from(u8::from(told.is_err())) };
+    machine.run()
+}
+
+struct Running {
+    description: Description,
+    guest: Child,
+    console: io::PipeReader,
+    /// A socket in the node's namespace.
+    node: Client,
+    _lock: Flock<File>,
+}
+
+/// Makes the VM. `None` if another process holds its lock.
+fn make(mut description: Description) -> anyhow::Result<Option<Running>> {
+    // Fails only where we are a session's leader already.
+    drop(nix::unistd::setsid());
+    drop(nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o022)));
+    if description.version != VERSION {
+        bail!("the description has version {}, this program knows {VERSION}", description.version);
+    }
+    let dir = description.dir.clone();
+    let Some(lock) = lock_in(&dir, false).context("take the VM's lock")? else { return Ok(None) };
+    let record: Option<Record> = read_json(&dir.join("record.json")).context("read the VM's record")?;
+    match record {
+        Some(record) if !record.deleting => {}
+        _ => bail!("the VM is not wanted any more"),
+    }
+    let us = ProcessId::current().context("look at this process")?;
+    let mut machine = Machine { version: VERSION, boot: boot_id()?, hypervisor: us, guest: None };
+    write_json(&dir.join("machine.json"), &machine).context("record this process")?;
+
+    let mut node = network::client()?;
+    let new = CloneFlags::CLONE_NEWNET
+        | CloneFlags::CLONE_NEWUTS
+        | CloneFlags::CLONE_NEWIPC
+        | CloneFlags::CLONE_NEWPID;
+    unshare(new).context("make namespaces; the local provider needs root")?;
+    // Acts on the UTS namespace of whoever writes.
+    fs::write("/proc/sys/kernel/hostname", &description.inside.hostname).context("set the host name")?;
+    let namespace = File::open("/proc/self/ns/net").context("open our network namespace")?;
+    let link = network::host_link(&description.id);
+    network::plug(&mut node, &description.bridge, &link, namespace.as_fd())?;
+    network::configure(&description.interfaces)?;
+
+    let (console, console_end) = io::pipe().context("make the console")?;
+    let (ours, theirs) = UnixStream::pair().context("make a socket pair")?;
+    let guest = Command::new("/proc/self/exe")
+        .arg(inside::ARGUMENT)
+        .env_clear()
+        .stdin(OwnedFd::from(theirs))
+        .stdout(console_end.try_clone().context("copy the console")?)
+        .stderr(console_end)
+        .spawn()
+        .context("start the VM's first process")?;
+    // It waits for its description, so nothing of the guest's has run when this is written.
+    machine.guest = ProcessId::of(guest.id()).context("look at the VM's first process")?;
+    if machine.guest.is_none() {
+        bail!("the VM's first process ended at once");
+    }
+    write_json(&dir.join("machine.json"), &machine).context("record the VM's first process")?;
+    description.inside.hypervisor = Some(us);
+    start(ours, &description.inside)?;
+    Ok(Some(Running { description, guest, console, node, _lock: lock }))
+}
+
+/// Hands pid 1 its description and waits until it has built its root.
+fn start(mut socket: UnixStream, inside: &inside::Description) -> anyhow::Result<()> {
+    socket.write_all(&serde_json::to_vec(inside)?).context("describe the VM to its first process")?;
+    socket.shutdown(std::net::Shutdown::Write).context("describe the VM to its first process")?;
+    let mut complaint = String::new();
+    (&socket).take(64 * 1024).read_to_string(&mut complaint).context("wait for the VM's first process")?;
+    if complaint != inside::READY {
+        let why = if complaint.is_empty() { "it ended without a word" } else { &complaint };
+        bail!("build the VM's root: {why}");
+    }
+    Ok(())
+}
+
+impl Running {
+    /// Keeps the console until the VM ends, and records how it ended.
+    fn run(mut self) -> ExitCode {
+        let dir = &self.description.dir;
+        // The pipe ends when the last process of the VM is gone; or earlier, if the guest closes its own end.
+        console::keep(self.console, dir);
+        let status = self.guest.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
+        let exit = Exit { version: VERSION, status: format!("its first process ended: {status}") };
+        let recorded = write_json(&dir.join("exit.json"), &exit);
+        // It would vanish with the namespace, in the kernel's own time.
+        let link = network::host_link(&self.description.id);
+        let unplugged = network::remove(&mut self.node, &link);
+        if let Err(error) = &unplugged {
+            eprintln!("{error}");
+        }
+        ExitCode::from(u8::from(recorded.is_err() || unplugged.is_err()))
+    }
+}
+
+/// Whether the machine was only short of something.
+fn is_transient(error: &anyhow::Error) -> bool {
+    let errno = error.chain().find_map(|cause| {
+        cause
+            .downcast_ref::<Errno>()
+            .copied()
+            .or_else(|| cause.downcast_ref::<io::Error>()?.raw_os_error().map(Errno::from_raw))
+    });
+    matches!(
+        errno,
+        Some(Errno::EAGAIN | Errno::ENOMEM | Errno::EMFILE | Errno::ENFILE | Errno::ENOSPC | Errno::EBUSY)
+    )
+}
+
+/// Closes descriptors that somebody left open across exec: a VM that lives for days must not hold a socket of the
+/// node, or of whoever started the node.
+fn close_what_we_inherited() {
+    let Ok(entries) = fs::read_dir("/proc/self/fd") else { return };
+    let open: Vec<i32> = entries
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+        .filter(|descriptor| *descriptor > 2)
+        .collect();
+    for descriptor in open {
+        // One of them was the directory we read, closed by now.
+        drop(nix::unistd::close(descriptor));
+    }
+}

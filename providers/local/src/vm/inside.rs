@@ -1,0 +1,78 @@
+//! Pid 1 of a VM before the guest program: builds the root directory, steps into it and executes the guest.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, ExitCode};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sched::{CloneFlags, unshare};
+use nix::sys::signal::Signal;
+use nix::unistd::{chdir, pivot_root};
+
+pub(super) use super::Inside as Description;
+use super::{read, root};
+
+/// The argument that says that we are inside.
+pub(super) const ARGUMENT: &str = "inside";
+/// What we tell the hypervisor process when the root stands.
+pub(super) const READY: &str = "ready";
+
+pub(super) fn main() -> ExitCode {
+    let error = match boot() {
+        Ok(never) => match never {},
+        Err(error) => error,
+    };
+    eprintln!("{error:#}");
+    ExitCode::FAILURE
+}
+
+fn boot() -> anyhow::Result<std::convert::Infallible> {
+    // First of all: without its hypervisor process a VM would be nobody's.
+    nix::sys::prctl::set_pdeathsig(Signal::SIGKILL).context("tie our life to the hypervisor process")?;
+    let mut socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
+    let description: Description = read(&mut socket).context("read the VM's description")?;
+    if let Err(error) = prepare(&description) {
+        let text = format!("{error:#}");
+        drop(socket.write_all(text.as_bytes()));
+        bail!(text);
+    }
+    // Away with our end of the socket, or it would be the guest's standard input.
+    let null = File::open("/dev/null").context("open /dev/null")?;
+    nix::unistd::dup2_stdin(&null).context("replace standard input")?;
+    socket.write_all(READY.as_bytes()).context("say that the root stands")?;
+    drop(socket);
+    std::thread::sleep(Duration::from_millis(description.boot_delay_ms));
+    let error = Command::new(root::GUEST)
+        .env_clear()
+        .env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
+        .env("HOME", "/root")
+        .env("TERM", "linux")
+        .exec();
+    Err(error).context(format!("execute {}", description.guest_binary.display()))
+}
+
+fn prepare(description: &Description) -> anyhow::Result<()> {
+    let hypervisor = description.hypervisor.context("the description names no hypervisor process")?;
+    // This /proc is still the node's. Had it died before the death signal was set, none would come.
+    if !hypervisor.alive().context("look at the hypervisor process")? {
+        bail!("the hypervisor process is gone");
+    }
+    // A session of our own inside, too: the guest may want a terminal.
+    drop(nix::unistd::setsid());
+    unshare(CloneFlags::CLONE_NEWNS).context("make a mount namespace")?;
+    let none: Option<&str> = None;
+    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)
+        .context("cut our mounts off the node's")?;
+    root::build(description)?;
+    // Old root and new root in one place, then off with what lies on top: no directory for the old one is needed.
+    chdir(&description.root).context("enter the new root")?;
+    pivot_root(".", ".").context("make it the root")?;
+    umount2(".", MntFlags::MNT_DETACH).context("let go of the node's files")?;
+    chdir("/").context("enter the new root")?;
+    Ok(())
+}
