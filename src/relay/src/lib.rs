@@ -1,1 +1,23 @@
-//! Holds the sockets of the shims and the links of the guests; outlives every upgrade.
+//! `peerpod-relay`: holds the sockets of the shims and the links of the guests, and outlives every upgrade of the
+//! rest. A shim never opens its connections again, so they must not end with the node daemon.
+//!
+//! * `door`: `hypervisor.sock`, and what waits for the node; `inbox`: stops the node could not take in time.
+//! * `sandboxes`: one endpoint per sandbox, its `agent` socket, its record in the `store`.
+//! * `guests`: the TCP port guests dial; `control`: `relay.sock`, where the node speaks to us.
+//!
+//! No cloud SDK and no Kubernetes in here: this process faces hostile guests.
+
+mod agent;
+pub mod app;
+pub mod config;
+mod control;
+mod door;
+mod durable;
+mod guests;
+pub mod harden;
+mod id;
+mod inbox;
+mod metrics;
+mod sandboxes;
+mod socket;
+mod store;

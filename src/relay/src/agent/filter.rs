@@ -1,0 +1,321 @@
+//! What sits between one connection of a shim to `agent.ttrpc` and its stream to the guest: it knows which calls
+//! are pending, so that they can be answered when the guest is gone, and keeps the bounds. Pure; bytes in, bytes out.
+//!
+//! Requests pass as they come, header first. Answers of the guest up to [`HOLD`] bytes are handed on whole, larger
+//! ones as they come: a guest that is lost in the middle of a held one costs that call an error; in the middle of a
+//! larger one it costs the connection, because bytes that were never sent cannot be made up.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
+    },
+};
+
+use bytes::BytesMut;
+use peerpod_link::{
+    endpoint::Filter,
+    frame::{self, FrameReader, Header, MAX_PAYLOAD, PEEK_LIMIT, Peek, Piece},
+};
+
+use crate::{door::code, metrics::Totals};
+
+/// Largest answer that is held back until it is whole, in bytes.
+const HOLD: usize = 16 << 10;
+
+/// What all connections of one sandbox share.
+#[derive(Debug, Default)]
+pub(crate) struct Shared {
+    /// Calls that wait for the guest.
+    pub(crate) pending: AtomicUsize,
+    pub(crate) bytes_to_guest: AtomicU64,
+    pub(crate) bytes_from_guest: AtomicU64,
+    pub(crate) frames_to_guest: AtomicU64,
+    pub(crate) frames_from_guest: AtomicU64,
+    /// Frames of the guest that nobody had asked for, and frames of the shim that were refused.
+    pub(crate) dropped: AtomicU64,
+    pub(crate) totals: Totals,
+}
+
+impl Shared {
+    pub(crate) fn new(totals: Totals) -> Shared {
+        Shared { totals, ..Shared::default() }
+    }
+
+    fn sent(&self, bytes: usize) {
+        self.bytes_to_guest.fetch_add(bytes as u64, Relaxed);
+        self.totals.bytes_to_guest.inc_by(bytes as u64);
+    }
+
+    fn received(&self, bytes: usize) {
+        self.bytes_from_guest.fetch_add(bytes as u64, Relaxed);
+        self.totals.bytes_from_guest.inc_by(bytes as u64);
+    }
+}
+
+/// Bounds of pending calls.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Bounds {
+    pub(crate) per_connection: usize,
+    pub(crate) per_sandbox: usize,
+}
+
+impl Default for Bounds {
+    fn default() -> Bounds {
+        Bounds { per_connection: 32_768, per_sandbox: 65_536 }
+    }
+}
+
+/// What becomes of the frame under way.
+#[derive(Debug)]
+enum Fate {
+    /// None is under way.
+    None,
+    /// It goes on to the other side as it comes.
+    Pass,
+    /// It is dropped.
+    Skip,
+    /// It is collected and handed on whole (answers only).
+    Hold(BytesMut),
+}
+
+/// The filter of one connection.
+#[derive(Debug)]
+pub(crate) struct AgentFilter {
+    shared: Arc<Shared>,
+    bounds: Bounds,
+    /// Streams that wait for an answer; true for the long poll whose error the Rust shim would answer with a storm.
+    pending: HashMap<u32, bool>,
+    requests: FrameReader,
+    request: Fate,
+    answers: FrameReader,
+    answer: Fate,
+    /// The request whose body passes just now and whose method is not known yet: its stream, its first bytes.
+    naming: Option<(u32, Vec<u8>)>,
+}
+
+impl AgentFilter {
+    pub(crate) fn new(shared: Arc<Shared>, bounds: Bounds) -> AgentFilter {
+        AgentFilter {
+            shared,
+            bounds,
+            pending: HashMap::new(),
+            requests: FrameReader::new(),
+            request: Fate::None,
+            answers: FrameReader::new(),
+            answer: Fate::None,
+            naming: None,
+        }
+    }
+
+    /// A request's header is complete: does it pass?
+    fn admit(&mut self, header: &Header, peer: &mut BytesMut, local: &mut BytesMut) -> Fate {
+        if let Some((code, message)) = self.refusal(header) {
+            self.shared.dropped.fetch_add(1, Relaxed);
+            local.extend_from_slice(&frame::error_response(header.stream, code, &message));
+            return Fate::Skip;
+        }
+        if header.kind == frame::REQUEST {
+            if self.pending.insert(header.stream, false).is_none() {
+                self.shared.pending.fetch_add(1, Relaxed);
+            }
+            self.naming = Some((header.stream, Vec::new()));
+        }
+        self.shared.frames_to_guest.fetch_add(1, Relaxed);
+        self.shared.totals.frames_to_guest.inc();
+        peer.extend_from_slice(&header.encode());
+        Fate::Pass
+    }
+
+    fn refusal(&self, header: &Header) -> Option<(i32, String)> {
+        if header.length as usize > MAX_PAYLOAD {
+            // The words of ttrpc itself, which shims know.
+            let message =
+                format!("message length {} exceed maximum message size of {MAX_PAYLOAD}", header.length);
+            return Some((code::INVALID_ARGUMENT, message));
+        }
+        if header.kind != frame::REQUEST {
+            return None;
+        }
+        if self.pending.len() >= self.bounds.per_connection {
+            let message =
+                format!("{} calls of this connection are unanswered, which is the bound", self.pending.len());
+            return Some((code::RESOURCE_EXHAUSTED, message));
+        }
+        if self.shared.pending.load(Relaxed) >= self.bounds.per_sandbox {
+            let message = format!(
+                "{} calls of this sandbox are unanswered, which is the bound",
+                self.bounds.per_sandbox
+            );
+            return Some((code::RESOURCE_EXHAUSTED, message));
+        }
+        None
+    }
+
+    /// Looks for the method in the first bytes of a request's body.
+    fn name(&mut self, body: &[u8]) {
+        let Some((stream, mut start)) = self.naming.take() else { return };
+        let seen = if start.is_empty() {
+            frame::peek(&body[..body.len().min(PEEK_LIMIT)])
+        } else {
+            let room = PEEK_LIMIT.saturating_sub(start.len());
+            start.extend_from_slice(&body[..body.len().min(room)]);
+            frame::peek(&start)
+        };
+        match seen {
+            Peek::Method { service: "grpc.AgentService", method: "GetOOMEvent" } => {
+                self.pending.insert(stream, true);
+            }
+            Peek::More if start.len().max(body.len()) < PEEK_LIMIT => {
+                if start.is_empty() {
+                    start.extend_from_slice(body);
+                }
+                self.naming = Some((stream, start));
+            }
+            Peek::Method { .. } | Peek::More | Peek::Unknown => {}
+        }
+    }
+
+    /// A header of the guest is complete: is it an answer somebody waits for?
+    fn deliver(&mut self, header: &Header, local: &mut BytesMut) -> Fate {
+        let length = header.length as usize;
+        self.shared.frames_from_guest.fetch_add(1, Relaxed);
+        self.shared.totals.frames_from_guest.inc();
+        let awaited = match header.kind {
+            frame::RESPONSE => self.settle(header.stream),
+            frame::DATA => self.pending.contains_key(&header.stream),
+            _ => false,
+        };
+        if !awaited {
+            self.shared.dropped.fetch_add(1, Relaxed);
+            return Fate::Skip;
+        }
+        if length > MAX_PAYLOAD {
+            self.shared.dropped.fetch_add(1, Relaxed);
+            self.settle(header.stream);
+            let message =
+                format!("the guest answered with {length} bytes, more than the {MAX_PAYLOAD} of ttrpc");
+            local.extend_from_slice(&frame::error_response(header.stream, code::INTERNAL, &message));
+            return Fate::Skip;
+        }
+        if length <= HOLD {
+            return Fate::Hold(BytesMut::from(&header.encode()[..]));
+        }
+        local.extend_from_slice(&header.encode());
+        Fate::Pass
+    }
+
+    /// The call of this stream has its answer. False when there was none.
+    fn settle(&mut self, stream: u32) -> bool {
+        let was = self.pending.remove(&stream).is_some();
+        if was {
+            self.shared.pending.fetch_sub(1, Relaxed);
+            if self.pending.is_empty() && self.pending.capacity() > 64 {
+                self.pending = HashMap::new();
+            }
+        }
+        was
+    }
+
+    /// Bytes from the shim.
+    pub(crate) fn from_shim(&mut self, mut input: &[u8], peer: &mut BytesMut, local: &mut BytesMut) {
+        self.shared.sent(input.len());
+        while let Some(piece) = self.requests.next(&mut input) {
+            match piece {
+                Piece::Head(header) => self.request = self.admit(&header, peer, local),
+                Piece::Body(body) => {
+                    if matches!(self.request, Fate::Pass) {
+                        self.name(body);
+                        peer.extend_from_slice(body);
+                    }
+                }
+                Piece::End => {
+                    self.request = Fate::None;
+                    self.naming = None;
+                }
+            }
+        }
+    }
+
+    /// Bytes from the guest.
+    pub(crate) fn from_guest(&mut self, mut input: &[u8], local: &mut BytesMut) {
+        self.shared.received(input.len());
+        while let Some(piece) = self.answers.next(&mut input) {
+            match piece {
+                Piece::Head(header) => self.answer = self.deliver(&header, local),
+                Piece::Body(body) => match &mut self.answer {
+                    Fate::Pass => local.extend_from_slice(body),
+                    Fate::Hold(frame) => frame.extend_from_slice(body),
+                    Fate::Skip | Fate::None => {}
+                },
+                Piece::End => {
+                    if let Fate::Hold(frame) = std::mem::replace(&mut self.answer, Fate::None) {
+                        local.extend_from_slice(&frame);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Answers what is pending, all of it or all but the long polls. False when bytes of an answer were handed on
+    /// whose rest will never come: then nothing can follow on this connection.
+    fn answer_pending(&mut self, all: bool, why: &str, local: &mut BytesMut) -> bool {
+        self.answers = FrameReader::new();
+        let mut streams: Vec<u32> = match std::mem::replace(&mut self.answer, Fate::None) {
+            Fate::Pass => return false,
+            // Settled when its header came, but not a byte of it was handed on.
+            Fate::Hold(frame) => {
+                frame.first_chunk().map(|head| Header::decode(head).stream).into_iter().collect()
+            }
+            Fate::Skip | Fate::None => Vec::new(),
+        };
+        let pending = self.pending.iter().filter(|(_, long_poll)| all || !**long_poll);
+        streams.extend(pending.map(|(stream, _)| *stream));
+        streams.sort_unstable();
+        streams.dedup();
+        for stream in streams {
+            self.settle(stream);
+            local.extend_from_slice(&frame::error_response(stream, code::UNAVAILABLE, why));
+        }
+        true
+    }
+
+    /// The guest's side of this connection is gone. False when the shim's connection cannot go on.
+    pub(crate) fn lost(&mut self, local: &mut BytesMut) -> bool {
+        // The rest of a request that began to pass has nowhere to go.
+        if matches!(self.request, Fate::Pass) {
+            self.request = Fate::Skip;
+        }
+        self.naming = None;
+        self.answer_pending(false, "the program in the pod VM that carried this call is gone", local)
+    }
+}
+
+impl Drop for AgentFilter {
+    fn drop(&mut self) {
+        self.shared.pending.fetch_sub(self.pending.len(), Relaxed);
+    }
+}
+
+impl Filter for AgentFilter {
+    fn from_local(&mut self, input: &[u8], peer: &mut BytesMut, local: &mut BytesMut) {
+        self.from_shim(input, peer, local);
+    }
+
+    fn from_peer(&mut self, input: &[u8], _peer: &mut BytesMut, local: &mut BytesMut) {
+        self.from_guest(input, local);
+    }
+
+    fn stream_lost(&mut self, local: &mut BytesMut) -> bool {
+        self.lost(local)
+    }
+
+    fn finish(&mut self, local: &mut BytesMut) {
+        // A connection that can say nothing more is closed all the same.
+        let _whole = self.answer_pending(true, "the sandbox is over", local);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,205 @@
+//! The filter against byte streams made by hand, cut at every place.
+
+use peerpod_proto::ttrpc_frame::{Request, Response};
+use proptest::prelude::*;
+use protobuf::Message;
+
+use super::*;
+
+fn frame(kind: u8, stream: u32, body: &[u8]) -> Vec<u8> {
+    let header = Header { length: body.len() as u32, stream, kind, flags: 0 };
+    [&header.encode()[..], body].concat()
+}
+
+fn request(stream: u32, method: &str, payload: usize) -> Vec<u8> {
+    let request = Request {
+        service: "grpc.AgentService".into(),
+        method: method.into(),
+        payload: vec![7; payload],
+        ..Default::default()
+    };
+    frame(frame::REQUEST, stream, &request.write_to_bytes().unwrap())
+}
+
+fn answer(stream: u32, payload: usize) -> Vec<u8> {
+    let response = Response { payload: vec![9; payload], ..Default::default() };
+    frame(frame::RESPONSE, stream, &response.write_to_bytes().unwrap())
+}
+
+/// Streams and codes of the answers in `bytes`.
+fn codes(mut bytes: &[u8]) -> Vec<(u32, i32)> {
+    let mut found = Vec::new();
+    while let Some((head, rest)) = bytes.split_first_chunk() {
+        let header = Header::decode(head);
+        let (body, rest) = rest.split_at(header.length as usize);
+        found.push((header.stream, Response::parse_from_bytes(body).unwrap().status.code));
+        bytes = rest;
+    }
+    found
+}
+
+#[derive(Default)]
+struct Seen {
+    peer: BytesMut,
+    local: BytesMut,
+}
+
+fn filter() -> AgentFilter {
+    AgentFilter::new(Arc::default(), Bounds { per_connection: 4, per_sandbox: 6 })
+}
+
+impl Seen {
+    fn shim(&mut self, filter: &mut AgentFilter, bytes: &[u8]) {
+        filter.from_shim(bytes, &mut self.peer, &mut self.local);
+    }
+    fn guest(&mut self, filter: &mut AgentFilter, bytes: &[u8]) {
+        filter.from_guest(bytes, &mut self.local);
+    }
+}
+
+proptest! {
+    #[test]
+    fn bytes_pass_unchanged_whatever_the_cuts(
+        sizes in prop::collection::vec(0usize..40_000, 1..4),
+        cut in 1usize..5000,
+    ) {
+        let (mut filter, mut seen) = (filter(), Seen::default());
+        let mut requests = Vec::new();
+        let mut answers = Vec::new();
+        for (n, size) in sizes.iter().enumerate() {
+            requests.extend(request(2 * n as u32 + 1, "ReadStdout", *size));
+            answers.extend(answer(2 * n as u32 + 1, *size));
+        }
+        for part in requests.chunks(cut) {
+            seen.shim(&mut filter, part);
+        }
+        prop_assert_eq!(filter.shared.pending.load(Relaxed), sizes.len());
+        for part in answers.chunks(cut) {
+            seen.guest(&mut filter, part);
+        }
+        prop_assert_eq!(&seen.peer[..], &requests[..]);
+        prop_assert_eq!(&seen.local[..], &answers[..]);
+        prop_assert_eq!(filter.shared.pending.load(Relaxed), 0);
+    }
+
+    #[test]
+    fn garbage_never_panics_and_never_holds_much(
+        parts in prop::collection::vec((any::<bool>(), prop::collection::vec(any::<u8>(), 0..200)), 0..40),
+    ) {
+        let (mut filter, mut seen) = (filter(), Seen::default());
+        for (from_guest, part) in parts {
+            if from_guest { seen.guest(&mut filter, &part) } else { seen.shim(&mut filter, &part) }
+        }
+        filter.lost(&mut seen.local);
+        filter.finish(&mut seen.local);
+    }
+}
+
+#[test]
+fn a_lost_guest_answers_all_but_the_long_poll_until_the_sandbox_ends() {
+    let (mut filter, mut seen) = (filter(), Seen::default());
+    for (stream, method) in [(1, "WaitProcess"), (3, "GetOOMEvent"), (5, "ReadStdout")] {
+        seen.shim(&mut filter, &request(stream, method, 10));
+    }
+    assert!(filter.lost(&mut seen.local));
+    assert_eq!(codes(&seen.local), [(1, code::UNAVAILABLE), (5, code::UNAVAILABLE)]);
+    seen.local.clear();
+    seen.shim(&mut filter, &request(7, "Check", 0));
+    assert!(filter.lost(&mut seen.local));
+    assert_eq!(codes(&seen.local), [(7, code::UNAVAILABLE)], "the connection was usable, and is lost again");
+    seen.local.clear();
+    filter.finish(&mut seen.local);
+    assert_eq!(codes(&seen.local), [(3, code::UNAVAILABLE)]);
+    assert_eq!(filter.shared.pending.load(Relaxed), 0);
+}
+
+#[test]
+fn the_long_poll_is_known_even_when_its_name_comes_byte_by_byte() {
+    let (mut filter, mut seen) = (filter(), Seen::default());
+    for byte in request(3, "GetOOMEvent", 100) {
+        seen.shim(&mut filter, &[byte]);
+    }
+    assert!(filter.lost(&mut seen.local));
+    assert!(seen.local.is_empty());
+}
+
+#[test]
+fn an_oversize_request_is_answered_and_skipped() {
+    let (mut filter, mut seen) = (filter(), Seen::default());
+    let header = Header { length: u32::MAX, stream: 1, kind: frame::REQUEST, flags: 0 };
+    seen.shim(&mut filter, &header.encode());
+    assert_eq!(codes(&seen.local), [(1, code::INVALID_ARGUMENT)]);
+    let small = Header { length: MAX_PAYLOAD as u32 + 1, stream: 1, kind: frame::REQUEST, flags: 0 };
+    let mut filter = self::filter();
+    seen.shim(&mut filter, &small.encode());
+    seen.shim(&mut filter, &vec![0; MAX_PAYLOAD + 1]);
+    assert!(seen.peer.is_empty());
+    let next = request(3, "Check", 5);
+    seen.shim(&mut filter, &next);
+    assert_eq!(&seen.peer[..], &next[..]);
+}
+
+#[test]
+fn more_calls_than_the_bounds_are_refused_one_by_one() {
+    let (mut one, mut seen) = (filter(), Seen::default());
+    let mut other = AgentFilter::new(one.shared.clone(), one.bounds);
+    for n in 0..5 {
+        seen.shim(&mut one, &request(2 * n + 1, "WaitProcess", 0));
+    }
+    assert_eq!(codes(&seen.local), [(9, code::RESOURCE_EXHAUSTED)], "four fit this connection");
+    seen.local.clear();
+    for n in 0..3 {
+        seen.shim(&mut other, &request(2 * n + 1, "WaitProcess", 0));
+    }
+    assert_eq!(codes(&seen.local), [(5, code::RESOURCE_EXHAUSTED)], "six fit the sandbox");
+    drop(one);
+    assert_eq!(other.shared.pending.load(Relaxed), 2, "a closed connection gives its share back");
+}
+
+#[test]
+fn what_nobody_asked_for_does_not_reach_the_shim() {
+    let (mut filter, mut seen) = (filter(), Seen::default());
+    seen.shim(&mut filter, &request(1, "Check", 0));
+    seen.guest(&mut filter, &answer(99, 10));
+    seen.guest(&mut filter, &frame(frame::DATA, 3, b"x"));
+    seen.guest(&mut filter, &frame(77, 1, b"x"));
+    assert!(seen.local.is_empty());
+    seen.guest(&mut filter, &answer(1, 10));
+    seen.guest(&mut filter, &answer(1, 10));
+    assert_eq!(codes(&seen.local), [(1, 0)], "the second answer is one too many");
+}
+
+#[test]
+fn an_oversize_answer_becomes_an_error_of_its_call() {
+    let (mut filter, mut seen) = (filter(), Seen::default());
+    seen.shim(&mut filter, &request(1, "Check", 0));
+    let header = Header { length: u32::MAX, stream: 1, kind: frame::RESPONSE, flags: 0 };
+    seen.guest(&mut filter, &header.encode());
+    assert_eq!(codes(&seen.local), [(1, code::INTERNAL)]);
+}
+
+#[test]
+fn a_small_answer_cut_by_the_loss_costs_its_call_and_a_large_one_the_connection() {
+    let (mut filter, mut seen) = (filter(), Seen::default());
+    seen.shim(&mut filter, &request(1, "ReadStdout", 0));
+    seen.guest(&mut filter, &answer(1, 8192)[..100]);
+    assert!(filter.lost(&mut seen.local));
+    assert_eq!(codes(&seen.local), [(1, code::UNAVAILABLE)]);
+    seen.shim(&mut filter, &request(3, "ReadStdout", 0));
+    seen.guest(&mut filter, &answer(3, 100_000)[..20_000]);
+    assert!(!filter.lost(&mut seen.local));
+}
+
+#[test]
+fn a_request_cut_by_the_loss_does_not_spill_into_the_next_stream() {
+    let (mut filter, mut seen) = (filter(), Seen::default());
+    let long = request(1, "WriteStdin", 1000);
+    seen.shim(&mut filter, &long[..300]);
+    assert!(filter.lost(&mut seen.local));
+    assert_eq!(codes(&seen.local), [(1, code::UNAVAILABLE)]);
+    seen.peer.clear();
+    seen.shim(&mut filter, &long[300..]);
+    let next = request(3, "Check", 0);
+    seen.shim(&mut filter, &next);
+    assert_eq!(&seen.peer[..], &next[..]);
+}

@@ -1,0 +1,105 @@
+//! The relay's settings: sections `paths`, `relay` and `log` of the file that all binaries of a node share.
+
+use std::{net::SocketAddr, path::PathBuf};
+
+use peerpod_base::{
+    config::{Mistakes, Printed, Reader, Sources},
+    telemetry::LogConfig,
+};
+
+/// Sections of the shared file that other binaries read.
+const OTHERS: [&str; 3] = ["node", "provider", "tunnel"];
+
+/// What the relay is told.
+#[derive(Clone, Debug)]
+pub struct RelayConfig {
+    /// `paths.run-dir`: the sockets.
+    pub run_dir: PathBuf,
+    /// `paths.state-dir`: what survives a restart.
+    pub state_dir: PathBuf,
+    /// `relay.listen`: where guests dial.
+    pub listen: SocketAddr,
+    /// `relay.admin-listen`: metrics and health.
+    pub admin_listen: SocketAddr,
+    /// `relay.max-handshakes`: guests' connections that are no sandbox's yet, at once.
+    pub max_handshakes: u32,
+    /// `relay.max-handshakes-per-address`: the same of one address.
+    pub max_handshakes_per_address: u32,
+}
+
+impl RelayConfig {
+    /// Asks for the relay's keys.
+    pub fn read(reader: &mut Reader) -> RelayConfig {
+        let config = RelayConfig {
+            run_dir: reader.get("paths.run-dir", "/run/peerpod", "folder of the sockets"),
+            state_dir: reader.get("paths.state-dir", "/var/lib/peerpod", "folder of what survives a restart"),
+            listen: reader.get(
+                "relay.listen",
+                "[::]:15151",
+                "address and port that pod VMs dial (TLS); [::] is both families",
+            ),
+            admin_listen: reader.get(
+                "relay.admin-listen",
+                "127.0.0.1:15152",
+                "address and port of /metrics, /healthz and /readyz",
+            ),
+            max_handshakes: reader.get(
+                "relay.max-handshakes",
+                "512",
+                "connections of pod VMs that have not shown who they are, at once",
+            ),
+            max_handshakes_per_address: reader.get(
+                "relay.max-handshakes-per-address",
+                "32",
+                "the same of one address",
+            ),
+        };
+        for (key, path) in [("paths.run-dir", &config.run_dir), ("paths.state-dir", &config.state_dir)] {
+            if !path.is_absolute() {
+                reader.mistake(key, "not an absolute path; begin it with '/'");
+            }
+        }
+        for (key, value) in [
+            ("relay.max-handshakes", config.max_handshakes),
+            ("relay.max-handshakes-per-address", config.max_handshakes_per_address),
+        ] {
+            if value == 0 {
+                reader.mistake(key, "no guest could ever connect; 1 or more would do");
+            }
+        }
+        config
+    }
+
+    /// Reads everything this binary wants to know.
+    ///
+    /// # Errors
+    /// Every mistake of all sources at once.
+    pub fn load(sources: Sources) -> Result<(RelayConfig, LogConfig, Printed), Mistakes> {
+        let mut reader = Reader::load(sources, &["paths", "relay", "log"], &OTHERS)?;
+        let config = RelayConfig::read(&mut reader);
+        let log = LogConfig::read(&mut reader);
+        let printed = reader.finish()?;
+        Ok((config, log, printed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(args: &[&str]) -> Result<RelayConfig, Mistakes> {
+        let args = args.iter().map(|arg| (*arg).to_owned());
+        RelayConfig::load(Sources::from_process(args, [])).map(|(config, ..)| config)
+    }
+
+    #[test]
+    fn defaults_stand_and_all_mistakes_are_said() {
+        let config = load(&[]).unwrap();
+        assert_eq!(config.listen.port(), 15151);
+        let mistakes = load(&["--paths.run-dir", "here", "--relay.max-handshakes=0", "--relay.listn", "x"]);
+        let text = mistakes.unwrap_err().to_string();
+        for part in ["paths.run-dir", "relay.max-handshakes", "relay.listn"] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+    }
+}

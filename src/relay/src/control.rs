@@ -1,0 +1,198 @@
+//! `relay.sock`: what the node tells the relay and asks of it. Handlers only check, hand on and map errors; each may
+//! be dropped at any moment and repeated.
+
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use peerpod_proto::{
+    guest::Request,
+    relay::{
+        ConfigureRequest, ConfigureResponse, DeleteSandboxRequest, DeleteSandboxResponse, GuestCallRequest,
+        GuestCallResponse, PutSandboxRequest, PutSandboxResponse, WatchRequest, WatchResponse,
+    },
+    relay_ttrpc::Relay,
+};
+use protobuf::Message;
+use ttrpc::{Code, r#async::TtrpcContext};
+
+use crate::{
+    guests::Trust,
+    id::SandboxId,
+    metrics::Metrics,
+    sandboxes::{SandboxError, Sandboxes, guest::Gone, states::States},
+    store::{Identity, Record, Store},
+};
+
+/// A Watch answers with nothing after this time.
+const WATCH: Duration = Duration::from_secs(30);
+/// How long a guest may take for a call whose caller sets no deadline, and at most.
+const CALL: Duration = Duration::from_secs(60);
+const CALL_AT_MOST: Duration = Duration::from_secs(600);
+/// Largest request to a guest: what one control message carries.
+const REQUEST_BYTES: usize = (1 << 20) - 64;
+/// Certificates of one sandbox: the present one, the next, and some room.
+const CERTIFICATES: usize = 16;
+
+/// The service.
+pub(crate) struct Control {
+    pub(crate) sandboxes: Arc<Sandboxes>,
+    pub(crate) states: Arc<States>,
+    pub(crate) store: Store,
+    pub(crate) trust: Arc<Trust>,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) listen: SocketAddr,
+}
+
+fn status(code: Code, why: impl ToString) -> ttrpc::Error {
+    ttrpc::Error::RpcStatus(ttrpc::get_status(code, why))
+}
+
+/// The one mapping from a sandbox's errors.
+impl From<SandboxError> for ttrpc::Error {
+    fn from(error: SandboxError) -> ttrpc::Error {
+        let code = match &error {
+            SandboxError::Path(..) => Code::INVALID_ARGUMENT,
+            SandboxError::Certificate(..) => Code::ALREADY_EXISTS,
+            SandboxError::Listen { .. } | SandboxError::Store(_) => Code::INTERNAL,
+            SandboxError::Stopping(_) => Code::UNAVAILABLE,
+        };
+        status(code, error)
+    }
+}
+
+impl From<Gone> for ttrpc::Error {
+    fn from(gone: Gone) -> ttrpc::Error {
+        let code = match &gone {
+            Gone::NotConnected(_) | Gone::Replaced(_) => Code::UNAVAILABLE,
+            Gone::TooMany(_) => Code::RESOURCE_EXHAUSTED,
+        };
+        status(code, gone)
+    }
+}
+
+fn id_of(text: &str) -> ttrpc::Result<SandboxId> {
+    SandboxId::parse(text).map_err(|error| status(Code::INVALID_ARGUMENT, error))
+}
+
+fn record_of(request: PutSandboxRequest) -> ttrpc::Result<Record> {
+    let id = id_of(&request.id)?;
+    if request.guest_certificates.len() > CERTIFICATES {
+        let why = format!(
+            "sandbox {id} has {} certificates, more than {CERTIFICATES}",
+            request.guest_certificates.len()
+        );
+        return Err(status(Code::INVALID_ARGUMENT, why));
+    }
+    let guest_certificates = request
+        .guest_certificates
+        .iter()
+        .map(|print| <[u8; 32]>::try_from(print.as_slice()))
+        .collect::<Result<_, _>>()
+        .map_err(|_| status(Code::INVALID_ARGUMENT, "a certificate's fingerprint has not 32 bytes"))?;
+    Ok(Record { id, agent_socket: request.agent_socket.into(), guest_certificates, pod: request.pod })
+}
+
+#[async_trait]
+impl Relay for Control {
+    async fn configure(
+        &self,
+        _context: &TtrpcContext,
+        request: ConfigureRequest,
+    ) -> ttrpc::Result<ConfigureResponse> {
+        let identity = Identity {
+            certificates: request.certificates,
+            private_key: request.private_key,
+            trusted_cas: request.trusted_cas,
+        };
+        let config = identity.server_config().map_err(|error| status(Code::INVALID_ARGUMENT, error))?;
+        let store = self.store.clone();
+        tokio::task::spawn_blocking(move || store.put_identity(&identity))
+            .await
+            .map_err(|_| status(Code::UNAVAILABLE, "the relay stops"))?
+            .map_err(|error| status(Code::INTERNAL, error))?;
+        self.trust.set(config);
+        tracing::info!("configured by peerpod-node");
+        Ok(ConfigureResponse {
+            listen_address: self.listen.to_string(),
+            epoch: self.states.epoch().to_owned(),
+            ..Default::default()
+        })
+    }
+
+    async fn put_sandbox(
+        &self,
+        _context: &TtrpcContext,
+        request: PutSandboxRequest,
+    ) -> ttrpc::Result<PutSandboxResponse> {
+        let record = record_of(request)?;
+        let (id, pod) = (record.id.clone(), record.pod.clone());
+        self.sandboxes.put(record).await?;
+        tracing::info!(sandbox = %id, pod, "sandbox is served");
+        Ok(PutSandboxResponse::new())
+    }
+
+    async fn delete_sandbox(
+        &self,
+        _context: &TtrpcContext,
+        request: DeleteSandboxRequest,
+    ) -> ttrpc::Result<DeleteSandboxResponse> {
+        let id = id_of(&request.id)?;
+        let (sandboxes, gone) = (self.sandboxes.clone(), id.clone());
+        // In a task: a caller that leaves must not leave half a sandbox.
+        tokio::spawn(async move { sandboxes.delete(&gone).await })
+            .await
+            .map_err(|_| status(Code::UNAVAILABLE, "the relay stops"))??;
+        tracing::info!(sandbox = %id, "sandbox is not served any more");
+        Ok(DeleteSandboxResponse::new())
+    }
+
+    async fn guest_call(
+        &self,
+        context: &TtrpcContext,
+        request: GuestCallRequest,
+    ) -> ttrpc::Result<GuestCallResponse> {
+        let id = id_of(&request.id)?;
+        if request.request.len() > REQUEST_BYTES {
+            let why = format!("the request has {} bytes, more than {REQUEST_BYTES}", request.request.len());
+            return Err(status(Code::INVALID_ARGUMENT, why));
+        }
+        let mut message = Request::parse_from_bytes(&request.request)
+            .map_err(|error| status(Code::INVALID_ARGUMENT, format!("read the request: {error}")))?;
+        let attached = self.sandboxes.get(&id).ok_or_else(|| {
+            status(Code::NOT_FOUND, format!("sandbox {id} is not served here; put it first"))
+        })?;
+        let mut waiting = attached.guest.call()?;
+        message.id = waiting.id;
+        let bytes = message.write_to_bytes().map_err(|error| status(Code::INTERNAL, error))?;
+        let size = bytes.len();
+        attached
+            .endpoint
+            .control(Bytes::from(bytes))
+            .map_err(|full| status(Code::RESOURCE_EXHAUSTED, full))?;
+        self.metrics.guest_calls.inc();
+        let patience = match u64::try_from(context.timeout_nano) {
+            Ok(nanos) if nanos > 0 => Duration::from_nanos(nanos).min(CALL_AT_MOST),
+            _ => CALL,
+        };
+        tracing::debug!(sandbox = %id, pod = attached.guest.pod(), call = waiting.id, bytes = size, "call to the guest");
+        match tokio::time::timeout(patience, &mut waiting.answer).await {
+            Ok(Ok(answer)) => Ok(GuestCallResponse { reply: answer?.to_vec(), ..Default::default() }),
+            Ok(Err(_)) => Err(Gone::Replaced(id).into()),
+            Err(_) => {
+                let why = format!("the guest of sandbox {id} did not answer within {patience:?}");
+                Err(status(Code::DEADLINE_EXCEEDED, why))
+            }
+        }
+    }
+
+    async fn watch(&self, context: &TtrpcContext, request: WatchRequest) -> ttrpc::Result<WatchResponse> {
+        // A little before the caller's own deadline, so that it gets an answer and not an error.
+        let patience = match u64::try_from(context.timeout_nano) {
+            Ok(nanos) if nanos > 0 => WATCH.min(Duration::from_nanos(nanos).mul_f32(0.9)),
+            _ => WATCH,
+        };
+        let newer = self.states.newer(&request.epoch, request.since);
+        Ok(tokio::time::timeout(patience, newer).await.unwrap_or_else(|_| self.states.nothing(request.since)))
+    }
+}

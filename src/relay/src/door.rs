@@ -1,0 +1,336 @@
+//! `hypervisor.sock`: what shims ask of the node passes here, and waits here while the node is away. One task owns the
+//! [`queue`]; connections and the node's connection are tasks that only read, write and tell it.
+//!
+//! May touch: its listener, `node.sock` (as a client), the inbox. Looks into a request as far as [`call`] says.
+
+mod call;
+mod conn;
+mod node;
+mod queue;
+
+use std::{
+    collections::HashMap,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant, SystemTime},
+};
+
+use bytes::{Bytes, BytesMut};
+use peerpod_link::frame::{self, Header};
+use peerpod_proto::{
+    node::{ClaimRequest, ClaimResponse},
+    ttrpc_frame,
+};
+use protobuf::Message;
+use thiserror::Error;
+use tokio::{
+    net::UnixListener,
+    sync::{Semaphore, mpsc, oneshot},
+    task::JoinSet,
+};
+
+pub(crate) use self::call::code;
+use self::{
+    call::{Incoming, Kind},
+    conn::Peer,
+    queue::{Caller, ConnId, Limits, Output, Queue},
+};
+use crate::{id::SandboxId, inbox::Inbox, metrics::Metrics, sandboxes::states::States};
+
+/// Connections to `hypervisor.sock` at once.
+const CONNECTIONS: usize = 8192;
+/// Memory for bodies that are still arriving, over all connections: 64 MiB.
+const BUDGET: usize = (64 << 20) / conn::PIECE;
+/// Sandboxes whose CreateVM came over one connection and that are remembered for it.
+const CREATED_PER_CONNECTION: usize = 64;
+/// How long the node may take for a guest's claim.
+const CLAIM_WITHIN: Duration = Duration::from_secs(10);
+/// Claims under way.
+const CLAIMS: usize = 256;
+
+/// What the door's task is told.
+enum Event {
+    Opened { conn: ConnId, peer: Peer },
+    Request { conn: ConnId, stream: u32, incoming: Incoming },
+    Closed { conn: ConnId },
+    NodeUp { requests: mpsc::UnboundedSender<(u32, Bytes)> },
+    NodeDown,
+    NodeAnswer { stream: u32, body: Bytes },
+    Written { id: SandboxId, result: Result<(), String> },
+    Claim { request: ttrpc_frame::Request, answer: oneshot::Sender<Bytes> },
+}
+
+/// What the door works with.
+pub(crate) struct Parts {
+    pub(crate) listener: UnixListener,
+    pub(crate) node_socket: PathBuf,
+    pub(crate) inbox: Inbox,
+    pub(crate) states: Arc<States>,
+    pub(crate) metrics: Arc<Metrics>,
+}
+
+/// Asks the node through the door.
+#[derive(Clone)]
+pub(crate) struct DoorHandle {
+    events: mpsc::Sender<Event>,
+    claims: Arc<Semaphore>,
+}
+
+/// Why a claim has no certificate.
+#[derive(Debug, Error)]
+pub(crate) enum ClaimError {
+    /// The same claim may succeed later.
+    #[error("the node is away or busy: {0}")]
+    Away(String),
+    /// The node said no.
+    #[error("the node refused the claim: {message} (code {code})")]
+    Refused { code: i32, message: String },
+}
+
+impl DoorHandle {
+    /// Has the node judge a ticket.
+    pub(crate) async fn claim(&self, request: ClaimRequest) -> Result<ClaimResponse, ClaimError> {
+        let away = |why: &str| ClaimError::Away(why.to_owned());
+        let _place = self.claims.try_acquire().map_err(|_| away("too many claims at once"))?;
+        let payload = request.write_to_bytes().map_err(|error| away(&error.to_string()))?;
+        let request = ttrpc_frame::Request {
+            service: "peerpod.node.v1.Node".into(),
+            method: "Claim".into(),
+            payload,
+            timeout_nano: CLAIM_WITHIN.as_nanos() as i64,
+            ..Default::default()
+        };
+        let (answer, answered) = oneshot::channel();
+        self.events.send(Event::Claim { request, answer }).await.map_err(|_| away("the relay stops"))?;
+        let body = answered.await.map_err(|_| away("the relay stops"))?;
+        let response = ttrpc_frame::Response::parse_from_bytes(&body)
+            .map_err(|error| away(&format!("its answer cannot be read: {error}")))?;
+        match response.status.code {
+            0 => ClaimResponse::parse_from_bytes(&response.payload)
+                .map_err(|error| away(&format!("its answer cannot be read: {error}"))),
+            code if code::FINAL.contains(&code) => {
+                Err(ClaimError::Refused { code, message: response.status.message.clone() })
+            }
+            // A full disk or a node about to end is no judgement of the ticket.
+            _ => Err(away(&response.status.message)),
+        }
+    }
+}
+
+/// Starts the door's tasks.
+pub(crate) fn open(parts: Parts, tasks: &mut JoinSet<()>) -> DoorHandle {
+    let (events, incoming) = mpsc::channel(1024);
+    let handle = DoorHandle { events: events.clone(), claims: Arc::new(Semaphore::new(CLAIMS)) };
+    tasks.spawn(node::run(parts.node_socket, events.clone()));
+    tasks.spawn(accept(parts.listener, events.clone(), parts.metrics.clone()));
+    let door = Door {
+        queue: Queue::new(Limits::default(), Instant::now()),
+        peers: HashMap::new(),
+        node: None,
+        claims: HashMap::new(),
+        next_claim: 0,
+        created: HashMap::new(),
+        creators: HashMap::new(),
+        inbox: parts.inbox,
+        states: parts.states,
+        metrics: parts.metrics,
+        events,
+    };
+    tasks.spawn(door.run(incoming));
+    handle
+}
+
+async fn accept(listener: UnixListener, events: mpsc::Sender<Event>, metrics: Arc<Metrics>) {
+    let budget = Arc::new(Semaphore::new(BUDGET));
+    let mut open = JoinSet::new();
+    let mut next: ConnId = 0;
+    loop {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            Some(_) = open.join_next() => continue,
+        };
+        let stream = match accepted {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "accept on hypervisor.sock failed");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                continue;
+            }
+        };
+        if open.len() >= CONNECTIONS {
+            tracing::warn!(bound = CONNECTIONS, "connection to hypervisor.sock refused: too many are open");
+            continue;
+        }
+        next += 1;
+        let (conn, events, budget, metrics) = (next, events.clone(), budget.clone(), metrics.clone());
+        metrics.hypervisor_connections.inc();
+        open.spawn(async move {
+            let end = conn::serve(stream, conn, events, budget).await;
+            metrics.hypervisor_connections.dec();
+            tracing::debug!(conn, %end, "connection to hypervisor.sock ended");
+        });
+    }
+}
+
+struct Door {
+    queue: Queue,
+    peers: HashMap<ConnId, Peer>,
+    node: Option<mpsc::UnboundedSender<(u32, Bytes)>>,
+    claims: HashMap<u64, oneshot::Sender<Bytes>>,
+    next_claim: u64,
+    /// Sandboxes whose last CreateVM came over this connection.
+    created: HashMap<ConnId, Vec<SandboxId>>,
+    creators: HashMap<SandboxId, ConnId>,
+    inbox: Inbox,
+    states: Arc<States>,
+    metrics: Arc<Metrics>,
+    events: mpsc::Sender<Event>,
+}
+
+impl Door {
+    async fn run(mut self, mut incoming: mpsc::Receiver<Event>) {
+        loop {
+            let event = match self.queue.next_timer() {
+                Some(at) => tokio::select! {
+                    event = incoming.recv() => event,
+                    () = tokio::time::sleep_until(at.into()) => {
+                        self.queue.tick(Instant::now());
+                        self.act();
+                        continue;
+                    }
+                },
+                None => incoming.recv().await,
+            };
+            let Some(event) = event else { return };
+            self.take(event, Instant::now());
+            self.act();
+        }
+    }
+
+    fn take(&mut self, event: Event, now: Instant) {
+        match event {
+            Event::Opened { conn, peer } => {
+                self.peers.insert(conn, peer);
+            }
+            Event::Request { conn, stream, incoming } => self.request(conn, stream, incoming, now),
+            Event::Closed { conn } => {
+                self.peers.remove(&conn);
+                self.queue.connection_closed(conn, now);
+                for id in self.created.remove(&conn).unwrap_or_default() {
+                    if self.creators.get(&id) == Some(&conn) {
+                        self.creators.remove(&id);
+                        self.states.hypervisor(&id, false);
+                    }
+                }
+            }
+            Event::NodeUp { requests } => {
+                self.node = Some(requests);
+                self.queue.node_connected(now);
+                tracing::info!("peerpod-node is connected");
+            }
+            Event::NodeDown => {
+                self.node = None;
+                self.metrics.node_losses.inc();
+                self.queue.node_lost();
+            }
+            Event::NodeAnswer { stream, body } => {
+                // What still comes over a connection that was given up is not for this one's streams.
+                if self.node.is_some() {
+                    self.queue.answer(stream, body, now);
+                }
+            }
+            Event::Written { id, result } => {
+                match &result {
+                    Ok(()) => tracing::info!(sandbox = %id, "stop recorded in the inbox"),
+                    Err(error) => tracing::error!(sandbox = %id, %error, "stop not recorded"),
+                }
+                self.queue.inbox_written(&id, result, now);
+            }
+            Event::Claim { request, answer } => {
+                self.next_claim += 1;
+                self.claims.insert(self.next_claim, answer);
+                self.queue.accept(Caller::Internal(self.next_claim), Kind::Other, request, now);
+            }
+        }
+    }
+
+    fn request(&mut self, conn: ConnId, stream: u32, incoming: Incoming, now: Instant) {
+        if !self.peers.contains_key(&conn) {
+            return;
+        }
+        let method = incoming.request.method.as_str();
+        if let Some(id) = incoming.kind.id() {
+            let pod = incoming.pod.as_deref();
+            tracing::debug!(sandbox = %id, pod, method, conn, bytes = incoming.request.payload.len(), "call of a shim");
+        }
+        if let Kind::Create(id) = &incoming.kind {
+            self.remember(conn, id);
+        }
+        self.metrics.call(method);
+        self.queue.accept(Caller::Shim { conn, stream }, incoming.kind, incoming.request, now);
+    }
+
+    /// Notes over which connection a sandbox was created: its end is all that tells of a shim that was killed.
+    fn remember(&mut self, conn: ConnId, id: &SandboxId) {
+        let created = self.created.entry(conn).or_default();
+        if !created.contains(id) {
+            if created.len() >= CREATED_PER_CONNECTION {
+                return;
+            }
+            created.push(id.clone());
+        }
+        self.creators.insert(id.clone(), conn);
+        self.states.hypervisor(id, true);
+    }
+
+    /// Does what the queue wants done.
+    fn act(&mut self) {
+        while let Some(output) = self.queue.take() {
+            match output {
+                Output::Send { stream, body } => {
+                    // A connection that ended meanwhile says so itself, and the queue sends again.
+                    if let Some(node) = &self.node {
+                        drop(node.send((stream, body)));
+                    }
+                }
+                Output::Answer { caller: Caller::Shim { conn, stream }, body } => {
+                    self.answer(conn, stream, &body)
+                }
+                Output::Answer { caller: Caller::Internal(claim), body } => {
+                    if let Some(answer) = self.claims.remove(&claim) {
+                        drop(answer.send(body)); // The guest may have left.
+                    }
+                }
+                Output::WriteInbox(id) => self.write_inbox(id),
+                Output::Reconnect(why) => {
+                    tracing::warn!(why, "the connection to peerpod-node is given up");
+                    self.node = None;
+                    self.queue.node_lost();
+                }
+            }
+        }
+        self.metrics.queued_calls.set(self.queue.len() as i64);
+        self.metrics.node_connected.set(i64::from(self.queue.node_is_ready()));
+    }
+
+    fn answer(&mut self, conn: ConnId, stream: u32, body: &Bytes) {
+        let Some(peer) = self.peers.get(&conn) else { return };
+        let header = Header { length: body.len() as u32, stream, kind: frame::RESPONSE, flags: 0 };
+        let mut answer = BytesMut::with_capacity(frame::HEADER_LEN + body.len());
+        answer.extend_from_slice(&header.encode());
+        answer.extend_from_slice(body);
+        if peer.answers.try_send(answer.freeze()).is_err() {
+            peer.close.notify_one();
+        }
+    }
+
+    fn write_inbox(&self, id: SandboxId) {
+        self.metrics.inbox_writes.inc();
+        let (inbox, events) = (self.inbox.clone(), self.events.clone());
+        tokio::task::spawn_blocking(move || {
+            let result = inbox.stop(&id, SystemTime::now()).map_err(|error| error.to_string());
+            // Only a stopping relay does not listen; the file is there all the same.
+            drop(events.blocking_send(Event::Written { id, result }));
+        });
+    }
+}

@@ -1,0 +1,180 @@
+//! One request of a shim, as far as the door looks into it: which service, which sandbox, how long it may take.
+//! Pure; the payload itself is passed on as it came.
+
+use bytes::Bytes;
+use peerpod_proto::{hypervisor, ttrpc_frame};
+use protobuf::Message;
+
+use crate::id::SandboxId;
+
+/// gRPC's codes, as far as the relay answers with them itself.
+pub(crate) mod code {
+    pub(crate) const CANCELLED: i32 = 1;
+    pub(crate) const INVALID_ARGUMENT: i32 = 3;
+    pub(crate) const DEADLINE_EXCEEDED: i32 = 4;
+    pub(crate) const RESOURCE_EXHAUSTED: i32 = 8;
+    pub(crate) const UNIMPLEMENTED: i32 = 12;
+    pub(crate) const INTERNAL: i32 = 13;
+    pub(crate) const UNAVAILABLE: i32 = 14;
+
+    /// Codes after which the same request will never succeed: INVALID_ARGUMENT, NOT_FOUND, ALREADY_EXISTS,
+    /// PERMISSION_DENIED, FAILED_PRECONDITION, UNAUTHENTICATED.
+    pub(crate) const FINAL: [i32; 6] = [INVALID_ARGUMENT, 5, 6, 7, 9, 16];
+}
+
+/// What a call means for the order of calls of one sandbox.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// `CreateVM`.
+    Create(SandboxId),
+    /// `StartVM`.
+    Start(SandboxId),
+    /// `StopVM`.
+    Stop(SandboxId),
+    /// Anything else that may pass: no order, no sandbox.
+    Other,
+}
+
+impl Kind {
+    pub(crate) fn id(&self) -> Option<&SandboxId> {
+        match self {
+            Kind::Create(id) | Kind::Start(id) | Kind::Stop(id) => Some(id),
+            Kind::Other => None,
+        }
+    }
+}
+
+/// A request that may go to the node.
+#[derive(Debug)]
+pub(crate) struct Incoming {
+    pub(crate) kind: Kind,
+    pub(crate) request: ttrpc_frame::Request,
+    /// `namespace/name` of the pod when the call says it (CreateVM), for log lines.
+    pub(crate) pod: Option<String>,
+}
+
+/// Why a request is answered by the relay itself.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Refused {
+    pub(crate) code: i32,
+    pub(crate) message: String,
+}
+
+/// Reads the envelope and, for the three calls that have one, the sandbox id.
+pub(crate) fn read(body: &[u8]) -> Result<Incoming, Refused> {
+    let invalid = |what: &str, why: &dyn std::fmt::Display| Refused {
+        code: code::INVALID_ARGUMENT,
+        message: format!("read {what}: {why}"),
+    };
+    let request = ttrpc_frame::Request::parse_from_bytes(body)
+        .map_err(|error| invalid("the request's envelope", &error))?;
+    let mut pod = None;
+    let id = match (request.service.as_str(), request.method.as_str()) {
+        ("hypervisor.Hypervisor", "CreateVM") => {
+            let message = hypervisor::CreateVMRequest::parse_from_bytes(&request.payload)
+                .map_err(|error| invalid("CreateVM", &error))?;
+            pod = pod_of(&message);
+            Some((message.id, Kind::Create as fn(SandboxId) -> Kind))
+        }
+        ("hypervisor.Hypervisor", "StartVM") => {
+            let message = hypervisor::StartVMRequest::parse_from_bytes(&request.payload)
+                .map_err(|error| invalid("StartVM", &error))?;
+            Some((message.id, Kind::Start as fn(SandboxId) -> Kind))
+        }
+        ("hypervisor.Hypervisor", "StopVM") => {
+            let message = hypervisor::StopVMRequest::parse_from_bytes(&request.payload)
+                .map_err(|error| invalid("StopVM", &error))?;
+            Some((message.id, Kind::Stop as fn(SandboxId) -> Kind))
+        }
+        ("hypervisor.Hypervisor" | "podvminfo.PodVMInfo", _) => None,
+        (service, method) => {
+            return Err(Refused {
+                code: code::UNIMPLEMENTED,
+                message: format!(
+                    "{:.64}/{:.64} is not served here; this socket has hypervisor.Hypervisor and podvminfo.PodVMInfo",
+                    service, method
+                ),
+            });
+        }
+    };
+    let kind = match id {
+        Some((id, kind)) => kind(SandboxId::parse(&id).map_err(|error| invalid(&request.method, &error))?),
+        None => Kind::Other,
+    };
+    Ok(Incoming { kind, request, pod })
+}
+
+fn pod_of(message: &hypervisor::CreateVMRequest) -> Option<String> {
+    let get = |key: &str| message.annotations.get(key).map(String::as_str).filter(|text| !text.is_empty());
+    let name = get("io.kubernetes.cri.sandbox-name")?;
+    let namespace = get("io.kubernetes.cri.sandbox-namespace").unwrap_or("");
+    Some(format!("{namespace:.128}/{name:.256}"))
+}
+
+/// The envelope of an answer that the relay gives itself.
+pub(crate) fn status(code: i32, message: &str) -> Bytes {
+    let response = ttrpc_frame::Response {
+        status: protobuf::MessageField::some(ttrpc_frame::Status {
+            code,
+            message: message.to_owned(),
+            ..Default::default()
+        }),
+        ..Default::default()
+    };
+    encode(&response)
+}
+
+/// The envelope of an empty success.
+pub(crate) fn done() -> Bytes {
+    status(0, "")
+}
+
+fn encode(response: &ttrpc_frame::Response) -> Bytes {
+    // Writing these messages to memory fails for no content; an empty envelope would read as success, so not that.
+    response.write_to_bytes().map_or_else(|_| Bytes::from_static(&[0x0a, 0x02, 0x08, 0x0d]), Bytes::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(service: &str, method: &str, payload: Vec<u8>) -> Vec<u8> {
+        ttrpc_frame::Request { service: service.into(), method: method.into(), payload, ..Default::default() }
+            .write_to_bytes()
+            .unwrap()
+    }
+
+    #[test]
+    fn a_create_names_its_sandbox_and_pod() {
+        let mut create = hypervisor::CreateVMRequest { id: "sb1".into(), ..Default::default() };
+        create.annotations.insert("io.kubernetes.cri.sandbox-name".into(), "web".into());
+        create.annotations.insert("io.kubernetes.cri.sandbox-namespace".into(), "shop".into());
+        let body = request("hypervisor.Hypervisor", "CreateVM", create.write_to_bytes().unwrap());
+        let incoming = read(&body).unwrap();
+        assert_eq!(incoming.kind, Kind::Create(SandboxId::parse("sb1").unwrap()));
+        assert_eq!(incoming.pod.as_deref(), Some("shop/web"));
+    }
+
+    #[test]
+    fn other_services_are_unimplemented_and_bad_ids_invalid() {
+        assert_eq!(read(&request("grpc.Health", "Check", vec![])).unwrap_err().code, code::UNIMPLEMENTED);
+        let stop = hypervisor::StopVMRequest { id: "../x".into(), ..Default::default() };
+        let body = request("hypervisor.Hypervisor", "StopVM", stop.write_to_bytes().unwrap());
+        assert_eq!(read(&body).unwrap_err().code, code::INVALID_ARGUMENT);
+        assert_eq!(read(&[0xff, 0xff, 0xff]).unwrap_err().code, code::INVALID_ARGUMENT);
+    }
+
+    #[test]
+    fn calls_without_a_sandbox_pass() {
+        for (service, method) in [("podvminfo.PodVMInfo", "GetInfo"), ("hypervisor.Hypervisor", "Version")] {
+            assert_eq!(read(&request(service, method, vec![])).unwrap().kind, Kind::Other);
+        }
+    }
+
+    #[test]
+    fn an_own_answer_carries_its_code() {
+        let read = ttrpc_frame::Response::parse_from_bytes(&status(14, "away")).unwrap();
+        assert_eq!((read.status.code, read.status.message.as_str()), (14, "away"));
+        assert_eq!(ttrpc_frame::Response::parse_from_bytes(&done()).unwrap().status.code, 0);
+    }
+}

@@ -1,0 +1,587 @@
+//! What waits for the node: calls in order per sandbox, sent again after the node was away, ended by their
+//! deadline, their caller or a stop. No sockets and no clock in here: time comes in, [`Output`]s go out.
+//!
+//! The rules of order. A StartVM waits for the CreateVM and StopVM of its sandbox that came before it, a CreateVM
+//! for the StopVMs before it; a StopVM waits for nothing and cancels the CreateVM and StartVM before it that the
+//! node has not seen. (A CreateVM does not wait for a StartVM: a shim's clean-up repeats CreateVM while the start
+//! still runs, and has little time.) A StopVM that the node does not answer in time goes to the inbox; until the
+//! node has read it there, later CreateVM and StartVM of that sandbox wait.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque},
+    time::{Duration, Instant},
+};
+
+use bytes::Bytes;
+use peerpod_proto::ttrpc_frame::Request;
+use protobuf::Message;
+
+use super::call::{self, Kind, code};
+use crate::id::SandboxId;
+
+/// Identifies a shim's connection; never used twice in a process.
+pub(crate) type ConnId = u64;
+
+/// Who gets the answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Caller {
+    /// A shim's connection and the stream it called on.
+    Shim { conn: ConnId, stream: u32 },
+    /// A part of this process, by a number of its own.
+    Internal(u64),
+}
+
+/// What the queue wants done.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Output {
+    /// Write this request to the node's connection.
+    Send { stream: u32, body: Bytes },
+    /// Hand the answer (a response envelope) to its caller.
+    Answer { caller: Caller, body: Bytes },
+    /// Make the stop of this sandbox durable, then say [`Queue::inbox_written`].
+    WriteInbox(SandboxId),
+    /// The node's connection is of no use: close it and dial again.
+    Reconnect(&'static str),
+}
+
+/// Bounds and patience.
+#[derive(Debug, Clone)]
+pub(crate) struct Limits {
+    /// Calls that wait or run, over all connections.
+    pub(crate) calls: usize,
+    /// The same of one connection.
+    pub(crate) calls_per_connection: usize,
+    /// The same of one sandbox.
+    pub(crate) calls_per_sandbox: usize,
+    /// Bytes of requests that are kept to be sent again.
+    pub(crate) bytes: usize,
+    /// How long the node may take for a StopVM before the inbox takes it.
+    pub(crate) stop_grace: Duration,
+    /// Silence of a node that owes answers before it is asked for a sign of life.
+    pub(crate) probe_after: Duration,
+    /// How long the node may take for that.
+    pub(crate) hang: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Limits {
+        Limits {
+            calls: 8192,
+            calls_per_connection: 256,
+            calls_per_sandbox: 64,
+            bytes: 64 << 20,
+            stop_grace: Duration::from_millis(400),
+            probe_after: Duration::from_secs(5),
+            hang: Duration::from_secs(10),
+        }
+    }
+}
+
+type CallId = u64;
+
+#[derive(Debug)]
+struct Call {
+    kind: Kind,
+    request: Request,
+    size: usize,
+    caller: Option<Caller>,
+    deadline: Option<Instant>,
+    /// The stream on the node's present connection, when it was sent there.
+    sent: Option<u32>,
+    /// A StopVM whose inbox file is being written.
+    in_inbox: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Timer {
+    Deadline(CallId),
+    StopGrace(CallId),
+    Probe,
+    Hang,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Node {
+    Away,
+    /// Connected, and it has not answered its first ReadInbox.
+    Greeting,
+    Ready,
+}
+
+/// The queue. Every method may leave outputs, to be taken with [`Queue::take`].
+#[derive(Debug)]
+pub(crate) struct Queue {
+    limits: Limits,
+    node: Node,
+    calls: BTreeMap<CallId, Call>,
+    next_call: CallId,
+    lanes: HashMap<SandboxId, VecDeque<CallId>>,
+    by_connection: HashMap<ConnId, HashSet<CallId>>,
+    sent: HashMap<u32, CallId>,
+    next_stream: u32,
+    bytes: usize,
+    timers: BTreeSet<(Instant, Timer)>,
+    /// Stops that lie in the inbox and that no ReadInbox has covered yet, with the number of their writing.
+    unread: HashMap<SandboxId, u64>,
+    /// Stops that are on their way into the inbox.
+    writing: HashSet<SandboxId>,
+    writings: u64,
+    /// The ReadInbox on its way: its stream, and the writings it covers.
+    reading: Option<(u32, u64)>,
+    last_heard: Instant,
+    probing: bool,
+    outputs: VecDeque<Output>,
+}
+
+impl Queue {
+    pub(crate) fn new(limits: Limits, now: Instant) -> Queue {
+        Queue {
+            limits,
+            node: Node::Away,
+            calls: BTreeMap::new(),
+            next_call: 0,
+            lanes: HashMap::new(),
+            by_connection: HashMap::new(),
+            sent: HashMap::new(),
+            next_stream: 1,
+            bytes: 0,
+            timers: BTreeSet::new(),
+            unread: HashMap::new(),
+            writing: HashSet::new(),
+            writings: 0,
+            reading: None,
+            last_heard: now,
+            probing: false,
+            outputs: VecDeque::new(),
+        }
+    }
+
+    /// The next thing to do.
+    pub(crate) fn take(&mut self) -> Option<Output> {
+        self.outputs.pop_front()
+    }
+
+    /// When [`Queue::tick`] wants to be called next.
+    pub(crate) fn next_timer(&self) -> Option<Instant> {
+        self.timers.first().map(|(at, _)| *at)
+    }
+
+    /// Calls that wait or run.
+    pub(crate) fn len(&self) -> usize {
+        self.calls.len()
+    }
+
+    /// Whether the node answers.
+    pub(crate) fn node_is_ready(&self) -> bool {
+        self.node == Node::Ready
+    }
+
+    /// Takes a call in.
+    pub(crate) fn accept(&mut self, caller: Caller, kind: Kind, request: Request, now: Instant) {
+        if let Kind::Stop(id) = &kind {
+            let id = id.clone();
+            self.cancel_before(&id, CallId::MAX, false);
+            if self.unread.contains_key(&id) {
+                // The same stop is durable already and nothing that came after it has reached the node.
+                self.answer_to(Some(caller), call::done());
+                return;
+            }
+        }
+        if matches!(caller, Caller::Internal(_)) && self.node != Node::Ready {
+            self.answer_to(Some(caller), call::status(code::UNAVAILABLE, "peerpod-node is away"));
+            return;
+        }
+        if let Some(full) = self.full(&caller, &kind, request.payload.len()) {
+            self.answer_to(Some(caller), call::status(code::RESOURCE_EXHAUSTED, &full));
+            return;
+        }
+        let call = self.insert(caller, kind, request, now);
+        let Some(entry) = self.calls.get(&call) else { return };
+        if matches!(entry.kind, Kind::Stop(_)) {
+            self.timers.insert((now + self.limits.stop_grace, Timer::StopGrace(call)));
+            if self.node != Node::Ready {
+                self.fall_back(call);
+                return;
+            }
+        }
+        self.send_if_due(call, now);
+    }
+
+    fn full(&self, caller: &Caller, kind: &Kind, size: usize) -> Option<String> {
+        let of_connection = match caller {
+            Caller::Shim { conn, .. } => self.by_connection.get(conn).map_or(0, HashSet::len),
+            Caller::Internal(_) => 0,
+        };
+        if of_connection >= self.limits.calls_per_connection {
+            return Some(format!(
+                "{of_connection} calls of this connection wait for the node; wait for their answers"
+            ));
+        }
+        if matches!(kind, Kind::Stop(_)) {
+            return None; // Small, and refusing it would leak a VM.
+        }
+        let of_sandbox = kind.id().and_then(|id| self.lanes.get(id)).map_or(0, VecDeque::len);
+        if of_sandbox >= self.limits.calls_per_sandbox {
+            return Some(format!(
+                "{of_sandbox} calls of this sandbox wait for the node; wait for their answers"
+            ));
+        }
+        if self.calls.len() >= self.limits.calls || self.bytes + size > self.limits.bytes {
+            return Some(format!(
+                "{} calls of {} bytes wait for peerpod-node, which is the bound; see that it runs",
+                self.calls.len(),
+                self.bytes
+            ));
+        }
+        None
+    }
+
+    fn insert(&mut self, caller: Caller, kind: Kind, request: Request, now: Instant) -> CallId {
+        let id = self.next_call;
+        self.next_call += 1;
+        let deadline = u64::try_from(request.timeout_nano)
+            .ok()
+            .filter(|&nanos| nanos > 0)
+            .and_then(|nanos| now.checked_add(Duration::from_nanos(nanos)));
+        if let Some(at) = deadline {
+            self.timers.insert((at, Timer::Deadline(id)));
+        }
+        if let Some(sandbox) = kind.id() {
+            self.lanes.entry(sandbox.clone()).or_default().push_back(id);
+        }
+        if let Caller::Shim { conn, .. } = caller {
+            self.by_connection.entry(conn).or_default().insert(id);
+        }
+        let size = request.payload.len();
+        self.bytes += size;
+        let call = Call { kind, request, size, caller: Some(caller), deadline, sent: None, in_inbox: false };
+        self.calls.insert(id, call);
+        id
+    }
+
+    /// Forgets a call; its answer, if one comes, is nobody's.
+    fn remove(&mut self, id: CallId) -> Option<Call> {
+        let call = self.calls.remove(&id)?;
+        self.bytes = self.bytes.saturating_sub(call.size);
+        if let Some(stream) = call.sent {
+            self.sent.remove(&stream);
+        }
+        if let Some(at) = call.deadline {
+            self.timers.remove(&(at, Timer::Deadline(id)));
+        }
+        if let Some(sandbox) = call.kind.id()
+            && let Some(lane) = self.lanes.get_mut(sandbox)
+        {
+            lane.retain(|&other| other != id);
+            if lane.is_empty() {
+                self.lanes.remove(sandbox);
+            }
+        }
+        if let Some(Caller::Shim { conn, .. }) = call.caller
+            && let Some(of_connection) = self.by_connection.get_mut(&conn)
+        {
+            of_connection.remove(&id);
+            if of_connection.is_empty() {
+                self.by_connection.remove(&conn);
+            }
+        }
+        Some(call)
+    }
+
+    fn finish(&mut self, id: CallId, body: Bytes) {
+        if let Some(call) = self.remove(id) {
+            self.answer_to(call.caller, body);
+        }
+    }
+
+    fn answer_to(&mut self, caller: Option<Caller>, body: Bytes) {
+        if let Some(caller) = caller {
+            self.outputs.push_back(Output::Answer { caller, body });
+        }
+    }
+
+    /// Cancels the CreateVM and StartVM of a sandbox that came before `stop`; those the node has, only on `all`.
+    fn cancel_before(&mut self, id: &SandboxId, stop: CallId, all: bool) {
+        let Some(lane) = self.lanes.get(id) else { return };
+        let doomed: Vec<CallId> = lane
+            .iter()
+            .copied()
+            .filter(|&other| other < stop)
+            .filter(|other| {
+                self.calls
+                    .get(other)
+                    .is_some_and(|call| !matches!(call.kind, Kind::Stop(_)) && (all || call.sent.is_none()))
+            })
+            .collect();
+        for call in doomed {
+            self.finish(call, call::status(code::CANCELLED, "cancelled by a StopVM of the same sandbox"));
+        }
+    }
+
+    /// Gives a StopVM to the inbox.
+    fn fall_back(&mut self, stop: CallId) {
+        let Some(call) = self.calls.get_mut(&stop) else { return };
+        if call.in_inbox {
+            return;
+        }
+        call.in_inbox = true;
+        let Kind::Stop(id) = call.kind.clone() else { return };
+        self.cancel_before(&id, stop, true);
+        if self.writing.insert(id.clone()) {
+            self.outputs.push_back(Output::WriteInbox(id));
+        }
+    }
+
+    /// The stop of `id` is durable (or could not be made so, with the reason).
+    pub(crate) fn inbox_written(&mut self, id: &SandboxId, result: Result<(), String>, now: Instant) {
+        let stops: Vec<CallId> = self
+            .lanes
+            .get(id)
+            .into_iter()
+            .flatten()
+            .copied()
+            .filter(|call| self.calls.get(call).is_some_and(|call| call.in_inbox))
+            .collect();
+        self.writing.remove(id);
+        match result {
+            Ok(()) => {
+                self.writings += 1;
+                self.unread.insert(id.clone(), self.writings);
+                for stop in stops {
+                    self.finish(stop, call::done());
+                }
+                self.read_inbox(now);
+            }
+            Err(why) => {
+                let why = format!("record the stop of sandbox {id}: {why}; the node did not answer either");
+                for stop in stops {
+                    self.finish(stop, call::status(code::INTERNAL, &why));
+                }
+            }
+        }
+        self.advance(id, now);
+    }
+
+    /// Asks the node to read the inbox, when it is there and not asked already.
+    fn read_inbox(&mut self, now: Instant) {
+        if self.node == Node::Away || self.reading.is_some() {
+            return;
+        }
+        let request = Request {
+            service: "peerpod.node.v1.Node".into(),
+            method: "ReadInbox".into(),
+            ..Default::default()
+        };
+        if let Some(stream) = self.send(&request) {
+            self.reading = Some((stream, self.writings));
+            self.timers.insert((now + self.limits.hang, Timer::Hang));
+        }
+    }
+
+    fn send(&mut self, request: &Request) -> Option<u32> {
+        let stream = self.next_stream;
+        if stream >= u32::MAX - 2 {
+            // Stream ids only grow on one connection; a new one begins again.
+            self.outputs.push_back(Output::Reconnect("the connection has no stream ids left"));
+            return None;
+        }
+        let body = request.write_to_bytes().ok()?;
+        self.next_stream += 2;
+        self.outputs.push_back(Output::Send { stream, body: body.into() });
+        Some(stream)
+    }
+
+    fn send_if_due(&mut self, id: CallId, now: Instant) {
+        if self.node != Node::Ready {
+            return;
+        }
+        let Some(call) = self.calls.get(&id) else { return };
+        if call.sent.is_some() || call.in_inbox || self.must_wait(id, &call.kind) {
+            return;
+        }
+        let mut request = call.request.clone();
+        if let Some(deadline) = call.deadline {
+            let left = deadline.saturating_duration_since(now).as_nanos();
+            request.timeout_nano = i64::try_from(left).unwrap_or(i64::MAX).max(1);
+        }
+        let Some(stream) = self.send(&request) else { return };
+        if let Some(call) = self.calls.get_mut(&id) {
+            call.sent = Some(stream);
+        }
+        if self.sent.is_empty() {
+            self.last_heard = now;
+        }
+        self.sent.insert(stream, id);
+        if !self.probing {
+            self.probing = true;
+            self.timers.insert((now + self.limits.probe_after, Timer::Probe));
+        }
+    }
+
+    fn must_wait(&self, id: CallId, kind: &Kind) -> bool {
+        let (sandbox, for_creates) = match kind {
+            Kind::Create(sandbox) => (sandbox, false),
+            Kind::Start(sandbox) => (sandbox, true),
+            Kind::Stop(_) | Kind::Other => return false,
+        };
+        self.unread.contains_key(sandbox)
+            || self.writing.contains(sandbox)
+            || self.lanes.get(sandbox).into_iter().flatten().take_while(|other| **other < id).any(|other| {
+                self.calls.get(other).is_some_and(|call| match call.kind {
+                    Kind::Stop(_) => true,
+                    Kind::Create(_) => for_creates,
+                    _ => false,
+                })
+            })
+    }
+
+    /// Sends what the end of another call of this sandbox lets go.
+    fn advance(&mut self, id: &SandboxId, now: Instant) {
+        let waiting: Vec<CallId> = self.lanes.get(id).into_iter().flatten().copied().collect();
+        for call in waiting {
+            self.send_if_due(call, now);
+        }
+    }
+
+    /// A new connection to the node stands. Nothing but ReadInbox is sent before that is answered.
+    pub(crate) fn node_connected(&mut self, now: Instant) {
+        self.node = Node::Greeting;
+        self.next_stream = 1;
+        self.last_heard = now;
+        self.read_inbox(now);
+    }
+
+    /// The node's connection is gone: what was sent there will be sent again.
+    pub(crate) fn node_lost(&mut self) {
+        self.node = Node::Away;
+        self.reading = None;
+        self.sent.clear();
+        self.probing = false;
+        self.timers.retain(|(_, timer)| !matches!(timer, Timer::Probe | Timer::Hang));
+        let mut stops = Vec::new();
+        let mut internal = Vec::new();
+        for (id, call) in &mut self.calls {
+            call.sent = None;
+            match call.caller {
+                Some(Caller::Internal(_)) => internal.push(*id),
+                _ if matches!(call.kind, Kind::Stop(_)) => stops.push(*id),
+                _ => {}
+            }
+        }
+        for stop in stops {
+            self.fall_back(stop);
+        }
+        for call in internal {
+            self.finish(call, call::status(code::UNAVAILABLE, "peerpod-node is away"));
+        }
+    }
+
+    /// The node answered on `stream` with this response envelope.
+    pub(crate) fn answer(&mut self, stream: u32, body: Bytes, now: Instant) {
+        self.last_heard = now;
+        if let Some((reading, covers)) = self.reading
+            && reading == stream
+        {
+            self.inbox_read(covers, &body, now);
+            return;
+        }
+        let Some(id) = self.sent.remove(&stream) else { return };
+        let Some(call) = self.calls.get_mut(&id) else { return };
+        call.sent = None;
+        let sandbox = call.kind.id().cloned();
+        self.finish(id, body);
+        if let Some(sandbox) = sandbox {
+            self.advance(&sandbox, now);
+        }
+    }
+
+    fn inbox_read(&mut self, covers: u64, body: &[u8], now: Instant) {
+        self.reading = None;
+        self.timers.retain(|(_, timer)| !matches!(timer, Timer::Hang));
+        let ok = peerpod_proto::ttrpc_frame::Response::parse_from_bytes(body)
+            .is_ok_and(|response| response.status.code == 0);
+        if !ok {
+            self.outputs.push_back(Output::Reconnect("the node could not read the inbox"));
+            return;
+        }
+        self.unread.retain(|_, writing| *writing > covers);
+        self.node = Node::Ready;
+        if !self.unread.is_empty() {
+            self.read_inbox(now);
+        }
+        let waiting: Vec<CallId> =
+            self.calls.iter().filter(|(_, call)| call.sent.is_none()).map(|(id, _)| *id).collect();
+        for call in waiting {
+            self.send_if_due(call, now);
+        }
+    }
+
+    /// A shim's connection closed. Its calls end, but a stop is a stop even when nobody hears that it was done.
+    pub(crate) fn connection_closed(&mut self, conn: ConnId, now: Instant) {
+        for id in self.by_connection.remove(&conn).unwrap_or_default() {
+            let Some(call) = self.calls.get_mut(&id) else { continue };
+            if matches!(call.kind, Kind::Stop(_)) {
+                call.caller = None;
+                continue;
+            }
+            let sandbox = call.kind.id().cloned();
+            self.remove(id);
+            if let Some(sandbox) = sandbox {
+                self.advance(&sandbox, now);
+            }
+        }
+    }
+
+    /// Does what is due at `now`.
+    pub(crate) fn tick(&mut self, now: Instant) {
+        while let Some(&(at, timer)) = self.timers.first() {
+            if at > now {
+                return;
+            }
+            self.timers.pop_first();
+            match timer {
+                Timer::Deadline(id) => self.expire(id, now),
+                Timer::StopGrace(id) => self.fall_back(id),
+                Timer::Probe => self.probe(now),
+                Timer::Hang => {
+                    self.reading = None;
+                    self.outputs.push_back(Output::Reconnect("the node does not answer"));
+                }
+            }
+        }
+    }
+
+    fn expire(&mut self, id: CallId, now: Instant) {
+        let Some(call) = self.calls.get_mut(&id) else { return };
+        call.deadline = None;
+        if matches!(call.kind, Kind::Stop(_)) {
+            return; // Its caller has left, the stop has not.
+        }
+        let why = match (call.sent, &self.node) {
+            (Some(_), _) => "peerpod-node did not answer within the caller's deadline",
+            (None, Node::Ready) => "an earlier call of this sandbox did not end within the caller's deadline",
+            (None, _) => "peerpod-node was away until the caller's deadline; see that it runs",
+        };
+        let sandbox = call.kind.id().cloned();
+        self.finish(id, call::status(code::DEADLINE_EXCEEDED, why));
+        if let Some(sandbox) = sandbox {
+            self.advance(&sandbox, now);
+        }
+    }
+
+    /// A node that owes answers and says nothing is asked for something quick.
+    fn probe(&mut self, now: Instant) {
+        if self.node != Node::Ready || self.sent.is_empty() {
+            self.probing = false;
+            return;
+        }
+        let silent_until = self.last_heard + self.limits.probe_after;
+        if silent_until <= now {
+            self.read_inbox(now);
+        }
+        self.timers.insert((silent_until.max(now + self.limits.probe_after), Timer::Probe));
+    }
+}
+
+#[cfg(test)]
+mod tests;

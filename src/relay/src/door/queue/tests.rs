@@ -1,0 +1,338 @@
+//! The queue's rules, one test each, with a clock of our own.
+
+use super::*;
+use peerpod_proto::ttrpc_frame::Response;
+
+struct World {
+    queue: Queue,
+    now: Instant,
+    stream: u32,
+}
+
+fn id(text: &str) -> SandboxId {
+    SandboxId::parse(text).unwrap()
+}
+
+impl World {
+    fn new() -> World {
+        let now = Instant::now();
+        World { queue: Queue::new(Limits::default(), now), now, stream: 1 }
+    }
+
+    fn ready() -> World {
+        let mut world = World::new();
+        world.connect();
+        world
+    }
+
+    /// Connects the node and answers its ReadInbox; what was sent before the answer must be that alone.
+    fn connect(&mut self) {
+        self.queue.node_connected(self.now);
+        let sent = self.sent();
+        assert_eq!(methods(&sent), ["ReadInbox"]);
+        self.queue.answer(sent[0].0, call::done(), self.now);
+    }
+
+    fn call(&mut self, conn: ConnId, kind: Kind) -> Caller {
+        self.call_within(conn, kind, 0)
+    }
+
+    fn call_within(&mut self, conn: ConnId, kind: Kind, timeout_nano: i64) -> Caller {
+        let method = match &kind {
+            Kind::Create(_) => "CreateVM",
+            Kind::Start(_) => "StartVM",
+            Kind::Stop(_) => "StopVM",
+            Kind::Other => "Version",
+        };
+        let request = Request { method: method.into(), timeout_nano, ..Default::default() };
+        let caller = Caller::Shim { conn, stream: self.stream };
+        self.stream += 2;
+        self.queue.accept(caller, kind, request, self.now);
+        caller
+    }
+
+    fn pass(&mut self, time: Duration) {
+        self.now += time;
+        self.queue.tick(self.now);
+    }
+
+    fn outputs(&mut self) -> Vec<Output> {
+        std::iter::from_fn(|| self.queue.take()).collect()
+    }
+
+    /// What goes to the node; anything else there is to do is a mistake of the test.
+    fn sent(&mut self) -> Vec<(u32, Request)> {
+        self.outputs()
+            .into_iter()
+            .map(|output| match output {
+                Output::Send { stream, body } => (stream, Request::parse_from_bytes(&body).unwrap()),
+                other => panic!("not a send: {other:?}"),
+            })
+            .collect()
+    }
+
+    fn answers(&mut self) -> Vec<(Caller, i32)> {
+        self.outputs()
+            .into_iter()
+            .filter_map(|output| match output {
+                Output::Answer { caller, body } => {
+                    Some((caller, Response::parse_from_bytes(&body).unwrap().status.code))
+                }
+                _ => None,
+            })
+            .collect()
+    }
+}
+
+fn methods(sent: &[(u32, Request)]) -> Vec<&str> {
+    sent.iter().map(|(_, request)| request.method.as_str()).collect()
+}
+
+#[test]
+fn calls_wait_for_the_node_and_leave_in_order() {
+    let mut world = World::new();
+    let create = world.call(1, Kind::Create(id("a")));
+    let start = world.call(1, Kind::Start(id("a")));
+    world.call(2, Kind::Create(id("b")));
+    assert_eq!(world.outputs(), []);
+    world.connect();
+    let sent = world.sent();
+    assert_eq!(methods(&sent), ["CreateVM", "CreateVM"], "the start waits for its create");
+    world.queue.answer(sent[0].0, call::done(), world.now);
+    let outputs = world.outputs();
+    assert!(matches!(&outputs[0], Output::Answer { caller, .. } if *caller == create));
+    assert!(matches!(&outputs[1], Output::Send { .. }));
+    let Output::Send { stream, .. } = outputs[1] else { unreachable!() };
+    world.queue.answer(stream, call::done(), world.now);
+    assert_eq!(world.answers(), [(start, 0)]);
+}
+
+#[test]
+fn unanswered_calls_are_sent_again_after_the_node_was_away() {
+    let mut world = World::ready();
+    let create = world.call(1, Kind::Create(id("a")));
+    let before = world.sent();
+    world.queue.node_lost();
+    assert_eq!(world.outputs(), []);
+    world.connect();
+    let sent = world.sent();
+    assert_eq!(methods(&sent), ["CreateVM"]);
+    world.queue.answer(before[0].0 + 1000, call::done(), world.now);
+    assert_eq!(world.answers(), [], "an answer to a stream nobody waits on is dropped");
+    world.queue.answer(sent[0].0, call::done(), world.now);
+    assert_eq!(world.answers(), [(create, 0)]);
+    assert_eq!(world.queue.len(), 0);
+}
+
+#[test]
+fn a_repeated_create_does_not_wait_for_a_running_start() {
+    let mut world = World::ready();
+    world.call(1, Kind::Start(id("a")));
+    world.call(2, Kind::Create(id("a")));
+    assert_eq!(methods(&world.sent()), ["StartVM", "CreateVM"]);
+}
+
+#[test]
+fn a_stop_cancels_what_is_queued() {
+    let mut world = World::new();
+    let create = world.call(1, Kind::Create(id("a")));
+    let start = world.call(1, Kind::Start(id("a")));
+    let other = world.call(2, Kind::Create(id("b")));
+    let stop = world.call_within(1, Kind::Stop(id("a")), 1_000_000_000);
+    let outputs = world.outputs();
+    assert!(outputs.contains(&Output::WriteInbox(id("a"))));
+    let cancelled: Vec<Caller> = outputs
+        .iter()
+        .filter_map(|output| match output {
+            Output::Answer { caller, .. } => Some(*caller),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(cancelled, [create, start]);
+    world.queue.inbox_written(&id("a"), Ok(()), world.now);
+    assert_eq!(world.answers(), [(stop, 0)]);
+    world.connect();
+    assert_eq!(methods(&world.sent()), ["CreateVM"], "only the other sandbox's {other:?} is left");
+}
+
+#[test]
+fn a_stop_repeated_while_it_lies_in_the_inbox_is_answered_at_once() {
+    let mut world = World::new();
+    world.call(1, Kind::Stop(id("a")));
+    assert_eq!(world.outputs(), [Output::WriteInbox(id("a"))]);
+    let second = world.call(2, Kind::Stop(id("a")));
+    assert_eq!(world.outputs(), [], "one writing serves both");
+    world.queue.inbox_written(&id("a"), Ok(()), world.now);
+    assert_eq!(world.answers().len(), 2);
+    let third = world.call(1, Kind::Stop(id("a")));
+    assert_eq!(world.answers(), [(third, 0)]);
+    assert_ne!(second, third);
+}
+
+#[test]
+fn a_slow_node_loses_the_stop_to_the_inbox_after_the_grace() {
+    let mut world = World::ready();
+    let create = world.call(1, Kind::Create(id("a")));
+    let stop = world.call_within(1, Kind::Stop(id("a")), 1_000_000_000);
+    assert_eq!(methods(&world.sent()), ["CreateVM", "StopVM"]);
+    world.pass(Duration::from_millis(399));
+    assert_eq!(world.outputs(), []);
+    world.pass(Duration::from_millis(1));
+    let outputs = world.outputs();
+    assert!(matches!(&outputs[0], Output::Answer { caller, .. } if *caller == create));
+    assert_eq!(outputs[1], Output::WriteInbox(id("a")));
+    world.queue.inbox_written(&id("a"), Ok(()), world.now);
+    let outputs = world.outputs();
+    assert!(matches!(&outputs[0], Output::Answer { caller, .. } if *caller == stop));
+    assert!(matches!(&outputs[1], Output::Send { .. }), "the node is told to read its inbox");
+}
+
+#[test]
+fn a_create_after_an_unread_stop_waits_until_the_node_has_read_it() {
+    let mut world = World::ready();
+    world.call(1, Kind::Stop(id("a")));
+    world.sent();
+    world.pass(Duration::from_millis(400));
+    world.queue.inbox_written(&id("a"), Ok(()), world.now);
+    let reading = world.outputs().into_iter().find_map(|output| match output {
+        Output::Send { stream, .. } => Some(stream),
+        _ => None,
+    });
+    world.call(1, Kind::Create(id("a")));
+    assert_eq!(world.outputs(), []);
+    world.queue.answer(reading.unwrap(), call::done(), world.now);
+    assert_eq!(methods(&world.sent()), ["CreateVM"]);
+}
+
+#[test]
+fn a_stop_that_could_not_be_written_says_so() {
+    let mut world = World::new();
+    let stop = world.call(1, Kind::Stop(id("a")));
+    world.outputs();
+    world.queue.inbox_written(&id("a"), Err("no space left".into()), world.now);
+    assert_eq!(world.answers(), [(stop, code::INTERNAL)]);
+    world.call(1, Kind::Stop(id("a")));
+    assert_eq!(world.outputs(), [Output::WriteInbox(id("a"))], "it is tried again");
+}
+
+#[test]
+fn a_closed_connection_takes_its_calls_along_but_not_its_stops() {
+    let mut world = World::ready();
+    world.call(1, Kind::Create(id("a")));
+    world.call(1, Kind::Stop(id("b")));
+    world.sent();
+    world.queue.connection_closed(1, world.now);
+    assert_eq!(world.queue.len(), 1);
+    world.queue.node_lost();
+    assert_eq!(world.outputs(), [Output::WriteInbox(id("b"))]);
+    world.queue.inbox_written(&id("b"), Ok(()), world.now);
+    assert_eq!(world.answers(), [], "nobody is there to hear it");
+    assert_eq!(world.queue.len(), 0);
+}
+
+#[test]
+fn a_deadline_counts_the_time_in_the_queue() {
+    let mut world = World::new();
+    let late = world.call_within(1, Kind::Create(id("a")), 2_000_000_000);
+    world.call_within(1, Kind::Create(id("b")), 5_000_000_000);
+    world.pass(Duration::from_secs(2));
+    assert_eq!(world.answers(), [(late, code::DEADLINE_EXCEEDED)]);
+    world.connect();
+    let sent = world.sent();
+    assert_eq!(sent[0].1.timeout_nano, 3_000_000_000);
+}
+
+#[test]
+fn bounds_are_kept_and_never_refuse_a_stop() {
+    let mut world = World::new();
+    let limits = Limits::default();
+    for _ in 0..limits.calls_per_sandbox {
+        world.call(1, Kind::Create(id("a")));
+    }
+    let over = world.call(1, Kind::Create(id("a")));
+    assert_eq!(world.answers(), [(over, code::RESOURCE_EXHAUSTED)]);
+    for n in 0..limits.calls_per_connection {
+        world.call(1, Kind::Create(id(&format!("n{n}"))));
+    }
+    assert_eq!(world.answers().len(), limits.calls_per_sandbox, "bounded per connection");
+    world.call(2, Kind::Stop(id("a")));
+    assert!(world.outputs().contains(&Output::WriteInbox(id("a"))));
+    world.queue.connection_closed(1, world.now);
+    assert_eq!(world.queue.len(), 1);
+}
+
+#[test]
+fn bytes_are_bounded() {
+    let mut world = World::new();
+    let mut refused = 0;
+    for n in 0..40 {
+        let request = Request { payload: vec![0; 4 << 20], ..Default::default() };
+        let kind = Kind::Create(id(&format!("n{n}")));
+        world.queue.accept(Caller::Shim { conn: n, stream: 1 }, kind, request, world.now);
+        refused += world.answers().len();
+    }
+    assert_eq!(refused, 40 - 16);
+}
+
+#[test]
+fn a_node_that_owes_answers_and_hangs_is_dialled_again() {
+    let mut world = World::ready();
+    world.call(1, Kind::Start(id("a")));
+    world.sent();
+    world.pass(Duration::from_secs(5));
+    assert_eq!(methods(&world.sent()), ["ReadInbox"], "asked for a sign of life");
+    world.pass(Duration::from_secs(10));
+    assert!(world.outputs().contains(&Output::Reconnect("the node does not answer")));
+}
+
+#[test]
+fn a_long_start_is_no_hang_while_the_node_gives_signs_of_life() {
+    let mut world = World::ready();
+    let start = world.call(1, Kind::Start(id("a")));
+    let stream = world.sent()[0].0;
+    for _ in 0..600 {
+        world.pass(Duration::from_secs(1));
+        for (probe, request) in world.sent() {
+            assert_eq!(request.method, "ReadInbox");
+            world.queue.answer(probe, call::done(), world.now);
+        }
+    }
+    world.queue.answer(stream, call::done(), world.now);
+    assert_eq!(world.answers(), [(start, 0)]);
+}
+
+#[test]
+fn an_idle_node_is_left_alone() {
+    let mut world = World::ready();
+    world.call(1, Kind::Other);
+    let stream = world.sent()[0].0;
+    world.queue.answer(stream, call::done(), world.now);
+    world.outputs();
+    for _ in 0..100 {
+        world.pass(Duration::from_secs(1));
+        assert_eq!(world.outputs(), []);
+    }
+    assert_eq!(world.queue.next_timer(), None);
+}
+
+#[test]
+fn an_internal_call_does_not_wait_for_the_node() {
+    let mut world = World::new();
+    world.queue.accept(Caller::Internal(7), Kind::Other, Request::new(), world.now);
+    assert_eq!(world.answers(), [(Caller::Internal(7), code::UNAVAILABLE)]);
+    world.connect();
+    world.queue.accept(Caller::Internal(8), Kind::Other, Request::new(), world.now);
+    world.sent();
+    world.queue.node_lost();
+    assert_eq!(world.answers(), [(Caller::Internal(8), code::UNAVAILABLE)]);
+}
+
+#[test]
+fn a_refused_read_of_the_inbox_means_dialling_again() {
+    let mut world = World::new();
+    world.queue.node_connected(world.now);
+    let sent = world.sent();
+    world.queue.answer(sent[0].0, call::status(code::INTERNAL, "disk"), world.now);
+    assert!(matches!(world.outputs()[..], [Output::Reconnect(_)]));
+    assert!(!world.queue.node_is_ready());
+}

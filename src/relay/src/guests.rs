@@ -1,0 +1,269 @@
+//! Where guests dial: a TCP listener that faces anybody who can reach the node. TLS first; without a certificate a
+//! guest may show its ticket and hear the answer, with one it is its sandbox's guest. Everything before that is
+//! bounded: connections, connections of one address, time for the handshake, time for the first words.
+
+use std::{
+    collections::HashMap,
+    net::{IpAddr, SocketAddr},
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use peerpod_link::{
+    claim::{self, FIRST_RECORD_DEADLINE, First},
+    endpoint, tls,
+};
+use peerpod_proto::{
+    guest::{Claim, ClaimReply},
+    node::ClaimRequest,
+};
+use thiserror::Error;
+use tokio::{
+    net::{TcpListener, TcpStream},
+    sync::watch,
+    task::JoinSet,
+    time::timeout,
+};
+use tokio_rustls::{TlsAcceptor, server::TlsStream};
+
+use crate::{
+    door::{ClaimError, DoorHandle},
+    metrics::Metrics,
+    sandboxes::Sandboxes,
+};
+
+/// A guest's TLS handshake must be done in this time.
+const HANDSHAKE: Duration = Duration::from_secs(5);
+/// The answer to a claim must be taken in this time.
+const REPLY: Duration = Duration::from_secs(5);
+/// The only version of a claim there is.
+const CLAIM_VERSION: u32 = 1;
+
+/// Bounds of connections that are not a sandbox's yet.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Bounds {
+    pub(crate) total: usize,
+    pub(crate) per_address: usize,
+}
+
+/// The TLS configuration in force; a new one holds for new connections.
+#[derive(Debug)]
+pub(crate) struct Trust(watch::Sender<Option<Arc<rustls::ServerConfig>>>);
+
+impl Trust {
+    pub(crate) fn new() -> Trust {
+        Trust(watch::Sender::new(None))
+    }
+
+    pub(crate) fn set(&self, config: Arc<rustls::ServerConfig>) {
+        self.0.send_replace(Some(config));
+    }
+
+    fn get(&self) -> Option<Arc<rustls::ServerConfig>> {
+        self.0.borrow().clone()
+    }
+}
+
+/// What the listener works with.
+#[derive(Clone)]
+pub(crate) struct Parts {
+    pub(crate) trust: Arc<Trust>,
+    pub(crate) sandboxes: Arc<Sandboxes>,
+    pub(crate) door: DoorHandle,
+    pub(crate) metrics: Arc<Metrics>,
+}
+
+/// Why a connection came to nothing. The name is a label of the metric.
+#[derive(Debug, Error)]
+enum Refused {
+    #[error("the TLS handshake took longer than {HANDSHAKE:?}")]
+    HandshakeStalled,
+    #[error("the TLS handshake failed: {0}")]
+    Handshake(std::io::Error),
+    #[error("no first record within {FIRST_RECORD_DEADLINE:?}")]
+    Silent,
+    #[error("{0}")]
+    FirstRecord(claim::ClaimError),
+    #[error("a session without a client certificate")]
+    NoCertificate,
+    #[error("its certificate is no sandbox's")]
+    UnknownCertificate,
+}
+
+impl Refused {
+    fn label(&self) -> &'static str {
+        match self {
+            Refused::HandshakeStalled => "handshake_stalled",
+            Refused::Handshake(_) => "handshake",
+            Refused::Silent => "silent",
+            Refused::FirstRecord(_) => "first_record",
+            Refused::NoCertificate => "no_certificate",
+            Refused::UnknownCertificate => "unknown_certificate",
+        }
+    }
+}
+
+/// Connections under way by address.
+#[derive(Debug, Default)]
+struct Under {
+    total: usize,
+    by_address: HashMap<IpAddr, usize>,
+}
+
+/// Counts one connection for as long as it lives.
+struct Place {
+    under: Arc<Mutex<Under>>,
+    address: IpAddr,
+}
+
+impl Place {
+    fn take(under: &Arc<Mutex<Under>>, address: IpAddr, bounds: Bounds) -> Option<Place> {
+        let mut now = under.lock().unwrap_or_else(PoisonError::into_inner);
+        let here = now.by_address.get(&address).copied().unwrap_or(0);
+        if now.total >= bounds.total || here >= bounds.per_address {
+            return None;
+        }
+        now.total += 1;
+        now.by_address.insert(address, here + 1);
+        Some(Place { under: under.clone(), address })
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut now = self.under.lock().unwrap_or_else(PoisonError::into_inner);
+        now.total -= 1;
+        if let Some(here) = now.by_address.get_mut(&self.address) {
+            *here -= 1;
+            if *here == 0 {
+                now.by_address.remove(&self.address);
+            }
+        }
+    }
+}
+
+/// Accepts guests until it is dropped.
+pub(crate) async fn accept(listener: TcpListener, parts: Parts, bounds: Bounds) {
+    let under = Arc::default();
+    let mut open = JoinSet::new();
+    loop {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            Some(_) = open.join_next() => continue,
+        };
+        let (stream, peer) = match accepted {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                tracing::warn!(%error, "accept of a guest failed");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                continue;
+            }
+        };
+        parts.metrics.guest_connections.inc();
+        let Some(config) = parts.trust.get() else {
+            parts.metrics.refused("not_configured");
+            continue;
+        };
+        let Some(place) = Place::take(&under, peer.ip().to_canonical(), bounds) else {
+            parts.metrics.refused("too_many");
+            continue;
+        };
+        let parts = parts.clone();
+        open.spawn(async move {
+            if let Err(refused) = serve(stream, peer, config, &parts).await {
+                parts.metrics.refused(refused.label());
+                tracing::debug!(%peer, reason = refused.label(), error = %refused, "connection of a guest refused");
+            }
+            drop(place);
+        });
+    }
+}
+
+async fn serve(
+    stream: TcpStream,
+    peer: SocketAddr,
+    config: Arc<rustls::ServerConfig>,
+    parts: &Parts,
+) -> Result<(), Refused> {
+    endpoint::tune(&stream).map_err(Refused::Handshake)?;
+    let mut stream = timeout(HANDSHAKE, TlsAcceptor::from(config).accept(stream))
+        .await
+        .map_err(|_| Refused::HandshakeStalled)?
+        .map_err(Refused::Handshake)?;
+    let certificate = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first());
+    if let Some(certificate) = certificate {
+        // In exactly one sandbox's list, or in nobody's: the certificate of another sandbox leads there, not here.
+        let sandbox = parts
+            .sandboxes
+            .of_certificate(&tls::fingerprint(certificate))
+            .ok_or(Refused::UnknownCertificate)?;
+        tracing::debug!(sandbox = %sandbox.id, pod = sandbox.guest.pod(), %peer, "guest dialled in");
+        sandbox.endpoint.attach(stream.into());
+        return Ok(());
+    }
+    let first = timeout(FIRST_RECORD_DEADLINE, claim::first_record(&mut stream))
+        .await
+        .map_err(|_| Refused::Silent)?
+        .map_err(Refused::FirstRecord)?;
+    match first {
+        First::Claim(claim) => answer_claim(stream, peer, *claim, parts).await,
+        First::Hello(_) => Err(Refused::NoCertificate),
+    }
+}
+
+async fn answer_claim(
+    mut stream: TlsStream<TcpStream>,
+    peer: SocketAddr,
+    claim: Claim,
+    parts: &Parts,
+) -> Result<(), Refused> {
+    let ticket: String = claim.ticket_id.chars().filter(char::is_ascii_hexdigit).take(32).collect();
+    let (outcome, reply) = judge(claim, peer, &parts.door).await;
+    parts.metrics.claim(outcome);
+    // The ticket's id is no secret; what it is worth is.
+    tracing::info!(%peer, ticket, outcome, sandbox = reply.sandbox_id, error = reply.error, "ticket shown");
+    timeout(REPLY, claim::reply(&mut stream, &reply))
+        .await
+        .map_err(|_| Refused::Silent)?
+        .map_err(Refused::FirstRecord)?;
+    // The guest closes when it has read; a close that is not heard must not cut the answer off.
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let closed = async {
+        stream.shutdown().await?;
+        stream.read(&mut [0; 64]).await
+    };
+    drop(timeout(REPLY, closed).await);
+    Ok(())
+}
+
+async fn judge(claim: Claim, peer: SocketAddr, door: &DoorHandle) -> (&'static str, ClaimReply) {
+    let refused = |error: String| ClaimReply { error, ..Default::default() };
+    if claim.version != CLAIM_VERSION {
+        let error =
+            format!("claim version {} is not known here; this relay knows {CLAIM_VERSION}", claim.version);
+        return ("version", refused(error));
+    }
+    let request = ClaimRequest {
+        ticket_id: claim.ticket_id,
+        ticket_secret: claim.ticket_secret,
+        csr: claim.csr,
+        peer_address: peer.ip().to_canonical().to_string(),
+        evidence: claim.evidence,
+        guest_version: claim.guest_version,
+        ..Default::default()
+    };
+    match door.claim(request).await {
+        Ok(granted) => {
+            let reply = ClaimReply {
+                sandbox_id: granted.sandbox_id,
+                certificates: granted.certificates,
+                ..Default::default()
+            };
+            ("granted", reply)
+        }
+        Err(error @ ClaimError::Away(_)) => {
+            ("retry", ClaimReply { error: error.to_string(), retry: true, ..Default::default() })
+        }
+        Err(error @ ClaimError::Refused { .. }) => ("refused", refused(error.to_string())),
+    }
+}

@@ -1,0 +1,131 @@
+//! What the relay counts, under `peerpod_relay_`.
+
+use prometheus_client::{
+    encoding::EncodeLabelSet,
+    metrics::{counter::Counter, family::Family, gauge::Gauge},
+    registry::Registry,
+};
+
+/// A reason out of a fixed list.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct Reason {
+    reason: &'static str,
+}
+
+/// A method out of a fixed list.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct Method {
+    method: &'static str,
+}
+
+/// `to_guest` or `from_guest`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct Direction {
+    direction: &'static str,
+}
+
+/// The counters and gauges.
+#[derive(Debug, Default)]
+pub(crate) struct Metrics {
+    pub(crate) hypervisor_connections: Gauge,
+    pub(crate) queued_calls: Gauge,
+    pub(crate) node_connected: Gauge,
+    pub(crate) node_losses: Counter,
+    pub(crate) inbox_writes: Counter,
+    calls: Family<Method, Counter>,
+    pub(crate) sandboxes: Gauge,
+    pub(crate) guests_connected: Gauge,
+    pub(crate) agent_connections: Gauge,
+    pub(crate) agent_connections_refused: Counter,
+    pub(crate) reconnects: Counter,
+    pub(crate) sessions_lost: Counter,
+    pub(crate) guest_connections: Counter,
+    guests_refused: Family<Reason, Counter>,
+    claims: Family<Reason, Counter>,
+    pub(crate) guest_calls: Counter,
+    bytes: Family<Direction, Counter>,
+    frames: Family<Direction, Counter>,
+}
+
+/// Bytes and frames of shims' conversations, all sandboxes together; clones are the same counters.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Totals {
+    pub(crate) bytes_to_guest: Counter,
+    pub(crate) bytes_from_guest: Counter,
+    pub(crate) frames_to_guest: Counter,
+    pub(crate) frames_from_guest: Counter,
+}
+
+impl Metrics {
+    /// Makes them and tells the registry.
+    pub(crate) fn new(registry: &mut Registry) -> Metrics {
+        let metrics = Metrics::default();
+        let relay = registry.sub_registry_with_prefix("peerpod_relay");
+        let m = &metrics;
+        relay.register(
+            "hypervisor_connections",
+            "Open connections to hypervisor.sock",
+            m.hypervisor_connections.clone(),
+        );
+        relay.register("queued_calls", "Calls that wait for the node or run there", m.queued_calls.clone());
+        relay.register("node_connected", "1 while the node answers", m.node_connected.clone());
+        relay.register("node_losses", "Connections to the node that ended", m.node_losses.clone());
+        relay.register("inbox_writes", "Stops written to the inbox", m.inbox_writes.clone());
+        relay.register("calls", "Calls of shims by method", m.calls.clone());
+        relay.register("sandboxes", "Sandboxes with an agent socket", m.sandboxes.clone());
+        relay.register("guests_connected", "Sandboxes whose guest is connected", m.guests_connected.clone());
+        relay.register("agent_connections", "Open connections to agent sockets", m.agent_connections.clone());
+        relay.register(
+            "agent_connections_refused",
+            "Connections over the bound of a sandbox",
+            m.agent_connections_refused.clone(),
+        );
+        relay.register("reconnects", "Links that were resumed", m.reconnects.clone());
+        relay.register("sessions_lost", "Guest programs that were replaced", m.sessions_lost.clone());
+        relay.register(
+            "guest_connections",
+            "TCP connections accepted from guests",
+            m.guest_connections.clone(),
+        );
+        relay.register(
+            "guests_refused",
+            "Connections of guests that were refused, by reason",
+            m.guests_refused.clone(),
+        );
+        relay.register("claims", "Tickets shown, by outcome", m.claims.clone());
+        relay.register("guest_calls", "Calls of the node to guests", m.guest_calls.clone());
+        relay.register("bytes", "Bytes of shims' conversations with agents", m.bytes.clone());
+        relay.register("frames", "Frames of shims' conversations with agents", m.frames.clone());
+        metrics
+    }
+
+    /// The traffic counters, looked up once and then counted without a lock.
+    pub(crate) fn totals(&self) -> Totals {
+        let of = |family: &Family<Direction, Counter>, direction| {
+            family.get_or_create(&Direction { direction }).clone()
+        };
+        Totals {
+            bytes_to_guest: of(&self.bytes, "to_guest"),
+            bytes_from_guest: of(&self.bytes, "from_guest"),
+            frames_to_guest: of(&self.frames, "to_guest"),
+            frames_from_guest: of(&self.frames, "from_guest"),
+        }
+    }
+
+    /// Counts a call of a shim. Only methods that exist become labels.
+    pub(crate) fn call(&self, method: &str) {
+        let known = ["CreateVM", "StartVM", "StopVM", "Version", "GetInfo"];
+        let method = known.into_iter().find(|known| *known == method).unwrap_or("other");
+        self.calls.get_or_create(&Method { method }).inc();
+    }
+
+    /// Counts a guest's connection that was refused.
+    pub(crate) fn refused(&self, reason: &'static str) {
+        self.guests_refused.get_or_create(&Reason { reason }).inc();
+    }
+
+    /// Counts a ticket by its outcome.
+    pub(crate) fn claim(&self, reason: &'static str) {
+        self.claims.get_or_create(&Reason { reason }).inc();
+    }
+}

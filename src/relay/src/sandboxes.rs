@@ -1,0 +1,289 @@
+//! The sandboxes the relay serves: for each an agent socket, an endpoint for its guest's link, a record on disk.
+//! Everything about one sandbox happens under its own lock, so that sandboxes do not wait for each other; finding the
+//! sandbox of a certificate takes only the table's lock, for a moment.
+
+pub(crate) mod guest;
+pub(crate) mod states;
+
+use std::{
+    collections::HashMap,
+    path::{Component, Path},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use peerpod_link::endpoint::{self, Endpoint, EndpointHandle, Role};
+use thiserror::Error;
+use tokio::task::JoinHandle;
+
+use self::{
+    guest::{Guest, GuestHandler},
+    states::States,
+};
+use crate::{
+    agent::{AgentSocket, CONNECTIONS},
+    id::SandboxId,
+    metrics::Metrics,
+    store::{Record, Store, StoreError},
+};
+
+/// How long a deleted sandbox's connections may take to get their last answers.
+const CLOSE_WITHIN: Duration = Duration::from_secs(2);
+
+/// Why a sandbox could not be put or deleted.
+#[derive(Debug, Error)]
+pub(crate) enum SandboxError {
+    #[error(
+        "agent socket {0:?} of sandbox {1}: it must be an absolute path without '..', in a folder named like the sandbox"
+    )]
+    Path(String, SandboxId),
+    #[error(
+        "a guest certificate of sandbox {0} belongs to sandbox {1} already; a certificate has one sandbox"
+    )]
+    Certificate(SandboxId, SandboxId),
+    #[error("listen on {path}: {why}")]
+    Listen { path: String, why: std::io::Error },
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error("a disk operation for sandbox {0} was cut off; the relay stops")]
+    Stopping(SandboxId),
+}
+
+/// A sandbox's endpoint and what is known of its guest.
+#[derive(Clone)]
+pub(crate) struct Attached {
+    pub(crate) id: SandboxId,
+    pub(crate) endpoint: EndpointHandle,
+    pub(crate) guest: Arc<Guest>,
+}
+
+struct Live {
+    record: Record,
+    attached: Attached,
+    socket: AgentSocket,
+    running: JoinHandle<()>,
+}
+
+type Slot = Arc<tokio::sync::Mutex<Option<Live>>>;
+
+#[derive(Default)]
+struct Table {
+    slots: HashMap<SandboxId, Slot>,
+    attached: HashMap<SandboxId, Attached>,
+    fingerprints: HashMap<[u8; 32], SandboxId>,
+}
+
+/// All of them.
+pub(crate) struct Sandboxes {
+    store: Store,
+    states: Arc<States>,
+    metrics: Arc<Metrics>,
+    limits: endpoint::Limits,
+    table: Mutex<Table>,
+}
+
+impl Sandboxes {
+    pub(crate) fn new(store: Store, states: Arc<States>, metrics: Arc<Metrics>) -> Sandboxes {
+        let limits = endpoint::Limits { connections: CONNECTIONS, ..endpoint::Limits::default() };
+        Sandboxes { store, states, metrics, limits, table: Mutex::default() }
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        // Each step leaves the maps usable by themselves.
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The sandbox of a guest that showed the certificate with this fingerprint.
+    pub(crate) fn of_certificate(&self, fingerprint: &[u8; 32]) -> Option<Attached> {
+        let table = self.table();
+        table.attached.get(table.fingerprints.get(fingerprint)?).cloned()
+    }
+
+    /// A sandbox by its id.
+    pub(crate) fn get(&self, id: &SandboxId) -> Option<Attached> {
+        self.table().attached.get(id).cloned()
+    }
+
+    /// Serves what the records on disk say. A sandbox whose socket cannot be bound is reported and left out.
+    pub(crate) async fn restore(&self, records: Vec<Record>) {
+        for record in records {
+            let id = record.id.clone();
+            match self.put_in_slot(record, false).await {
+                Ok(()) => tracing::info!(sandbox = %id, "sandbox is served again"),
+                Err(error) => tracing::error!(sandbox = %id, %error, "sandbox is not served"),
+            }
+        }
+    }
+
+    /// Serves a sandbox as the record says; the last one wins. Durable and listening on return.
+    pub(crate) async fn put(&self, record: Record) -> Result<(), SandboxError> {
+        self.put_in_slot(record, true).await
+    }
+
+    async fn put_in_slot(&self, record: Record, write: bool) -> Result<(), SandboxError> {
+        check_path(&record)?;
+        loop {
+            let slot = self.table().slots.entry(record.id.clone()).or_default().clone();
+            let mut live = slot.lock().await;
+            // A delete may have taken the slot out of the table while we waited for it.
+            if self.is_current(&record.id, &slot) {
+                return self.put_live(&mut live, record, write).await;
+            }
+        }
+    }
+
+    fn is_current(&self, id: &SandboxId, slot: &Slot) -> bool {
+        self.table().slots.get(id).is_some_and(|current| Arc::ptr_eq(current, slot))
+    }
+
+    async fn put_live(
+        &self,
+        slot: &mut Option<Live>,
+        record: Record,
+        write: bool,
+    ) -> Result<(), SandboxError> {
+        if slot.as_ref().is_some_and(|live| live.record == record) {
+            return Ok(());
+        }
+        self.check_certificates(&record)?;
+        if write {
+            let (store, kept) = (self.store.clone(), record.clone());
+            self.blocking(&record.id, move || store.put(&kept)).await??;
+        }
+        let path = record.agent_socket.as_path();
+        let listen = |why| SandboxError::Listen { path: path.display().to_string(), why };
+        match slot {
+            Some(live) => {
+                let Attached { endpoint, guest, .. } = live.attached.clone();
+                guest.set_pod(&record.pod);
+                if live.socket.path != path {
+                    live.socket =
+                        AgentSocket::open(path, endpoint, guest, self.metrics.clone()).map_err(listen)?;
+                }
+                self.take_certificates(&record, &live.record.guest_certificates)?;
+                live.record = record;
+            }
+            None => *slot = Some(self.start(record)?),
+        }
+        Ok(())
+    }
+
+    fn start(&self, record: Record) -> Result<Live, SandboxError> {
+        let guest = Arc::new(Guest::new(record.id.clone(), self.states.clone(), self.metrics.clone()));
+        guest.set_pod(&record.pod);
+        let (endpoint, handle) = Endpoint::new(Role::Relay, GuestHandler(guest.clone()), self.limits.clone());
+        let path = record.agent_socket.as_path();
+        let socket = AgentSocket::open(path, handle.clone(), guest.clone(), self.metrics.clone())
+            .map_err(|why| SandboxError::Listen { path: path.display().to_string(), why })?;
+        self.take_certificates(&record, &[])?;
+        self.states.put(&record.id, guest.traffic.clone());
+        let attached = Attached { id: record.id.clone(), endpoint: handle, guest };
+        self.table().attached.insert(record.id.clone(), attached.clone());
+        self.metrics.sandboxes.inc();
+        let running = tokio::spawn(async move {
+            let _handler = endpoint.run().await;
+        });
+        Ok(Live { record, attached, socket, running })
+    }
+
+    fn check_certificates(&self, record: &Record) -> Result<(), SandboxError> {
+        let table = self.table();
+        let others = record.guest_certificates.iter().filter_map(|print| table.fingerprints.get(print));
+        match others.into_iter().find(|other| **other != record.id) {
+            Some(other) => Err(SandboxError::Certificate(record.id.clone(), other.clone())),
+            None => Ok(()),
+        }
+    }
+
+    /// Makes the record's certificates those of its sandbox, instead of the ones `before`.
+    fn take_certificates(&self, record: &Record, before: &[[u8; 32]]) -> Result<(), SandboxError> {
+        self.check_certificates(record)?;
+        let mut table = self.table();
+        for print in before {
+            table.fingerprints.remove(print);
+        }
+        for print in &record.guest_certificates {
+            table.fingerprints.insert(*print, record.id.clone());
+        }
+        Ok(())
+    }
+
+    /// Ends a sandbox; unknown is fine. Its connections get their last answers, nothing of it is left on return.
+    pub(crate) async fn delete(&self, id: &SandboxId) -> Result<(), SandboxError> {
+        let slot = self.table().slots.get(id).cloned();
+        if let Some(slot) = slot {
+            let mut live = slot.lock().await;
+            if !self.is_current(id, &slot) {
+                return Ok(());
+            }
+            // The record first: a relay that dies now must not serve the sandbox again.
+            self.forget(id).await?;
+            if let Some(live) = live.take() {
+                self.end(id, live).await;
+            }
+            self.table().slots.remove(id);
+            return Ok(());
+        }
+        // One that could not be restored may have left its record.
+        self.forget(id).await
+    }
+
+    async fn forget(&self, id: &SandboxId) -> Result<(), SandboxError> {
+        let (store, gone) = (self.store.clone(), id.clone());
+        self.blocking(id, move || store.delete(&gone)).await??;
+        Ok(())
+    }
+
+    async fn end(&self, id: &SandboxId, live: Live) {
+        {
+            let mut table = self.table();
+            table.attached.remove(id);
+            table.fingerprints.retain(|_, owner| owner != id);
+        }
+        drop(live.socket);
+        self.states.delete(id);
+        self.metrics.sandboxes.dec();
+        live.attached.guest.fail_calls();
+        live.attached.endpoint.close();
+        let mut running = live.running;
+        if tokio::time::timeout(CLOSE_WITHIN, &mut running).await.is_err() {
+            tracing::warn!(sandbox = %id, "connections of a deleted sandbox are cut off");
+            running.abort();
+        }
+    }
+
+    async fn blocking<T: Send + 'static>(
+        &self,
+        id: &SandboxId,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, SandboxError> {
+        tokio::task::spawn_blocking(work).await.map_err(|_| SandboxError::Stopping(id.clone()))
+    }
+
+    /// Stops serving without forgetting: sockets are unlinked, records stay.
+    pub(crate) async fn stop(&self) {
+        let slots: Vec<(SandboxId, Slot)> = self.table().slots.drain().collect();
+        for (_, slot) in &slots {
+            if let Some(live) = slot.lock().await.take() {
+                drop(live.socket);
+                live.attached.endpoint.close();
+                live.running.abort();
+            }
+        }
+    }
+}
+
+/// The path is taken from the node; it must still not lead anywhere else.
+fn check_path(record: &Record) -> Result<(), SandboxError> {
+    let path: &Path = &record.agent_socket;
+    let plain = path.components().all(|part| matches!(part, Component::RootDir | Component::Normal(_)));
+    let folder = path.parent().and_then(Path::file_name).and_then(|name| name.to_str());
+    if path.is_absolute() && plain && folder == Some(record.id.as_str()) && path.to_str().is_some() {
+        Ok(())
+    } else {
+        Err(SandboxError::Path(path.display().to_string(), record.id.clone()))
+    }
+}
+
+#[cfg(test)]
+mod tests;

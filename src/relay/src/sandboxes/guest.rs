@@ -1,0 +1,311 @@
+//! The guest of one sandbox as the relay sees it: what its endpoint reports, and the node's calls that wait for an
+//! answer of it. The endpoint's task calls in here and must not be held up: locks are short, nothing waits.
+
+use std::{
+    collections::HashMap,
+    io,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
+    },
+};
+
+use bytes::Bytes;
+use futures_util::future::BoxFuture;
+use peerpod_link::endpoint::{Filter, Handler, LinkEvent};
+use peerpod_proto::guest::Reply;
+use protobuf::Message;
+use thiserror::Error;
+use tokio::{net::UnixStream, sync::oneshot};
+
+use super::states::States;
+use crate::{
+    agent::filter::{AgentFilter, Bounds, Shared},
+    id::SandboxId,
+    metrics::Metrics,
+    store::hex,
+};
+
+/// Calls of the node that may wait for one guest.
+const CALLS: usize = 64;
+/// A guest's status larger than this is not kept.
+const STATUS_BYTES: usize = 64 << 10;
+
+/// Why a call of the node has no answer.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub(crate) enum Gone {
+    /// No link, or the guest program on it was replaced while it worked.
+    #[error("the guest of sandbox {0} is not connected")]
+    NotConnected(SandboxId),
+    /// It was replaced, or its sandbox deleted, before it answered.
+    #[error("the guest program of sandbox {0} is gone; ask the one that comes")]
+    Replaced(SandboxId),
+    /// The bound is reached.
+    #[error("{CALLS} calls wait for the guest of sandbox {0}; wait for their answers")]
+    TooMany(SandboxId),
+}
+
+#[derive(Debug, Default)]
+struct Calls {
+    last: u64,
+    waiting: HashMap<u64, oneshot::Sender<Result<Bytes, Gone>>>,
+}
+
+/// Shared by the endpoint's task and whoever speaks for the node.
+#[derive(Debug)]
+pub(crate) struct Guest {
+    id: SandboxId,
+    states: Arc<States>,
+    metrics: Arc<Metrics>,
+    /// `namespace/name`, for log lines.
+    pod: Mutex<String>,
+    pub(crate) traffic: Arc<Shared>,
+    pub(crate) connections: AtomicUsize,
+    up: AtomicBool,
+    calls: Mutex<Calls>,
+}
+
+/// A call that is waited for; dropping it forgets the call.
+pub(crate) struct Waiting<'g> {
+    guest: &'g Guest,
+    pub(crate) id: u64,
+    pub(crate) answer: oneshot::Receiver<Result<Bytes, Gone>>,
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.guest.calls().waiting.remove(&self.id);
+    }
+}
+
+impl Guest {
+    pub(crate) fn new(id: SandboxId, states: Arc<States>, metrics: Arc<Metrics>) -> Guest {
+        let traffic = Arc::new(Shared::new(metrics.totals()));
+        Guest {
+            id,
+            states,
+            metrics,
+            pod: Mutex::default(),
+            traffic,
+            connections: AtomicUsize::new(0),
+            up: AtomicBool::new(false),
+            calls: Mutex::default(),
+        }
+    }
+
+    fn calls(&self) -> MutexGuard<'_, Calls> {
+        // A map and a number: whole after every step.
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn set_pod(&self, pod: &str) {
+        *self.pod.lock().unwrap_or_else(PoisonError::into_inner) = pod.to_owned();
+    }
+
+    pub(crate) fn pod(&self) -> String {
+        self.pod.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Registers a call, before its bytes are sent.
+    pub(crate) fn call(&self) -> Result<Waiting<'_>, Gone> {
+        let mut calls = self.calls();
+        if !self.up.load(Relaxed) {
+            return Err(Gone::NotConnected(self.id.clone()));
+        }
+        if calls.waiting.len() >= CALLS {
+            return Err(Gone::TooMany(self.id.clone()));
+        }
+        calls.last += 1;
+        let (sender, answer) = oneshot::channel();
+        let id = calls.last;
+        calls.waiting.insert(id, sender);
+        Ok(Waiting { guest: self, id, answer })
+    }
+
+    /// The guest will answer nothing of what it was asked.
+    pub(crate) fn fail_calls(&self) {
+        for (_, sender) in self.calls().waiting.drain() {
+            drop(sender.send(Err(Gone::Replaced(self.id.clone())))); // The caller may have left.
+        }
+    }
+
+    fn set_up(&self, up: bool) {
+        if self.up.swap(up, Relaxed) != up {
+            if up {
+                self.metrics.guests_connected.inc()
+            } else {
+                self.metrics.guests_connected.dec()
+            };
+        }
+    }
+
+    fn reply(&self, message: &Bytes) {
+        let reply = match Reply::parse_from_bytes(message) {
+            Ok(reply) => reply,
+            Err(error) => {
+                tracing::warn!(sandbox = %self.id, pod = self.pod(), %error, bytes = message.len(), "message of the guest not understood");
+                return;
+            }
+        };
+        if let Some(status) = reply.status.as_ref()
+            && status.compute_size() <= STATUS_BYTES as u64
+            && let Ok(status) = status.write_to_bytes()
+        {
+            self.states.change(&self.id, |state| state.guest_status = status);
+        }
+        // Without a number it is a report that nobody asked for.
+        if reply.id != 0
+            && let Some(sender) = self.calls().waiting.remove(&reply.id)
+        {
+            drop(sender.send(Ok(message.clone()))); // The caller may have left.
+        }
+    }
+
+    fn link(&self, event: LinkEvent) {
+        match event {
+            LinkEvent::Up { resumed, session, peer, version } => {
+                self.set_up(true);
+                let session = hex(&session.0);
+                self.states.change(&self.id, |state| {
+                    state.reconnects = if resumed { state.reconnects + 1 } else { 0 };
+                    state.guest_connected = true;
+                    state.guest_session = session.clone();
+                });
+                if resumed {
+                    self.metrics.reconnects.inc();
+                }
+                tracing::info!(sandbox = %self.id, pod = self.pod(), %peer, resumed, session, version, "guest connected");
+            }
+            LinkEvent::Down { reason } => {
+                self.set_up(false);
+                self.states.change(&self.id, |state| state.guest_connected = false);
+                tracing::info!(sandbox = %self.id, pod = self.pod(), reason, "guest not connected");
+            }
+            LinkEvent::SessionLost => {
+                self.metrics.sessions_lost.inc();
+                self.fail_calls();
+                tracing::warn!(sandbox = %self.id, pod = self.pod(), "the guest program was replaced; its calls are answered unavailable");
+            }
+        }
+    }
+
+    fn connections(&self, open: usize) {
+        let before = self.connections.swap(open, Relaxed);
+        self.metrics.agent_connections.inc_by(open as i64 - before as i64);
+        self.states.change(&self.id, |state| {
+            state.shim_connections = u32::try_from(open).unwrap_or(u32::MAX);
+            state.shim_seen |= open > 0;
+        });
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.set_up(false);
+        self.metrics.agent_connections.dec_by(self.connections.load(Relaxed) as i64);
+    }
+}
+
+/// What the endpoint of a sandbox asks of its owner.
+#[derive(Debug, Clone)]
+pub(crate) struct GuestHandler(pub(crate) Arc<Guest>);
+
+impl Handler for GuestHandler {
+    fn filter(&mut self) -> Box<dyn Filter> {
+        Box::new(AgentFilter::new(self.0.traffic.clone(), Bounds::default()))
+    }
+
+    fn dial(&mut self) -> BoxFuture<'static, io::Result<UnixStream>> {
+        let refused = io::Error::new(io::ErrorKind::PermissionDenied, "guests open no streams to the relay");
+        Box::pin(std::future::ready(Err(refused)))
+    }
+
+    fn on_control(&mut self, message: Bytes) {
+        self.0.reply(&message);
+    }
+
+    fn on_link(&mut self, event: LinkEvent) {
+        self.0.link(event);
+    }
+
+    fn on_connections(&mut self, open: usize) {
+        self.0.connections(open);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::SocketAddr;
+
+    use peerpod_link::endpoint::SessionId;
+    use peerpod_proto::guest::Status;
+    use prometheus_client::registry::Registry;
+
+    use super::*;
+
+    fn guest() -> (Arc<States>, Guest) {
+        let states = Arc::new(States::new("e".into()));
+        let metrics = Arc::new(Metrics::new(&mut Registry::default()));
+        let id = SandboxId::parse("a").unwrap();
+        let guest = Guest::new(id.clone(), states.clone(), metrics);
+        states.put(&id, guest.traffic.clone());
+        (states, guest)
+    }
+
+    fn up(session: u8, resumed: bool) -> LinkEvent {
+        let peer = SocketAddr::from(([10, 0, 0, 1], 1));
+        LinkEvent::Up { resumed, session: SessionId([session; 16]), peer, version: "1".into() }
+    }
+
+    fn answer(id: u64, stage: &str) -> Bytes {
+        let status = Status { stage: stage.into(), ..Default::default() };
+        let reply = Reply { id, status: protobuf::MessageField::some(status), ..Default::default() };
+        reply.write_to_bytes().unwrap().into()
+    }
+
+    #[tokio::test]
+    async fn calls_get_their_own_answers_and_an_error_when_the_guest_is_replaced() {
+        let (states, guest) = guest();
+        assert!(matches!(guest.call(), Err(Gone::NotConnected(_))));
+        guest.link(up(1, false));
+        let mut first = guest.call().unwrap();
+        let mut second = guest.call().unwrap();
+        guest.reply(&answer(second.id, "network"));
+        guest.reply(&answer(999, "x"));
+        guest.reply(&Bytes::from_static(&[0xff; 9]));
+        assert!((&mut second.answer).await.unwrap().is_ok());
+        guest.link(LinkEvent::Down { reason: "cut".into() });
+        assert!(first.answer.try_recv().is_err(), "a cut link is not the end of a call");
+        guest.link(LinkEvent::SessionLost);
+        assert!(matches!((&mut first.answer).await.unwrap(), Err(Gone::Replaced(_))));
+        let seen = states.newer("", 0).await;
+        assert!(!seen.changed[0].guest_connected);
+        let status = Status::parse_from_bytes(&seen.changed[0].guest_status).unwrap();
+        assert_eq!(status.stage, "x", "the last one seen");
+    }
+
+    #[test]
+    fn forgotten_calls_make_room() {
+        let (_, guest) = guest();
+        guest.link(up(1, false));
+        let calls: Vec<_> = (0..CALLS).map(|_| guest.call().unwrap()).collect();
+        assert!(matches!(guest.call(), Err(Gone::TooMany(_))));
+        drop(calls);
+        assert!(guest.call().is_ok());
+    }
+
+    #[tokio::test]
+    async fn sessions_reconnects_and_connections_are_told() {
+        let (states, guest) = guest();
+        guest.link(up(1, false));
+        guest.link(up(1, true));
+        guest.link(up(1, true));
+        guest.connections(2);
+        guest.connections(0);
+        let state = states.newer("", 0).await.changed.remove(0);
+        assert_eq!((state.reconnects, state.shim_connections, state.shim_seen), (2, 0, true));
+        guest.link(up(2, false));
+        let state = states.newer("", 0).await.changed.remove(0);
+        assert_eq!((state.reconnects, state.guest_session), (0, "02".repeat(16)));
+    }
+}

@@ -1,0 +1,262 @@
+//! What the node may watch: one state per sandbox, each with the version of its last change. State, not events: a node
+//! that was away asks with the version it saw last and gets what differs now. Cost of a change and of an answer is
+//! that of what changed, whatever the number of sandboxes.
+
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering::Relaxed},
+};
+
+use peerpod_proto::relay::{SandboxState, WatchResponse};
+use tokio::sync::watch;
+
+use crate::{agent::filter::Shared, id::SandboxId};
+
+/// An answer ends when it has this many bytes of guests' words; the rest comes with the next one.
+const ANSWER_BYTES: usize = 1 << 20;
+/// And when it has this many sandboxes.
+const ANSWER_SANDBOXES: usize = 4096;
+
+/// The versioned states, without a clock or a task.
+#[derive(Debug, Default)]
+struct Core {
+    version: u64,
+    entries: HashMap<SandboxId, Entry>,
+    by_version: BTreeMap<u64, SandboxId>,
+    /// Sandboxes whose creating connection is open, also those that are not put yet.
+    hypervisor: HashSet<SandboxId>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    version: u64,
+    state: SandboxState,
+    counters: Arc<Shared>,
+}
+
+impl Core {
+    fn put(&mut self, id: &SandboxId, counters: Arc<Shared>) {
+        if self.entries.contains_key(id) {
+            return;
+        }
+        let state = SandboxState {
+            id: id.to_string(),
+            hypervisor_connected: self.hypervisor.contains(id),
+            ..Default::default()
+        };
+        self.version += 1;
+        self.by_version.insert(self.version, id.clone());
+        self.entries.insert(id.clone(), Entry { version: self.version, state, counters });
+    }
+
+    fn delete(&mut self, id: &SandboxId) {
+        if let Some(entry) = self.entries.remove(id) {
+            self.by_version.remove(&entry.version);
+        }
+    }
+
+    /// Changes a state; true when it is another one now.
+    fn change(&mut self, id: &SandboxId, change: impl FnOnce(&mut SandboxState)) -> bool {
+        let Some(entry) = self.entries.get_mut(id) else { return false };
+        let before = entry.state.clone();
+        change(&mut entry.state);
+        if entry.state == before {
+            return false;
+        }
+        self.by_version.remove(&entry.version);
+        self.version += 1;
+        entry.version = self.version;
+        self.by_version.insert(self.version, id.clone());
+        true
+    }
+
+    fn hypervisor(&mut self, id: &SandboxId, connected: bool) -> bool {
+        if connected {
+            self.hypervisor.insert(id.clone());
+        } else {
+            self.hypervisor.remove(id);
+        }
+        self.change(id, |state| state.hypervisor_connected = connected)
+    }
+
+    /// The version an answer covers, and what changed after `since`.
+    fn since(&self, since: u64) -> (u64, Vec<SandboxState>) {
+        let mut changed = Vec::new();
+        let mut bytes = 0;
+        for (version, id) in self.by_version.range(since.saturating_add(1)..) {
+            let Some(entry) = self.entries.get(id) else { continue };
+            let mut state = entry.state.clone();
+            state.bytes_to_guest = entry.counters.bytes_to_guest.load(Relaxed);
+            state.bytes_from_guest = entry.counters.bytes_from_guest.load(Relaxed);
+            state.frames_to_guest = entry.counters.frames_to_guest.load(Relaxed);
+            state.frames_from_guest = entry.counters.frames_from_guest.load(Relaxed);
+            bytes += state.guest_status.len();
+            changed.push(state);
+            if bytes >= ANSWER_BYTES || changed.len() >= ANSWER_SANDBOXES {
+                return (*version, changed);
+            }
+        }
+        (self.version, changed)
+    }
+}
+
+/// The states, shared: changed by the sandboxes and the door, watched by the node.
+#[derive(Debug)]
+pub(crate) struct States {
+    epoch: String,
+    core: Mutex<Core>,
+    changed: watch::Sender<u64>,
+}
+
+impl States {
+    /// `epoch` is unlike that of every other relay process.
+    pub(crate) fn new(epoch: String) -> States {
+        States { epoch, core: Mutex::default(), changed: watch::Sender::new(0) }
+    }
+
+    /// The process's name for this life of it.
+    pub(crate) fn epoch(&self) -> &str {
+        &self.epoch
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Core> {
+        // Every method leaves the core whole before it can panic.
+        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn announce(&self, core: MutexGuard<'_, Core>) {
+        let version = core.version;
+        drop(core);
+        self.changed.send_if_modified(|current| {
+            let newer = *current < version;
+            *current = version.max(*current);
+            newer
+        });
+    }
+
+    /// The sandbox is there.
+    pub(crate) fn put(&self, id: &SandboxId, counters: Arc<Shared>) {
+        let mut core = self.lock();
+        core.put(id, counters);
+        self.announce(core);
+    }
+
+    /// The sandbox is gone. Nothing is announced: the node itself asked for it.
+    pub(crate) fn delete(&self, id: &SandboxId) {
+        self.lock().delete(id);
+    }
+
+    /// Changes a sandbox's state; an unknown one has none.
+    pub(crate) fn change(&self, id: &SandboxId, change: impl FnOnce(&mut SandboxState)) {
+        let mut core = self.lock();
+        if core.change(id, change) {
+            self.announce(core);
+        }
+    }
+
+    /// Whether the connection that created the sandbox is open.
+    pub(crate) fn hypervisor(&self, id: &SandboxId, connected: bool) {
+        let mut core = self.lock();
+        if core.hypervisor(id, connected) {
+            self.announce(core);
+        }
+    }
+
+    /// Waits until something is newer than `since`; with another epoch, answers with everything at once.
+    pub(crate) async fn newer(&self, epoch: &str, since: u64) -> WatchResponse {
+        let same = epoch == self.epoch;
+        let since = if same { since } else { 0 };
+        let mut changed = self.changed.subscribe();
+        if same {
+            // Fails only when the sender is gone, and `self` holds it.
+            drop(changed.wait_for(|version| *version > since).await);
+        }
+        let (version, changed) = self.lock().since(since);
+        WatchResponse { epoch: self.epoch.clone(), version, changed, ..Default::default() }
+    }
+
+    /// What [`States::newer`] answers when nothing is newer for long.
+    pub(crate) fn nothing(&self, since: u64) -> WatchResponse {
+        WatchResponse { epoch: self.epoch.clone(), version: since, ..Default::default() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id(text: &str) -> SandboxId {
+        SandboxId::parse(text).unwrap()
+    }
+
+    fn ids(states: &[SandboxState]) -> Vec<&str> {
+        states.iter().map(|state| state.id.as_str()).collect()
+    }
+
+    #[test]
+    fn an_answer_has_what_changed_since_and_nothing_else() {
+        let mut core = Core::default();
+        for name in ["a", "b", "c"] {
+            core.put(&id(name), Arc::default());
+        }
+        let (seen, all) = core.since(0);
+        assert_eq!(ids(&all), ["a", "b", "c"]);
+        assert_eq!(core.since(seen).1, []);
+        assert!(core.change(&id("a"), |state| state.guest_connected = true));
+        assert!(!core.change(&id("b"), |state| state.guest_connected = false), "no change, no version");
+        assert!(!core.change(&id("x"), |state| state.guest_connected = true));
+        let (now, changed) = core.since(seen);
+        assert_eq!(ids(&changed), ["a"]);
+        assert!(changed[0].guest_connected && now > seen);
+        core.delete(&id("b"));
+        assert_eq!(ids(&core.since(0).1), ["c", "a"], "in the order of their last change");
+        assert_eq!(core.by_version.len(), core.entries.len());
+    }
+
+    #[test]
+    fn a_creating_connection_is_known_before_the_sandbox_is() {
+        let mut core = Core::default();
+        core.hypervisor(&id("a"), true);
+        core.put(&id("a"), Arc::default());
+        assert!(core.since(0).1[0].hypervisor_connected);
+        assert!(core.hypervisor(&id("a"), false));
+    }
+
+    #[test]
+    fn many_words_of_guests_come_in_several_answers() {
+        let mut core = Core::default();
+        for n in 0..40 {
+            let id = id(&format!("s{n}"));
+            core.put(&id, Arc::default());
+            core.change(&id, |state| state.guest_status = vec![0; 64 << 10]);
+        }
+        let (mut seen, mut total, mut answers) = (0, 0, 0);
+        loop {
+            let (version, changed) = core.since(seen);
+            if changed.is_empty() {
+                break;
+            }
+            total += changed.len();
+            answers += 1;
+            seen = version;
+        }
+        assert_eq!((total, answers), (40, 3));
+        assert_eq!(seen, core.version);
+    }
+
+    #[tokio::test]
+    async fn a_watch_wakes_at_a_change_and_another_epoch_answers_at_once() {
+        let states = Arc::new(States::new("e1".into()));
+        let first = states.newer("", 0).await;
+        assert_eq!((first.epoch.as_str(), first.version, first.changed.len()), ("e1", 0, 0));
+        let waiting = tokio::spawn({
+            let states = states.clone();
+            async move { states.newer("e1", 0).await }
+        });
+        tokio::task::yield_now().await;
+        assert!(!waiting.is_finished());
+        states.put(&id("a"), Arc::default());
+        assert_eq!(ids(&waiting.await.unwrap().changed), ["a"]);
+        assert_eq!(ids(&states.newer("old", 77).await.changed), ["a"]);
+    }
+}

@@ -1,0 +1,124 @@
+//! Putting, repeating, replacing and deleting sandboxes against real sockets and files.
+
+use std::{os::unix::fs::PermissionsExt, path::PathBuf};
+
+use prometheus_client::registry::Registry;
+use tokio::net::UnixStream;
+
+use super::*;
+
+struct World {
+    base: PathBuf,
+    sandboxes: Sandboxes,
+}
+
+impl World {
+    fn new(name: &str) -> World {
+        let base = std::env::temp_dir().join(format!("peerpod-sandboxes-{name}-{}", std::process::id()));
+        drop(std::fs::remove_dir_all(&base));
+        std::fs::create_dir_all(&base).unwrap();
+        let sandboxes = World::sandboxes(&base);
+        World { base, sandboxes }
+    }
+
+    fn sandboxes(base: &Path) -> Sandboxes {
+        let metrics = Arc::new(Metrics::new(&mut Registry::default()));
+        Sandboxes::new(Store::open(base).unwrap(), Arc::new(States::new("e".into())), metrics)
+    }
+
+    fn record(&self, id: &str, certificate: u8) -> Record {
+        Record {
+            id: SandboxId::parse(id).unwrap(),
+            agent_socket: self.base.join("pods").join(id).join("agent.ttrpc"),
+            guest_certificates: vec![[certificate; 32]],
+            pod: "shop/web".into(),
+        }
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        drop(std::fs::remove_dir_all(&self.base));
+    }
+}
+
+#[tokio::test]
+async fn a_put_sandbox_listens_and_a_deleted_one_leaves_nothing() {
+    let world = World::new("put");
+    let record = world.record("a", 1);
+    world.sandboxes.put(record.clone()).await.unwrap();
+    world.sandboxes.put(record.clone()).await.unwrap();
+    let folder = record.agent_socket.parent().unwrap();
+    assert_eq!(folder.metadata().unwrap().permissions().mode() & 0o777, 0o700);
+    UnixStream::connect(&record.agent_socket).await.unwrap();
+    assert!(world.sandboxes.of_certificate(&[1; 32]).is_some());
+    world.sandboxes.delete(&record.id).await.unwrap();
+    world.sandboxes.delete(&record.id).await.unwrap();
+    assert!(!folder.exists());
+    assert!(world.sandboxes.of_certificate(&[1; 32]).is_none());
+    assert_eq!(std::fs::read_dir(world.base.join("relay/sandboxes")).unwrap().count(), 0);
+    world.sandboxes.put(record.clone()).await.unwrap();
+    UnixStream::connect(&record.agent_socket).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_certificate_has_one_sandbox_and_the_later_put_wins() {
+    let world = World::new("certificates");
+    world.sandboxes.put(world.record("a", 1)).await.unwrap();
+    let stolen = world.sandboxes.put(world.record("b", 1)).await;
+    assert!(matches!(stolen, Err(SandboxError::Certificate(..))));
+    assert!(world.sandboxes.get(&SandboxId::parse("b").unwrap()).is_none());
+    world.sandboxes.put(world.record("a", 2)).await.unwrap();
+    assert!(world.sandboxes.of_certificate(&[1; 32]).is_none());
+    assert_eq!(world.sandboxes.of_certificate(&[2; 32]).unwrap().id.as_str(), "a");
+    world.sandboxes.put(world.record("b", 1)).await.unwrap();
+}
+
+#[tokio::test]
+async fn paths_that_lead_elsewhere_are_refused() {
+    let world = World::new("paths");
+    for path in ["agent.ttrpc", "/run/x/../a/agent.ttrpc", "/run/peerpod/b/agent.ttrpc", "/"] {
+        let record = Record { agent_socket: path.into(), ..world.record("a", 1) };
+        assert!(matches!(world.sandboxes.put(record).await, Err(SandboxError::Path(..))), "{path}");
+    }
+}
+
+#[tokio::test]
+async fn a_new_process_serves_the_same_sandboxes() {
+    let world = World::new("again");
+    let record = world.record("a", 1);
+    world.sandboxes.put(record.clone()).await.unwrap();
+    world.sandboxes.stop().await;
+    assert!(!record.agent_socket.exists());
+    let next = World::sandboxes(&world.base);
+    next.restore(Store::open(&world.base).unwrap().records().unwrap()).await;
+    UnixStream::connect(&record.agent_socket).await.unwrap();
+    assert!(next.of_certificate(&[1; 32]).is_some());
+}
+
+#[tokio::test]
+async fn puts_and_deletes_at_once_end_consistent() {
+    let world = Arc::new(World::new("race"));
+    let mut tasks = tokio::task::JoinSet::new();
+    for n in 0..60 {
+        let world = world.clone();
+        tasks.spawn(async move {
+            let record = world.record("a", 1);
+            if n % 3 == 0 {
+                world.sandboxes.delete(&record.id).await
+            } else {
+                world.sandboxes.put(record).await
+            }
+        });
+    }
+    while let Some(done) = tasks.join_next().await {
+        done.unwrap().unwrap();
+    }
+    let record = world.record("a", 1);
+    world.sandboxes.put(record.clone()).await.unwrap();
+    UnixStream::connect(&record.agent_socket).await.unwrap();
+    world.sandboxes.delete(&record.id).await.unwrap();
+    assert!(!record.agent_socket.exists());
+    let table = world.sandboxes.table();
+    assert!(table.slots.is_empty() && table.attached.is_empty() && table.fingerprints.is_empty());
+}

@@ -1,0 +1,109 @@
+//! Unix listeners under fixed names: bound under another name and renamed, so that the name always answers, and
+//! unlinked at the end only when the name is still ours (a successor may have taken it).
+
+use std::{
+    fs::File,
+    io,
+    os::{
+        fd::AsRawFd,
+        unix::{
+            ffi::OsStrExt,
+            fs::{FileTypeExt, MetadataExt, PermissionsExt},
+        },
+    },
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use tokio::net::UnixListener;
+
+/// Longest path that a client can connect to, in bytes (`sun_path` less its end).
+const MAX_PATH: usize = 107;
+
+static TEMPORARY: AtomicU64 = AtomicU64::new(0);
+
+/// The name of a listener; dropping it unlinks the name if it still leads to that listener.
+#[derive(Debug)]
+pub(crate) struct Bound {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        let ours = std::fs::symlink_metadata(&self.path)
+            .is_ok_and(|now| (now.dev(), now.ino()) == (self.device, self.inode));
+        if ours && let Err(error) = std::fs::remove_file(&self.path) {
+            tracing::warn!(socket = %self.path.display(), %error, "socket not unlinked");
+        }
+    }
+}
+
+/// Binds `path` for the owner alone; what was bound there before gets no more connections.
+///
+/// # Errors
+/// The path is too long, something other than a socket is there, or the kernel says no.
+pub(crate) fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
+    if path.as_os_str().as_bytes().len() > MAX_PATH {
+        let what = format!("the path has more than {MAX_PATH} bytes; choose a shorter run-dir");
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+    }
+    let (Some(folder), Some(_)) = (path.parent(), path.file_name()) else {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the path names no file"));
+    };
+    match std::fs::symlink_metadata(path) {
+        Ok(there) if !there.file_type().is_socket() => {
+            let what = "something that is not a socket is there; move it away";
+            return Err(io::Error::new(io::ErrorKind::AlreadyExists, what));
+        }
+        _ => {}
+    }
+    // Through the folder's descriptor the temporary name is short, however long the path is.
+    let opened = File::open(folder)?;
+    let name = format!(".{}-{}", std::process::id(), TEMPORARY.fetch_add(1, Ordering::Relaxed));
+    let short = PathBuf::from(format!("/proc/self/fd/{}/{name}", opened.as_raw_fd()));
+    match std::fs::remove_file(&short) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let listener = UnixListener::bind(&short)?;
+    let placed: io::Result<Bound> = (|| {
+        std::fs::set_permissions(&short, PermissionsExt::from_mode(0o600))?;
+        let there = std::fs::symlink_metadata(&short)?;
+        std::fs::rename(&short, path)?;
+        Ok(Bound { path: path.to_owned(), device: there.dev(), inode: there.ino() })
+    })();
+    if placed.is_err() {
+        drop(std::fs::remove_file(&short)); // Clutter at worst; the first error is the one to tell.
+    }
+    Ok((listener, placed?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_socket_is_replaced_and_only_its_own_name_unlinked() {
+        let folder = std::env::temp_dir().join(format!("peerpod-socket-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let long = folder.join("x".repeat(MAX_PATH - folder.as_os_str().len() - 1));
+        for path in [folder.join("a.sock"), long.clone()] {
+            let (first, bound_first) = bind(&path).unwrap();
+            let (second, bound_second) = bind(&path).unwrap();
+            drop(first);
+            drop(bound_first);
+            assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+            let (_client, accepted) = tokio::join!(tokio::net::UnixStream::connect(&path), second.accept());
+            accepted.unwrap();
+            drop(bound_second);
+            assert!(!path.exists());
+        }
+        assert!(bind(&folder.join("x".repeat(MAX_PATH))).is_err());
+        std::fs::write(folder.join("file"), "").unwrap();
+        assert!(bind(&folder.join("file")).is_err());
+        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 1);
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+}

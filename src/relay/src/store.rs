@@ -1,0 +1,294 @@
+//! What a new relay process needs to serve guests again without the node: the TLS identity and one record a sandbox,
+//! under `<state-dir>/relay`. Versioned JSON, written whole; a file that cannot be read is put aside into
+//! `<state-dir>/quarantine` and reported, the others are served.
+
+use std::{
+    fmt, io,
+    path::{Path, PathBuf},
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use base64::{Engine, prelude::BASE64_STANDARD};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use thiserror::Error;
+
+use crate::{durable, id::SandboxId};
+
+/// Version of both formats.
+const VERSION: u32 = 1;
+const IDENTITY: &str = "tls.json";
+
+/// The state folder could not be used.
+#[derive(Debug, Error)]
+#[error("{what} {path}: {why}; see that the folder is there, writable, and has space")]
+pub struct StoreError {
+    what: &'static str,
+    path: String,
+    why: io::Error,
+}
+
+fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StoreError {
+    let path = path.display().to_string();
+    move |why| StoreError { what, path, why }
+}
+
+/// One sandbox, as the node put it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Record {
+    pub(crate) id: SandboxId,
+    pub(crate) agent_socket: PathBuf,
+    /// SHA-256 of the leaf certificates that are this sandbox's guest.
+    pub(crate) guest_certificates: Vec<[u8; 32]>,
+    pub(crate) pod: String,
+}
+
+/// Who the relay is to guests, and whom it believes.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct Identity {
+    pub(crate) certificates: Vec<Vec<u8>>,
+    pub(crate) private_key: Vec<u8>,
+    pub(crate) trusted_cas: Vec<Vec<u8>>,
+}
+
+impl fmt::Debug for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Identity").field("certificates", &self.certificates.len()).finish_non_exhaustive()
+    }
+}
+
+impl Identity {
+    /// The TLS configuration this makes.
+    pub(crate) fn server_config(
+        &self,
+    ) -> Result<std::sync::Arc<rustls::ServerConfig>, peerpod_link::tls::TlsError> {
+        let certificate = |der: &Vec<u8>| CertificateDer::from(der.clone());
+        let trusted: Vec<_> = self.trusted_cas.iter().map(certificate).collect();
+        peerpod_link::tls::server_config(
+            self.certificates.iter().map(certificate).collect(),
+            PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(self.private_key.clone())),
+            &trusted,
+        )
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+struct IdentityFile {
+    version: u32,
+    certificates: Vec<String>,
+    private_key: String,
+    trusted_cas: Vec<String>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct RecordFile {
+    version: u32,
+    id: String,
+    agent_socket: PathBuf,
+    guest_certificates: Vec<String>,
+    pod: String,
+}
+
+/// The folder.
+#[derive(Clone, Debug)]
+pub(crate) struct Store {
+    folder: PathBuf,
+    sandboxes: PathBuf,
+    quarantine: PathBuf,
+}
+
+impl Store {
+    /// Makes the folders when they are missing.
+    pub(crate) fn open(state_dir: &Path) -> Result<Store, StoreError> {
+        let folder = state_dir.join("relay");
+        let store =
+            Store { sandboxes: folder.join("sandboxes"), quarantine: state_dir.join("quarantine"), folder };
+        for folder in [&store.folder, &store.sandboxes] {
+            durable::make_folder(folder).map_err(failed("make", folder))?;
+            durable::sweep(folder).map_err(failed("clean", folder))?;
+        }
+        Ok(store)
+    }
+
+    /// Keeps the identity. Blocking.
+    pub(crate) fn put_identity(&self, identity: &Identity) -> Result<(), StoreError> {
+        let all = |list: &[Vec<u8>]| list.iter().map(|der| BASE64_STANDARD.encode(der)).collect();
+        let file = IdentityFile {
+            version: VERSION,
+            certificates: all(&identity.certificates),
+            private_key: BASE64_STANDARD.encode(&identity.private_key),
+            trusted_cas: all(&identity.trusted_cas),
+        };
+        self.write(&self.folder, IDENTITY, &file)
+    }
+
+    /// The identity, when there is one that can be read. Blocking.
+    pub(crate) fn identity(&self) -> Option<Identity> {
+        let path = self.folder.join(IDENTITY);
+        self.read(&path, |file: IdentityFile| {
+            let all = |list: Vec<String>| -> Result<Vec<Vec<u8>>, String> {
+                list.iter()
+                    .map(|text| BASE64_STANDARD.decode(text).map_err(|error| error.to_string()))
+                    .collect()
+            };
+            let mut key = all(vec![file.private_key])?;
+            Ok(Identity {
+                certificates: all(file.certificates)?,
+                private_key: key.pop().unwrap_or_default(),
+                trusted_cas: all(file.trusted_cas)?,
+            })
+        })
+    }
+
+    /// Keeps a sandbox. Blocking.
+    pub(crate) fn put(&self, record: &Record) -> Result<(), StoreError> {
+        let file = RecordFile {
+            version: VERSION,
+            id: record.id.to_string(),
+            agent_socket: record.agent_socket.clone(),
+            guest_certificates: record.guest_certificates.iter().map(|bytes| hex(bytes)).collect(),
+            pod: record.pod.clone(),
+        };
+        self.write(&self.sandboxes, &format!("{}.json", record.id), &file)
+    }
+
+    /// Forgets a sandbox; unknown is fine. Blocking.
+    pub(crate) fn delete(&self, id: &SandboxId) -> Result<(), StoreError> {
+        durable::remove(&self.sandboxes, &format!("{id}.json")).map_err(failed("remove", &self.sandboxes))
+    }
+
+    /// All sandboxes that can be read. Blocking.
+    pub(crate) fn records(&self) -> Result<Vec<Record>, StoreError> {
+        let unreadable = failed("list", &self.sandboxes);
+        let names = std::fs::read_dir(&self.sandboxes)
+            .and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect::<io::Result<Vec<_>>>())
+            .map_err(unreadable)?;
+        Ok(names.iter().filter_map(|path| self.read(path, |file| record(path, file))).collect())
+    }
+
+    fn write(&self, folder: &Path, name: &str, content: &impl Serialize) -> Result<(), StoreError> {
+        let path = folder.join(name);
+        let content = serde_json::to_vec(content).map_err(io::Error::from).map_err(failed("write", &path))?;
+        durable::write(folder, name, &content).map_err(failed("write", &path))
+    }
+
+    /// Reads a file of ours; puts aside what is none.
+    fn read<F: DeserializeOwned, T>(
+        &self,
+        path: &Path,
+        make: impl FnOnce(F) -> Result<T, String>,
+    ) -> Option<T> {
+        #[derive(Deserialize)]
+        struct Versioned {
+            version: u32,
+        }
+        let content = match durable::read(path) {
+            Ok(content) => content?,
+            Err(error) => {
+                tracing::error!(file = %path.display(), %error, "state not read; what it describes is not served");
+                return None;
+            }
+        };
+        let made = serde_json::from_slice::<Versioned>(&content)
+            .map_err(|error| error.to_string())
+            .and_then(|found| match found.version {
+                VERSION => Ok(()),
+                other => Err(format!("version {other}, this relay knows {VERSION}")),
+            })
+            .and_then(|()| serde_json::from_slice::<F>(&content).map_err(|error| error.to_string()))
+            .and_then(make);
+        match made {
+            Ok(made) => Some(made),
+            Err(why) => {
+                self.put_aside(path, &why);
+                None
+            }
+        }
+    }
+
+    fn put_aside(&self, path: &Path, why: &str) {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis());
+        let to = self.quarantine.join(format!("relay-{now}-{name}"));
+        let moved = durable::make_folder(&self.quarantine).and_then(|()| std::fs::rename(path, &to));
+        let moved = moved.map_or_else(|error| error.to_string(), |()| to.display().to_string());
+        tracing::error!(file = %path.display(), why, moved, "state is not readable; what it describes is not served");
+    }
+}
+
+fn record(path: &Path, file: RecordFile) -> Result<Record, String> {
+    let id = SandboxId::parse(&file.id).map_err(|error| error.to_string())?;
+    if path.file_name().and_then(|name| name.to_str()) != Some(&format!("{id}.json")) {
+        return Err(format!("it describes sandbox {id}, which is not its name"));
+    }
+    let certificates = file.guest_certificates.iter().map(|text| unhex(text)).collect::<Option<Vec<_>>>();
+    Ok(Record {
+        id,
+        agent_socket: file.agent_socket,
+        guest_certificates: certificates.ok_or("a certificate's fingerprint is not 64 hex digits")?,
+        pod: file.pod,
+    })
+}
+
+/// Lower-case hex.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    use fmt::Write;
+    bytes.iter().fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
+        // Writing to a string cannot fail.
+        let _ok = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+fn unhex(text: &str) -> Option<[u8; 32]> {
+    let mut bytes = [0; 32];
+    if text.len() != 64 || !text.is_ascii() {
+        return None;
+    }
+    for (nth, byte) in bytes.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(text.get(2 * nth..2 * nth + 2)?, 16).ok()?;
+    }
+    Some(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample(id: &str) -> Record {
+        Record {
+            id: SandboxId::parse(id).unwrap(),
+            agent_socket: "/run/peerpod/pods/x/agent.ttrpc".into(),
+            guest_certificates: vec![[0xab; 32], [1; 32]],
+            pod: "shop/web".into(),
+        }
+    }
+
+    #[test]
+    fn what_was_put_is_there_and_what_is_torn_is_put_aside() {
+        let base = std::env::temp_dir().join(format!("peerpod-store-{}", std::process::id()));
+        let store = Store::open(&base).unwrap();
+        store.put(&sample("a")).unwrap();
+        store.put(&sample("b")).unwrap();
+        store.put(&sample("gone")).unwrap();
+        store.delete(&sample("gone").id).unwrap();
+        let identity = Identity {
+            certificates: vec![vec![1], vec![2]],
+            private_key: vec![3; 50],
+            trusted_cas: vec![vec![4]],
+        };
+        assert_eq!(store.identity(), None);
+        store.put_identity(&identity).unwrap();
+        assert_eq!(store.identity(), Some(identity));
+
+        std::fs::copy(base.join("relay/sandboxes/a.json"), base.join("relay/sandboxes/other.json")).unwrap();
+        std::fs::write(base.join("relay/sandboxes/torn.json"), "{\"version\":1,\"id\":\"to").unwrap();
+        std::fs::write(base.join("relay/sandboxes/new.json"), "{\"version\":2}").unwrap();
+        let mut records = store.records().unwrap();
+        records.sort_by(|a, b| a.id.cmp(&b.id));
+        assert_eq!(records, [sample("a"), sample("b")]);
+        assert_eq!(std::fs::read_dir(base.join("quarantine")).unwrap().count(), 3);
+        assert_eq!(store.records().unwrap().len(), 2);
+        std::fs::remove_dir_all(base).unwrap();
+    }
+}
