@@ -10,7 +10,11 @@
 //! stay open and are simply not read. Idle connections hold no buffer.
 
 mod handle;
+mod join;
+mod local;
 mod stats;
+mod task;
+mod tls;
 mod transport;
 
 use std::{fmt, io, net::SocketAddr, sync::Arc, time::Duration};
@@ -75,13 +79,16 @@ pub trait Handler: Send + 'static {
 
 /// Sits between a local socket and its stream. Must hold O(1) memory except for frames it rewrites (at most 4 MiB).
 /// Appends to the given buffers only; they may hold bytes already.
+// `from_` says where the bytes come from, not what the value is made of.
+#[allow(clippy::wrong_self_convention)]
 pub trait Filter: Send {
     /// Bytes from the local socket: append what goes to the peer to `peer`, what is answered locally to `local`.
     fn from_local(&mut self, input: &[u8], peer: &mut BytesMut, local: &mut BytesMut);
     /// Bytes from the peer: append what goes to the local socket to `local`, what is answered to the peer to `peer`.
     fn from_peer(&mut self, input: &[u8], peer: &mut BytesMut, local: &mut BytesMut);
     /// The stream behind is lost (another guest program, or the peer closed it). Append answers for pending calls to
-    /// `local`; return whether the local socket stays open (a new stream is then opened at the next byte to the peer).
+    /// `local`; return whether the local socket stays open (a new stream is then opened at the next byte to the peer:
+    /// the rest of a frame that was cut by the loss must not become the new stream's beginning).
     fn stream_lost(&mut self, local: &mut BytesMut) -> bool;
     /// The endpoint ends (the sandbox is over) and the local socket is about to be closed: a last chance to answer
     /// what is still pending. Written as far as the socket takes it at once.
@@ -157,8 +164,8 @@ impl<H: Handler> Endpoint<H> {
     /// Drives the link until [`EndpointHandle::close`]; gives the handler back. Dropping the future closes all its
     /// sockets at once.
     pub async fn run(self) -> H {
-        let Endpoint { role: _, handler, limits: _, shared } = self;
-        std::future::poll_fn(|cx| shared.poll_closed(cx)).await;
-        handler
+        let mut task = task::Task::new(self.role, self.handler, self.limits, self.shared);
+        std::future::poll_fn(|cx| task.poll(cx)).await;
+        task.into_handler()
     }
 }

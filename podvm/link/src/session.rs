@@ -42,6 +42,9 @@ const CREDIT_STEP: u32 = WINDOW / 2;
 /// Received bytes after which an acknowledgement is sent when nothing else carries it.
 const ACK_STEP: usize = 128 << 10;
 
+/// What a waiting control message counts besides its bytes, so that empty ones are bounded too.
+pub(crate) const CONTROL_COST: usize = 64;
+
 /// Records without number that wait for the transport; beyond, no others are made.
 const URGENT_MOST: usize = 512;
 
@@ -147,7 +150,7 @@ impl Session {
 
     /// Forgets streams, records and control messages and takes another name: the peer does not have the old session.
     pub fn reset(&mut self, id: Option<SessionId>) {
-        let dropped: usize = self.control.iter().map(Bytes::len).sum();
+        let dropped: usize = self.control.iter().map(|message| message.len() + CONTROL_COST).sum();
         let fresh = Session::new(self.role, id, self.limits);
         let old = std::mem::replace(self, fresh);
         self.control_done = old.control_done + dropped;
@@ -164,9 +167,9 @@ impl Session {
         self.id
     }
 
-    /// Bytes kept for the peer: unacknowledged, or waiting for credit.
-    pub fn buffered(&self) -> usize {
-        self.log.len() + self.streams.values().map(Stream::waiting).sum::<usize>()
+    /// Bytes kept for a replay.
+    pub fn unacknowledged(&self) -> usize {
+        self.log.len()
     }
 
     /// Opens a stream to the peer; `None` when there are too many (try again when one has ended).
@@ -182,19 +185,26 @@ impl Session {
     }
 
     /// How many bytes a stream may be given now. 0 = wait for an acknowledgement or for credit; 0 also for a stream
-    /// that has ended. A stream that is not opened yet may be given what [`Session::room_for_new`] says.
+    /// that has ended.
     pub fn room(&self, stream: u32) -> usize {
         match self.streams.get(&stream) {
             Some(stream) if stream.is_open() && stream.waiting() == 0 => {
-                self.room_for_new().min(stream.credit as usize)
+                self.log_room().min(stream.credit as usize)
             }
             _ => 0,
         }
     }
 
-    /// How many bytes a stream that is opened next may be given.
+    /// How many bytes a stream that is opened next may be given; 0 also when none can be opened.
     pub fn room_for_new(&self) -> usize {
-        if self.has_room() { WINDOW as usize } else { 0 }
+        if self.streams.len() < self.limits.streams { self.log_room().min(WINDOW as usize) } else { 0 }
+    }
+
+    /// A last record may be longer than the room that is left, so that none is cut to a few bytes.
+    fn log_room(&self) -> usize {
+        let ahead = self.limits.ahead.saturating_sub(self.log.unsent());
+        let replay = self.limits.replay.saturating_sub(self.log.len());
+        if self.has_room() { ahead.min(replay).max(CHUNK) } else { 0 }
     }
 
     /// Sends bytes on a stream. All of them are taken, also beyond what [`Session::room`] says (a rewritten message is
@@ -245,7 +255,7 @@ impl Session {
         self.control.push_back(message);
     }
 
-    /// Bytes of control messages that left the queue since this was asked last.
+    /// Bytes of control messages, and [`CONTROL_COST`] for each, that left the queue since this was asked last.
     pub fn control_done(&mut self) -> usize {
         std::mem::take(&mut self.control_done)
     }
@@ -280,7 +290,9 @@ impl Session {
         let part = message.split_to(message.len().min(CHUNK));
         self.control_done += part.len();
         let mut header = Header::new(Kind::Control, 0);
-        if !message.is_empty() {
+        if message.is_empty() {
+            self.control_done += CONTROL_COST;
+        } else {
             header.flags = MORE;
             self.control.push_front(message);
         }

@@ -10,7 +10,7 @@ use std::{
             Ordering::{AcqRel, Acquire, Relaxed, Release},
         },
     },
-    task::{Context, Poll},
+    task::Context,
 };
 
 use bytes::Bytes;
@@ -18,7 +18,7 @@ use futures_util::task::AtomicWaker;
 use tokio::net::UnixStream;
 
 use super::{Stats, Transport, stats::Counters};
-use crate::record::Hello;
+use crate::{record::Hello, session::CONTROL_COST};
 
 /// The control queue is full: the peer has been away, or does not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -65,7 +65,7 @@ impl EndpointHandle {
     pub fn control(&self, message: Bytes) -> Result<(), ControlFull> {
         let shared = &self.shared;
         let room = |waiting: usize| {
-            let after = waiting.checked_add(message.len())?;
+            let after = waiting.checked_add(message.len() + CONTROL_COST)?;
             (waiting == 0 || after <= shared.control_limit).then_some(after)
         };
         shared
@@ -159,10 +159,5 @@ impl Shared {
     /// Control bytes went out of the queue into records (or were dropped).
     pub(super) fn control_left(&self, bytes: usize) {
         self.control_waiting.fetch_sub(bytes, AcqRel);
-    }
-
-    pub(super) fn poll_closed(&self, cx: &Context<'_>) -> Poll<()> {
-        self.register(cx);
-        if self.is_closed() { Poll::Ready(()) } else { Poll::Pending }
     }
 }

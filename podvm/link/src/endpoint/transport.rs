@@ -1,13 +1,22 @@
 //! The connection under a session.
 
-use std::{fmt, io, net::SocketAddr, time::Duration};
+use std::{
+    fmt,
+    io::{self, IoSlice},
+    net::SocketAddr,
+    pin::Pin,
+    task::{Context, Poll},
+    time::Duration,
+};
 
 use socket2::SockRef;
 use tokio::{
-    io::{AsyncRead, AsyncWrite},
+    io::{AsyncRead, AsyncWrite, ReadBuf},
     net::TcpStream,
 };
 use tokio_rustls::{client, server};
+
+use super::tls::Tls;
 
 /// Bytes that may wait unsent in the kernel; more would stand in front of a health check on a slow network.
 const NOT_SENT_LOW_WATER: u32 = 128 << 10;
@@ -29,8 +38,14 @@ impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 
 /// An ordered byte stream to the peer: a TLS connection after its handshake, or anything else that reads and writes.
 pub struct Transport {
-    io: Box<dyn Io>,
+    io: Kind,
     peer: SocketAddr,
+}
+
+enum Kind {
+    Tls(Box<Tls>),
+    Tcp(TcpStream),
+    Any(Box<dyn Io>),
 }
 
 impl fmt::Debug for Transport {
@@ -42,13 +57,52 @@ impl fmt::Debug for Transport {
 impl Transport {
     /// Any stream, for tests and benches. `peer` is only told on.
     pub fn new(io: impl AsyncRead + AsyncWrite + Send + Unpin + 'static, peer: SocketAddr) -> Transport {
-        Transport { io: Box::new(io), peer }
+        Transport { io: Kind::Any(Box::new(io)), peer }
     }
 
     /// The other end.
     pub fn peer(&self) -> SocketAddr {
         self.peer
     }
+
+    /// Reads into an initialised buffer; 0 = the peer closed.
+    pub(super) fn poll_read(&mut self, cx: &mut Context<'_>, buffer: &mut [u8]) -> Poll<io::Result<usize>> {
+        match &mut self.io {
+            Kind::Tls(tls) => tls.poll_read(cx, buffer),
+            Kind::Tcp(tcp) => poll_read(tcp, cx, buffer),
+            Kind::Any(io) => poll_read(io, cx, buffer),
+        }
+    }
+
+    pub(super) fn poll_write(
+        &mut self,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        match &mut self.io {
+            Kind::Tls(tls) => tls.poll_write(cx, slices),
+            Kind::Tcp(tcp) => Pin::new(tcp).poll_write_vectored(cx, slices),
+            Kind::Any(io) => Pin::new(io).poll_write_vectored(cx, slices),
+        }
+    }
+
+    /// Moves on what was taken and not sent yet.
+    pub(super) fn poll_flush(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match &mut self.io {
+            Kind::Tls(tls) => tls.poll_flush(cx),
+            Kind::Tcp(_) => Poll::Ready(Ok(())),
+            Kind::Any(io) => Pin::new(io).poll_flush(cx),
+        }
+    }
+}
+
+pub(super) fn poll_read(
+    io: &mut (impl AsyncRead + Unpin),
+    cx: &mut Context<'_>,
+    buffer: &mut [u8],
+) -> Poll<io::Result<usize>> {
+    let mut buffer = ReadBuf::new(buffer);
+    Pin::new(io).poll_read(cx, &mut buffer).map_ok(|()| buffer.filled().len())
 }
 
 fn peer_of(tcp: &TcpStream) -> SocketAddr {
@@ -58,21 +112,20 @@ fn peer_of(tcp: &TcpStream) -> SocketAddr {
 
 impl From<server::TlsStream<TcpStream>> for Transport {
     fn from(stream: server::TlsStream<TcpStream>) -> Self {
-        let peer = peer_of(stream.get_ref().0);
-        Transport::new(stream, peer)
+        let (tcp, tls) = stream.into_inner();
+        Transport { peer: peer_of(&tcp), io: Kind::Tls(Box::new(Tls::new(tcp, tls.into()))) }
     }
 }
 
 impl From<client::TlsStream<TcpStream>> for Transport {
     fn from(stream: client::TlsStream<TcpStream>) -> Self {
-        let peer = peer_of(stream.get_ref().0);
-        Transport::new(stream, peer)
+        let (tcp, tls) = stream.into_inner();
+        Transport { peer: peer_of(&tcp), io: Kind::Tls(Box::new(Tls::new(tcp, tls.into()))) }
     }
 }
 
 impl From<TcpStream> for Transport {
-    fn from(stream: TcpStream) -> Self {
-        let peer = peer_of(&stream);
-        Transport::new(stream, peer)
+    fn from(tcp: TcpStream) -> Self {
+        Transport { peer: peer_of(&tcp), io: Kind::Tcp(tcp) }
     }
 }

@@ -470,7 +470,7 @@ fn another_guest_program_gets_nothing_of_the_one_before() {
         Hello { versions: (1, 1), session: SessionId([8; 16]), epoch: 0, recv: 0, program: String::new() };
     let joined = session.answer(&other, 6, "").unwrap();
     assert_eq!(joined, Joined { resumed: false, lost: true });
-    assert_eq!((session.room(1), session.buffered(), session.id()), (0, 0, Some(other.session)));
+    assert_eq!((session.room(1), session.unacknowledged(), session.id()), (0, 0, Some(other.session)));
 }
 
 #[test]

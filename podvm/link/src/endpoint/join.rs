@@ -1,0 +1,103 @@
+//! A new transport until its Hello and Welcome are exchanged.
+
+use std::{
+    io::IoSlice,
+    task::{Context, Poll},
+};
+
+use tokio::time::Instant;
+
+use super::{Role, Transport};
+use crate::record::{self, BadRecord, Hello, Kind, Welcome};
+
+/// The longest first record: a handshake is short, whatever a header announces.
+const MOST: u32 = 1024;
+
+pub(super) struct Joining {
+    pub(super) transport: Transport,
+    pub(super) deadline: Instant,
+    /// The guest's Hello and how much of it is sent.
+    out: Vec<u8>,
+    taken: usize,
+    input: Vec<u8>,
+}
+
+/// The peer's first record.
+pub(super) enum First {
+    Hello(Hello),
+    Welcome(Welcome),
+}
+
+impl Joining {
+    /// Relay: waits for Hello. Guest: says `hello`, waits for Welcome.
+    pub(super) fn new(
+        transport: Transport,
+        hello: Option<&Hello>,
+        deadline: Instant,
+    ) -> Result<Joining, BadRecord> {
+        let out = hello.map_or(Ok(Vec::new()), |hello| record::plain(Kind::Hello, &hello.encode()))?;
+        Ok(Joining { transport, deadline, out, taken: 0, input: Vec::new() })
+    }
+
+    /// The peer's first record, and what came after it.
+    pub(super) fn poll(
+        &mut self,
+        cx: &mut Context<'_>,
+        role: Role,
+    ) -> Poll<Result<(First, Vec<u8>), String>> {
+        if let Err(error) = self.poll_out(cx) {
+            return Poll::Ready(Err(format!("handshake: {error}")));
+        }
+        loop {
+            let mut input = &self.input[..];
+            match first(&mut input, role) {
+                Ok(Some(first)) => return Poll::Ready(Ok((first, input.to_vec()))),
+                Ok(None) => {}
+                Err(why) => return Poll::Ready(Err(format!("handshake: {why}"))),
+            }
+            let mut buffer = [0; 2048];
+            match self.transport.poll_read(cx, &mut buffer) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(Ok(0)) => {
+                    return Poll::Ready(Err("handshake: the peer closed the connection".into()));
+                }
+                Poll::Ready(Ok(n)) => self.input.extend_from_slice(&buffer[..n]),
+                Poll::Ready(Err(error)) => return Poll::Ready(Err(format!("handshake: {error}"))),
+            }
+        }
+    }
+
+    fn poll_out(&mut self, cx: &mut Context<'_>) -> std::io::Result<()> {
+        while self.taken < self.out.len() {
+            match self.transport.poll_write(cx, &[IoSlice::new(&self.out[self.taken..])]) {
+                Poll::Pending => return Ok(()),
+                Poll::Ready(n) => self.taken += n?,
+            }
+        }
+        match self.transport.poll_flush(cx) {
+            Poll::Ready(result) => result,
+            Poll::Pending => Ok(()),
+        }
+    }
+}
+
+fn first(input: &mut &[u8], role: Role) -> Result<Option<First>, String> {
+    if let Some(head) = input.first_chunk() {
+        let header = record::Header::decode(head).map_err(|why| why.to_string())?;
+        let due = if role == Role::Relay { Kind::Hello } else { Kind::Welcome };
+        if header.kind != due || header.length > MOST {
+            return Err(format!(
+                "a {:?} record of {} bytes where {due:?} was due",
+                header.kind, header.length
+            ));
+        }
+    }
+    let mut read = || -> Result<Option<First>, BadRecord> {
+        let Some((header, payload)) = record::split(input)? else { return Ok(None) };
+        Ok(Some(match header.kind {
+            Kind::Hello => First::Hello(Hello::decode(payload)?),
+            _ => First::Welcome(Welcome::decode(payload)?),
+        }))
+    };
+    read().map_err(|why| why.to_string())
+}

@@ -1,0 +1,163 @@
+//! One local connection: its socket, its filter, what it has not taken yet.
+
+use std::{
+    io,
+    pin::Pin,
+    task::{Context, Poll},
+};
+
+use bytes::BytesMut;
+use futures_util::future::BoxFuture;
+use tokio::{io::AsyncWrite, net::UnixStream, time::Instant};
+
+use super::{Filter, transport::poll_read};
+
+/// Undelivered bytes above which nothing more is read from a socket whose owner does not read our answers.
+const BACKLOG: usize = 64 << 10;
+
+/// The most that is read from a socket before another one has its turn.
+pub(super) const READ: usize = 64 << 10;
+
+pub(super) struct Local {
+    socket: Socket,
+    pub(super) filter: Box<dyn Filter>,
+    /// None before the first byte, and after a stream was lost.
+    pub(super) stream: Option<u32>,
+    /// Bytes that the socket did not take yet.
+    out: BytesMut,
+    /// Bytes received on the stream whose credit was not given back.
+    owed: usize,
+    /// When it is closed at the latest, although not everything was written; nothing is read any more.
+    pub(super) leaving: Option<Instant>,
+    /// The other side does not read any more; what it wrote is read to its end.
+    deaf: bool,
+}
+
+enum Socket {
+    Dialling(BoxFuture<'static, io::Result<UnixStream>>, Instant),
+    Open(UnixStream),
+}
+
+impl Local {
+    pub(super) fn accepted(socket: UnixStream, filter: Box<dyn Filter>) -> Local {
+        Local::with(Socket::Open(socket), filter, None)
+    }
+
+    pub(super) fn dialling(
+        dial: BoxFuture<'static, io::Result<UnixStream>>,
+        deadline: Instant,
+        filter: Box<dyn Filter>,
+        stream: u32,
+    ) -> Local {
+        Local::with(Socket::Dialling(dial, deadline), filter, Some(stream))
+    }
+
+    fn with(socket: Socket, filter: Box<dyn Filter>, stream: Option<u32>) -> Local {
+        Local { socket, filter, stream, out: BytesMut::new(), owed: 0, leaving: None, deaf: false }
+    }
+
+    /// Bytes that wait for the socket.
+    pub(super) fn waiting(&self) -> usize {
+        self.out.len()
+    }
+
+    /// Whether the clock matters to it.
+    pub(super) fn is_timed(&self) -> bool {
+        self.leaving.is_some() || matches!(self.socket, Socket::Dialling(..))
+    }
+
+    /// Whether its time is up: the dial took too long, or the last bytes were not taken.
+    pub(super) fn is_late(&self, now: Instant) -> bool {
+        let dial = matches!(self.socket, Socket::Dialling(_, deadline) if deadline <= now);
+        dial || self.leaving.is_some_and(|deadline| deadline <= now)
+    }
+
+    /// Whether everything was written that was to be written before it is closed.
+    pub(super) fn is_done(&self) -> bool {
+        self.leaving.is_some() && (self.out.is_empty() || matches!(self.socket, Socket::Dialling(..)))
+    }
+
+    /// Goes on with the dial. An error means that there will be no local end.
+    pub(super) fn poll_dial(&mut self, cx: &mut Context<'_>) -> io::Result<bool> {
+        let Socket::Dialling(dial, _) = &mut self.socket else { return Ok(false) };
+        match dial.as_mut().poll(cx) {
+            Poll::Pending => Ok(false),
+            Poll::Ready(socket) => {
+                self.socket = Socket::Open(socket?);
+                Ok(true)
+            }
+        }
+    }
+
+    /// Writes `data` behind what waits; keeps what the socket does not take. `received` bytes of a stream became it.
+    pub(super) fn write(&mut self, cx: &mut Context<'_>, data: &[u8], received: usize) {
+        self.owed += received;
+        let mut rest = data;
+        if self.out.is_empty() {
+            rest = &rest[self.poll_write(cx, data)..];
+        }
+        if !self.deaf {
+            self.out.extend_from_slice(rest);
+        }
+    }
+
+    /// Its stream is gone, and with it the credit that was owed.
+    pub(super) fn lose_stream(&mut self) {
+        self.stream = None;
+        self.owed = 0;
+    }
+
+    /// Adds to what waits.
+    pub(super) fn queue(&mut self, data: &[u8]) {
+        if !self.deaf {
+            self.out.extend_from_slice(data);
+        }
+    }
+
+    /// Writes what waits; returns whether some of it went.
+    pub(super) fn flush(&mut self, cx: &mut Context<'_>) -> bool {
+        if self.out.is_empty() {
+            return false;
+        }
+        let mut out = std::mem::take(&mut self.out);
+        let written = self.poll_write(cx, &out);
+        if self.deaf || written == out.len() {
+            return true; // an empty buffer is not kept
+        }
+        bytes::Buf::advance(&mut out, written);
+        self.out = out;
+        written > 0
+    }
+
+    fn poll_write(&mut self, cx: &mut Context<'_>, data: &[u8]) -> usize {
+        let Socket::Open(socket) = &mut self.socket else { return 0 };
+        let mut written = 0;
+        while written < data.len() && !self.deaf {
+            match Pin::new(&mut *socket).poll_write(cx, &data[written..]) {
+                Poll::Ready(Ok(n @ 1..)) => written += n,
+                Poll::Ready(_) => self.deaf = true,
+                Poll::Pending => break,
+            }
+        }
+        if self.deaf { data.len() } else { written }
+    }
+
+    /// Bytes of the stream that are off our hands: their credit goes back to the peer.
+    pub(super) fn take_credit(&mut self) -> usize {
+        let credit = self.owed.saturating_sub(self.out.len());
+        self.owed -= credit;
+        credit
+    }
+
+    /// Whether it is to be read at all.
+    pub(super) fn wants_read(&self) -> bool {
+        self.leaving.is_none() && self.out.len() < BACKLOG && matches!(self.socket, Socket::Open(_))
+    }
+
+    pub(super) fn poll_read(&mut self, cx: &mut Context<'_>, buffer: &mut [u8]) -> Poll<io::Result<usize>> {
+        match &mut self.socket {
+            Socket::Open(socket) => poll_read(socket, cx, buffer),
+            Socket::Dialling(..) => Poll::Pending,
+        }
+    }
+}

@@ -1,0 +1,314 @@
+//! The task: one poll moves bytes in all directions until nothing moves, or its turn is over.
+
+use std::{
+    collections::HashMap,
+    pin::Pin,
+    sync::{Arc, atomic::Ordering::Relaxed},
+    task::{Context, Poll},
+};
+
+use bytes::BytesMut;
+use tokio::time::{Duration, Instant, Sleep, sleep_until};
+use tracing::debug;
+
+use super::{
+    Handler, Limits, LinkEvent, Role, Transport,
+    handle::{Command, Shared},
+    join::Joining,
+    local::Local,
+};
+use crate::{
+    record::{Hello, SessionId},
+    session::{self, Session},
+};
+
+mod link;
+mod locals;
+
+/// Rounds of one poll; then other tasks have their turn.
+const ROUNDS: usize = 4;
+
+/// What is left for a closing connection is written in this time, or dropped.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// How often connections that wait for the clock are looked at.
+const LOOK: Duration = Duration::from_millis(100);
+
+pub(super) struct Task<H> {
+    role: Role,
+    handler: H,
+    limits: Limits,
+    shared: Arc<Shared>,
+    session: Session,
+    link: Option<Link>,
+    joining: Option<Joining>,
+    locals: Vec<Option<Local>>,
+    by_stream: HashMap<u32, usize>,
+    /// Connections that are open, and how many the handler was told.
+    open: usize,
+    told: usize,
+    /// Bytes that wait for local sockets, as of the last round.
+    waiting: usize,
+    /// When connections that wait for the clock are looked at; None while there are none.
+    look_at: Option<Instant>,
+    /// Which connection is read first in this round.
+    turn: usize,
+    timer: Pin<Box<Sleep>>,
+    timer_at: Option<Instant>,
+}
+
+/// The transport that is in use.
+struct Link {
+    transport: Transport,
+    /// Bytes that came and are no whole record yet.
+    carry: Vec<u8>,
+    /// `carry` was not looked at yet.
+    fresh: bool,
+    /// Whether something was sent or received since the last beat.
+    sent: bool,
+    received: bool,
+    heard: Instant,
+    beat: Instant,
+}
+
+/// Buffers that filters append to; a thread's, lent for one poll.
+#[derive(Default)]
+struct Scratch {
+    peer: BytesMut,
+    local: BytesMut,
+}
+
+/// A scratch buffer that grew beyond this (a rewritten message) is not kept.
+const SCRATCH_KEPT: usize = 256 << 10;
+
+thread_local! {
+    static SCRATCH: std::cell::Cell<Option<Box<Scratch>>> = const { std::cell::Cell::new(None) };
+}
+
+impl Scratch {
+    fn lend() -> Box<Scratch> {
+        SCRATCH.take().unwrap_or_default()
+    }
+
+    fn give_back(mut self: Box<Self>) {
+        for buffer in [&mut self.peer, &mut self.local] {
+            buffer.clear();
+            if buffer.capacity() > SCRATCH_KEPT {
+                *buffer = BytesMut::new();
+            }
+        }
+        SCRATCH.set(Some(self));
+    }
+}
+
+impl<H: Handler> Task<H> {
+    pub(super) fn new(role: Role, handler: H, limits: Limits, shared: Arc<Shared>) -> Task<H> {
+        let id = (role == Role::Guest).then(random_id);
+        let bounds = session::Limits {
+            replay: limits.replay,
+            ahead: limits.ahead,
+            streams: limits.connections,
+            control_message: limits.control_message,
+        };
+        Task {
+            role,
+            handler,
+            limits,
+            shared,
+            session: Session::new(role, id, bounds),
+            link: None,
+            joining: None,
+            locals: Vec::new(),
+            by_stream: HashMap::new(),
+            open: 0,
+            told: 0,
+            waiting: 0,
+            look_at: None,
+            turn: 0,
+            timer: Box::pin(sleep_until(Instant::now())),
+            timer_at: None,
+        }
+    }
+
+    pub(super) fn into_handler(self) -> H {
+        self.handler
+    }
+
+    pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        self.shared.register(cx);
+        let mut scratch = Scratch::lend();
+        let mut moved = true;
+        for _ in 0..ROUNDS {
+            if self.shared.is_closed() {
+                self.finish(cx, &mut scratch);
+                return Poll::Ready(());
+            }
+            moved = self.round(cx, &mut scratch);
+            if !moved {
+                break;
+            }
+        }
+        scratch.give_back();
+        self.tell();
+        self.poll_timer(cx);
+        if moved {
+            cx.waker().wake_by_ref();
+        }
+        Poll::Pending
+    }
+
+    fn round(&mut self, cx: &mut Context<'_>, scratch: &mut Scratch) -> bool {
+        let mut moved = self.commands();
+        moved |= self.poll_joining(cx);
+        moved |= self.poll_receive(cx, scratch);
+        moved |= self.poll_locals(cx, scratch);
+        moved |= self.poll_send(cx);
+        moved
+    }
+
+    fn commands(&mut self) -> bool {
+        let commands = self.shared.take();
+        let any = !commands.is_empty();
+        for command in commands {
+            match command {
+                Command::Attach(transport, hello) => self.attach(transport, hello),
+                Command::Control(message) => self.session.control(message),
+                Command::Adopt(socket) => {
+                    if self.open < self.limits.connections {
+                        let filter = self.handler.filter();
+                        self.insert(Local::accepted(socket, filter));
+                    } else {
+                        debug!(
+                            limit = self.limits.connections,
+                            "local connection refused: too many are open"
+                        );
+                    }
+                }
+            }
+        }
+        any
+    }
+
+    fn attach(&mut self, transport: Transport, hello: Option<Hello>) {
+        // The guest's new connection begins with what it has received so far, so nothing may come in any more.
+        if self.role == Role::Guest {
+            self.down("replaced by a newer connection");
+        }
+        if let (Role::Relay, Some(hello)) = (self.role, &hello) {
+            return self.answer(transport, hello, Vec::new());
+        }
+        let own = if self.role == Role::Guest { self.session.hello(&self.limits.version) } else { None };
+        let deadline = Instant::now() + self.limits.handshake;
+        match Joining::new(transport, own.as_ref(), deadline) {
+            Ok(joining) => self.joining = Some(joining),
+            Err(why) => self.refuse(why.to_string()),
+        }
+    }
+
+    /// A transport that never came up.
+    fn refuse(&mut self, reason: String) {
+        debug!(reason, "link not joined");
+        if self.link.is_none() {
+            self.handler.on_link(LinkEvent::Down { reason });
+        }
+    }
+
+    fn finish(&mut self, cx: &mut Context<'_>, scratch: &mut Scratch) {
+        for local in self.locals.iter_mut().flatten() {
+            scratch.local.clear();
+            local.filter.finish(&mut scratch.local);
+            local.flush(cx);
+            local.write(cx, &scratch.local, 0);
+        }
+        self.locals.clear();
+        self.open = 0;
+        self.link = None;
+        self.tell();
+    }
+
+    /// Publishes what changed.
+    fn tell(&mut self) {
+        self.shared.control_left(self.session.control_done());
+        let counts = self.session.counts();
+        let counters = &self.shared.counters;
+        counters.records_to_peer.store(counts.sent, Relaxed);
+        counters.records_from_peer.store(counts.received, Relaxed);
+        counters.replayed.store(counts.replayed, Relaxed);
+        counters.connections.store(self.open, Relaxed);
+        counters.buffered.store(self.session.unacknowledged() + self.waiting, Relaxed);
+        counters.up.store(usize::from(self.link.is_some()), Relaxed);
+        if self.told != self.open {
+            self.told = self.open;
+            self.handler.on_connections(self.open);
+        }
+    }
+
+    fn poll_timer(&mut self, cx: &mut Context<'_>) {
+        loop {
+            let beat = self.link.as_ref().map(|link| link.beat);
+            let join = self.joining.as_ref().map(|joining| joining.deadline);
+            let Some(next) = [beat, join, self.look_at].into_iter().flatten().min() else {
+                self.timer_at = None;
+                return;
+            };
+            if self.timer_at != Some(next) {
+                self.timer.as_mut().reset(next);
+                self.timer_at = Some(next);
+            }
+            if self.timer.as_mut().poll(cx).is_pending() {
+                return;
+            }
+            self.timer_at = None;
+            self.tick(Instant::now());
+            // What the clock changed is sent in another poll.
+            cx.waker().wake_by_ref();
+        }
+    }
+
+    fn tick(&mut self, now: Instant) {
+        if self.joining.as_ref().is_some_and(|joining| joining.deadline <= now) {
+            self.joining = None;
+            self.refuse(format!("handshake: not finished in {:?}", self.limits.handshake));
+        }
+        if self.look_at.is_some_and(|at| at <= now) {
+            self.look(now);
+        }
+        if self.link.as_ref().is_some_and(|link| link.beat <= now) {
+            self.beat(now);
+        }
+    }
+
+    /// The session with its streams is gone.
+    fn lost(&mut self) {
+        self.shared.counters.sessions_lost.fetch_add(1, Relaxed);
+        self.handler.on_link(LinkEvent::SessionLost);
+        let streams: Vec<usize> = self.by_stream.drain().map(|(_, at)| at).collect();
+        for at in streams {
+            self.stream_lost(at);
+        }
+    }
+}
+
+fn random_id() -> SessionId {
+    let mut id = [0; 16];
+    fill(&mut id);
+    SessionId(id)
+}
+
+/// Never 0.
+fn random_epoch() -> u64 {
+    let mut epoch = [0; 8];
+    fill(&mut epoch);
+    u64::from_be_bytes(epoch) | 1
+}
+
+fn fill(bytes: &mut [u8]) {
+    if let Err(error) = getrandom::fill(bytes) {
+        // No kernel we run on refuses; names that are only different are still right, as the link is authenticated.
+        debug!(%error, "no random numbers from the kernel");
+        let now =
+            std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default().as_nanos();
+        let seed = now ^ u128::from(std::process::id()) << 64;
+        bytes.iter_mut().zip(seed.to_be_bytes()).for_each(|(byte, value)| *byte = value);
+    }
+}

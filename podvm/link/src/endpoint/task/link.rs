@@ -1,0 +1,208 @@
+//! The task's side towards the peer: handshake, records in, records out, heartbeat.
+
+use std::{
+    io::IoSlice,
+    sync::atomic::Ordering::Relaxed,
+    task::{Context, Poll},
+};
+
+use tokio::time::Instant;
+use tracing::{debug, warn};
+
+use super::{Link, Scratch, Task, locals::Batch, random_epoch, random_id};
+use crate::{
+    endpoint::{Handler, LinkEvent, Role, Transport, join::First},
+    record::{self, Hello},
+    session::{
+        Event, Joined, Violation,
+        pool::{self, Size},
+    },
+};
+
+/// Writes of one round; each is at most what TLS buffers (64 KiB).
+const WRITES: usize = 4;
+
+impl<H: Handler> Task<H> {
+    pub(super) fn poll_joining(&mut self, cx: &mut Context<'_>) -> bool {
+        let Some(joining) = &mut self.joining else { return false };
+        let Poll::Ready(first) = joining.poll(cx, self.role) else { return false };
+        let Some(joining) = self.joining.take() else { return false };
+        match first {
+            Ok((First::Hello(hello), rest)) => self.answer(joining.transport, &hello, rest),
+            Ok((First::Welcome(welcome), rest)) => match self.session.welcomed(&welcome) {
+                Ok(joined) => self.up(joining.transport, rest, joined, welcome.program),
+                Err(why) => {
+                    self.refuse(why.to_string());
+                    self.renew();
+                }
+            },
+            Err(why) => self.refuse(why),
+        }
+        true
+    }
+
+    /// Relay: a guest said Hello on this transport, which takes the place of the one before.
+    pub(super) fn answer(&mut self, transport: Transport, hello: &Hello, rest: Vec<u8>) {
+        // A version nobody can talk to must not cost the link that works.
+        match self.session.answer(hello, random_epoch(), &self.limits.version) {
+            Ok(joined) => self.up(transport, rest, joined, hello.program.clone()),
+            Err(why) => self.refuse(why.to_string()),
+        }
+    }
+
+    fn up(&mut self, transport: Transport, carry: Vec<u8>, joined: Joined, version: String) {
+        self.joining = None;
+        self.down("replaced by a newer connection");
+        if joined.lost {
+            self.lost();
+        }
+        let now = Instant::now();
+        let peer = transport.peer();
+        self.link = Some(Link {
+            transport,
+            carry,
+            fresh: true,
+            sent: false,
+            received: true,
+            heard: now,
+            beat: now + self.limits.heartbeat,
+        });
+        self.shared.counters.links.fetch_add(1, Relaxed);
+        if let Some(session) = self.session.id() {
+            self.handler.on_link(LinkEvent::Up { resumed: joined.resumed, session, peer, version });
+        }
+    }
+
+    /// The transport is gone; streams and local connections stay.
+    pub(super) fn down(&mut self, reason: &str) {
+        if self.link.take().is_some() {
+            debug!(reason, "link down");
+            self.handler.on_link(LinkEvent::Down { reason: reason.to_owned() });
+        }
+    }
+
+    /// The peer broke the protocol: nothing both ends know can be trusted to be in step.
+    fn violated(&mut self, why: &Violation) {
+        warn!(%why, "link closed: the peer broke the protocol");
+        self.down(&format!("protocol: {why}"));
+        self.renew();
+    }
+
+    fn renew(&mut self) {
+        self.session.reset((self.role == Role::Guest).then(random_id));
+        self.lost();
+    }
+
+    pub(super) fn poll_receive(&mut self, cx: &mut Context<'_>, scratch: &mut Scratch) -> bool {
+        let Some(link) = &mut self.link else { return false };
+        let mut buffer = pool::take(Size::Read);
+        let have = link.carry.len();
+        buffer[..have].copy_from_slice(&link.carry);
+        let read = match link.transport.poll_read(cx, &mut buffer[have..]) {
+            Poll::Ready(Ok(0)) => Err("the peer closed the connection".to_owned()),
+            Poll::Ready(Ok(n)) => Ok(n),
+            Poll::Ready(Err(error)) => Err(error.to_string()),
+            Poll::Pending if link.fresh && have > 0 => Ok(0),
+            Poll::Pending => {
+                pool::give(buffer);
+                return false;
+            }
+        };
+        match read {
+            Ok(n) => {
+                (link.fresh, link.received) = (false, true);
+                self.records(cx, scratch, &buffer[..have + n]);
+            }
+            Err(reason) => self.down(&reason),
+        }
+        pool::give(buffer);
+        true
+    }
+
+    fn records(&mut self, cx: &mut Context<'_>, scratch: &mut Scratch, bytes: &[u8]) {
+        let mut input = bytes;
+        let mut batch = Batch::default();
+        let result = loop {
+            let (header, payload) = match record::split(&mut input) {
+                Ok(Some(record)) => record,
+                Ok(None) => break Ok(()),
+                Err(why) => break Err(why.into()),
+            };
+            match self.session.receive(&header, payload) {
+                Ok(Event::Nothing) => {}
+                Ok(Event::Data(stream, data)) => self.data(cx, scratch, &mut batch, stream, data),
+                Ok(Event::Control(message)) => self.handler.on_control(message),
+                Ok(Event::Opened(stream, _)) => self.opened(stream),
+                Ok(Event::Closed(stream, _)) => {
+                    self.deliver(cx, scratch, &mut batch);
+                    if let Some(at) = self.by_stream.remove(&stream) {
+                        self.stream_lost(at);
+                    }
+                }
+                Err(why) => break Err(why),
+            }
+        };
+        self.deliver(cx, scratch, &mut batch);
+        match (result, &mut self.link) {
+            (Err(why), _) => self.violated(&why),
+            (Ok(()), Some(link)) if !(input.is_empty() && link.carry.is_empty()) => {
+                link.carry = input.to_vec()
+            }
+            _ => {}
+        }
+    }
+}
+
+impl<H: Handler> Task<H> {
+    pub(super) fn poll_send(&mut self, cx: &mut Context<'_>) -> bool {
+        let mut moved = false;
+        for _ in 0..WRITES {
+            self.session.pump();
+            let Some(link) = &mut self.link else { return moved };
+            let mut slices = [IoSlice::new(&[]); 8];
+            let filled = self.session.output(&mut slices);
+            if filled == 0 {
+                break;
+            }
+            match link.transport.poll_write(cx, &slices[..filled]) {
+                Poll::Ready(Ok(0)) => return self.broke("the connection takes no bytes"),
+                Poll::Ready(Ok(n)) => {
+                    link.sent = true;
+                    self.session.wrote(n);
+                    moved = true;
+                }
+                Poll::Ready(Err(error)) => return self.broke(&error.to_string()),
+                Poll::Pending => break,
+            }
+        }
+        // What the transport took it may still hold.
+        if let Some(link) = &mut self.link
+            && let Poll::Ready(Err(error)) = link.transport.poll_flush(cx)
+        {
+            return self.broke(&error.to_string());
+        }
+        moved
+    }
+
+    fn broke(&mut self, reason: &str) -> bool {
+        self.down(reason);
+        true
+    }
+
+    /// Once in a heartbeat: is the peer there, and does it know that we are?
+    pub(super) fn beat(&mut self, now: Instant) {
+        let Some(link) = &mut self.link else { return };
+        if link.received {
+            link.heard = now;
+        }
+        let silent = now - link.heard;
+        if silent >= self.limits.silence {
+            return self.down(&format!("nothing heard for {silent:.0?}"));
+        }
+        if !link.sent {
+            self.session.ping();
+        }
+        (link.sent, link.received) = (false, false);
+        link.beat = now + self.limits.heartbeat;
+    }
+}

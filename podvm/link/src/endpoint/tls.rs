@@ -1,0 +1,132 @@
+//! TLS over TCP after the handshake, driven without a layer between: a read takes 64 KiB from the socket at once (the
+//! usual adapter takes 4 KiB), and nothing is held while the connection is idle but what rustls itself needs.
+
+use std::{
+    io::{self, IoSlice, Read, Write},
+    pin::Pin,
+    task::{Context, Poll, ready},
+};
+
+use rustls::Connection;
+use tokio::{io::AsyncWrite, net::TcpStream};
+
+use super::transport::poll_read;
+use crate::session::pool::{self, Size};
+
+pub(super) struct Tls {
+    tcp: TcpStream,
+    tls: Connection,
+    /// Ciphertext that the reader's buffer had no room for.
+    carry: Vec<u8>,
+}
+
+impl Tls {
+    pub(super) fn new(tcp: TcpStream, tls: Connection) -> Tls {
+        Tls { tcp, tls, carry: Vec::new() }
+    }
+
+    pub(super) fn poll_read(&mut self, cx: &mut Context<'_>, buffer: &mut [u8]) -> Poll<io::Result<usize>> {
+        loop {
+            // What was decrypted before, or lies here encrypted, goes first.
+            let carry = std::mem::take(&mut self.carry);
+            let mut rest = &carry[..];
+            let filled = self.decrypt(&mut rest, buffer)?;
+            if !rest.is_empty() {
+                self.carry = rest.to_vec();
+            }
+            if let Some(filled) = filled {
+                return Poll::Ready(Ok(filled));
+            }
+            let mut cipher = pool::take(Size::Large);
+            let read = poll_read(&mut self.tcp, cx, &mut cipher);
+            let Poll::Ready(Ok(n @ 1..)) = read else {
+                pool::give(cipher);
+                return read;
+            };
+            let mut rest = &cipher[..n];
+            let filled = self.decrypt(&mut rest, buffer);
+            if !rest.is_empty() {
+                self.carry = rest.to_vec();
+            }
+            pool::give(cipher);
+            if let Some(filled) = filled? {
+                return Poll::Ready(Ok(filled));
+            }
+        }
+    }
+
+    /// Decrypts from `cipher` into `buffer` until one of them is used up. `None` = not one byte yet; 0 = the peer said
+    /// that it closes.
+    fn decrypt(&mut self, cipher: &mut &[u8], buffer: &mut [u8]) -> io::Result<Option<usize>> {
+        let mut filled = 0;
+        loop {
+            match self.tls.reader().read(&mut buffer[filled..]) {
+                Ok(0) => return Ok(Some(filled)), // the peer closes, or the buffer is full
+                Ok(n) => filled += n,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if cipher.is_empty() {
+                        return Ok((filled > 0).then_some(filled));
+                    }
+                    self.tls.read_tls(cipher)?;
+                    self.tls
+                        .process_new_packets()
+                        .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    pub(super) fn poll_write(
+        &mut self,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        // Bytes that are taken here cannot be taken back: none are, before the ones of before are on their way.
+        ready!(self.poll_flush(cx))?;
+        let taken = self.tls.writer().write_vectored(slices)?;
+        match self.poll_flush(cx) {
+            Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
+            _ => Poll::Ready(Ok(taken)),
+        }
+    }
+
+    pub(super) fn poll_flush(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        while self.tls.wants_write() {
+            match self.tls.write_tls(&mut Socket { tcp: &mut self.tcp, cx }) {
+                Ok(0) => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Poll::Pending,
+                Err(error) => return Poll::Ready(Err(error)),
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+/// The socket as rustls writes to it.
+struct Socket<'a, 'b> {
+    tcp: &'a mut TcpStream,
+    cx: &'a mut Context<'b>,
+}
+
+impl Write for Socket<'_, '_> {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        or_would_block(Pin::new(&mut *self.tcp).poll_write(self.cx, buffer))
+    }
+
+    fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        or_would_block(Pin::new(&mut *self.tcp).poll_write_vectored(self.cx, slices))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn or_would_block(poll: Poll<io::Result<usize>>) -> io::Result<usize> {
+    match poll {
+        Poll::Ready(result) => result,
+        Poll::Pending => Err(io::ErrorKind::WouldBlock.into()),
+    }
+}
