@@ -1,1 +1,27 @@
 //! A node, its pods and a cloud network out of namespaces in one machine; processes under test; witnesses.
+//!
+//! * [`World`]: a network namespace that is the node, with a CNI's bridge, and [`Pod`]s on it.
+//! * [`Daemons`]: the real `peerpod-relay` and `peerpod-node` in it, with the local provider, to be killed and started.
+//! * [`ping`], [`page`], [`proxy`]: traffic and troubles.
+//! * [`Sight`]: what `ip`, `tc`, `nft` and `/proc` see, so that "nothing is left" is said by somebody else than us.
+//! * [`road`]: one pod from CreateVM to a running exec and away again, as `peerpod demo` shows it and the tests check it.
+//!
+//! Needs root. Everything is named after the process and a counter, so any number of worlds live side by side, and is
+//! taken away when the world is dropped, and when the process dies without dropping anything.
+
+mod command;
+mod daemons;
+mod janitor;
+pub mod page;
+pub mod ping;
+pub mod proxy;
+pub mod road;
+mod sight;
+mod wait;
+mod world;
+
+pub use command::ip;
+pub use daemons::{Daemons, LedgerEntry, Settings, binary};
+pub use sight::Sight;
+pub use wait::{eventually, eventually_blocking};
+pub use world::{Namespace, Pod, World};

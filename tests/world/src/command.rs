@@ -1,0 +1,40 @@
+//! iproute2 and its like, as witnesses and as the hand of the CNI. Test code only: the product starts no processes.
+
+use std::{
+    io::Write,
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context, bail};
+
+/// Runs a program to its end; its standard output. A failure says what it wrote to standard error.
+pub(crate) fn run(program: &str, arguments: &[&str], input: &str) -> anyhow::Result<String> {
+    let attempt = || format!("{program} {}", arguments.join(" "));
+    let mut child = Command::new(program)
+        .args(arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(attempt)?;
+    if let Some(mut stdin) = child.stdin.take() {
+        stdin.write_all(input.as_bytes()).with_context(attempt)?;
+    }
+    let output = child.wait_with_output().with_context(attempt)?;
+    if !output.status.success() {
+        let text = String::from_utf8_lossy(&output.stderr);
+        bail!("{}: {}: {}", attempt(), output.status, text.trim());
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// `ip -n NAMESPACE -batch -` with these lines, all or an error.
+pub fn ip(namespace: &str, lines: &str) -> anyhow::Result<String> {
+    run("ip", &["-n", namespace, "-batch", "-"], lines).with_context(|| format!("in {namespace}:\n{lines}"))
+}
+
+/// Whether a program can be started at all.
+pub(crate) fn exists(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|folder| folder.join(program).is_file())
+}

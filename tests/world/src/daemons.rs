@@ -1,0 +1,324 @@
+//! The real daemons in a world: configured, started, killed, started again, looked at.
+
+use std::{
+    ffi::OsStr,
+    fs,
+    os::unix::process::ExitStatusExt,
+    path::{Path, PathBuf},
+    process::{Child, ExitStatus},
+    time::Duration,
+};
+
+use anyhow::{Context, bail, ensure};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use peerpod_client::ShimClient;
+use serde_json::{Map, Value, json};
+
+use crate::{World, wait::eventually, wait::eventually_blocking};
+
+/// How long a daemon may take to answer after its start, on a machine that is busy with tests.
+const START_PATIENCE: Duration = Duration::from_secs(30);
+const STOP_PATIENCE: Duration = Duration::from_secs(20);
+
+/// Configuration beside the defaults of a world, by dotted key.
+#[derive(Debug, Clone)]
+pub struct Settings(Value);
+
+impl Settings {
+    /// The local provider, sockets and state in the world's folder, text logs.
+    fn of(world: &World) -> Settings {
+        let folder = world.folder();
+        Settings(json!({
+            "paths": { "run-dir": folder.join("run"), "state-dir": folder.join("state") },
+            "log": { "level": std::env::var("PEERPOD_TEST_LOG").unwrap_or_else(|_| "debug".into()) },
+            "node": { "cluster-id": world.prefix().trim_end_matches('-') },
+            "provider": { "kind": "local" },
+        }))
+    }
+
+    /// No more than the defaults.
+    pub fn none() -> Settings {
+        Settings(Value::Object(Map::new()))
+    }
+
+    /// Sets one, by its dotted key.
+    pub fn set(mut self, key: &str, value: impl Into<Value>) -> Settings {
+        let mut place = &mut self.0;
+        for part in key.split('.') {
+            if !place.is_object() {
+                *place = Value::Object(Map::new());
+            }
+            place = &mut place[part];
+        }
+        *place = value.into();
+        self
+    }
+
+    fn merge(into: &mut Value, from: &Value) {
+        match (into, from) {
+            (Value::Object(into), Value::Object(from)) => {
+                for (key, value) in from {
+                    Settings::merge(into.entry(key.clone()).or_insert(Value::Null), value);
+                }
+            }
+            (into, from) => *into = from.clone(),
+        }
+    }
+}
+
+/// One file of the node's ledger.
+#[derive(Debug, Clone)]
+pub struct LedgerEntry {
+    /// The sandbox's id, from the file's name.
+    pub id: String,
+    /// What the file says.
+    pub record: Value,
+}
+
+impl LedgerEntry {
+    /// The phase's name, or the whole record when it has none.
+    pub fn phase(&self) -> String {
+        match &self.record["phase"] {
+            Value::String(name) => name.clone(),
+            Value::Object(phase) if phase.len() == 1 => phase.keys().next().cloned().unwrap_or_default(),
+            Value::Object(phase) if phase.contains_key("name") => {
+                phase["name"].as_str().unwrap_or_default().into()
+            }
+            _ => self.record.to_string(),
+        }
+    }
+
+    /// Whether nothing but the memory of the sandbox is left.
+    pub fn is_tombstone(&self) -> bool {
+        self.phase().eq_ignore_ascii_case("gone")
+    }
+}
+
+/// `peerpod-relay` and `peerpod-node` of one world. Killed when dropped.
+pub struct Daemons {
+    world: World,
+    config: PathBuf,
+    relay: Option<Child>,
+    node: Option<Child>,
+}
+
+impl Daemons {
+    /// Writes the configuration and starts both; they answer when this returns.
+    pub async fn start(world: &World, settings: Settings) -> anyhow::Result<Daemons> {
+        let mut daemons = Daemons::prepare(world, settings)?;
+        daemons.start_relay()?;
+        daemons.start_node()?;
+        daemons.ready().await?;
+        Ok(daemons)
+    }
+
+    /// Writes the configuration and starts nothing.
+    pub fn prepare(world: &World, settings: Settings) -> anyhow::Result<Daemons> {
+        let Settings(mut values) = Settings::of(world);
+        Settings::merge(&mut values, &settings.0);
+        // JSON is YAML.
+        let config = world.folder().join("peerpod.yaml");
+        fs::write(&config, serde_json::to_vec_pretty(&values)?)?;
+        Ok(Daemons { world: world.clone(), config, relay: None, node: None })
+    }
+
+    /// `paths.run-dir`.
+    pub fn run_dir(&self) -> PathBuf {
+        self.world.folder().join("run")
+    }
+
+    /// `paths.state-dir`.
+    pub fn state_dir(&self) -> PathBuf {
+        self.world.folder().join("state")
+    }
+
+    /// Where shims call.
+    pub fn hypervisor_socket(&self) -> PathBuf {
+        self.run_dir().join("hypervisor.sock")
+    }
+
+    /// The configuration file of both.
+    pub fn config(&self) -> &Path {
+        &self.config
+    }
+
+    /// The log file of `relay` or `node`; all starts append to it.
+    pub fn log(&self, daemon: &str) -> PathBuf {
+        self.world.folder().join(format!("{daemon}.log"))
+    }
+
+    /// A shim's connection.
+    pub async fn shim(&self) -> anyhow::Result<ShimClient> {
+        Ok(ShimClient::connect(&self.hypervisor_socket()).await?)
+    }
+
+    /// Starts the relay.
+    pub fn start_relay(&mut self) -> anyhow::Result<()> {
+        ensure!(self.relay.is_none(), "the relay runs");
+        self.relay = Some(self.spawn("relay")?);
+        Ok(())
+    }
+
+    /// Starts the node.
+    pub fn start_node(&mut self) -> anyhow::Result<()> {
+        ensure!(self.node.is_none(), "the node runs");
+        self.node = Some(self.spawn("node")?);
+        Ok(())
+    }
+
+    fn spawn(&self, daemon: &str) -> anyhow::Result<Child> {
+        let arguments = [OsStr::new("--config"), self.config.as_os_str()];
+        self.world.spawn(&binary(&format!("peerpod-{daemon}"))?, &arguments, &self.log(daemon))
+    }
+
+    /// SIGKILL, now; returns when it is gone.
+    pub fn kill_node(&mut self) -> anyhow::Result<()> {
+        let mut child = self.node.take().context("the node does not run")?;
+        child.kill()?;
+        child.wait()?;
+        Ok(())
+    }
+
+    /// SIGKILL, now; returns when it is gone.
+    pub fn kill_relay(&mut self) -> anyhow::Result<()> {
+        let mut child = self.relay.take().context("the relay does not run")?;
+        child.kill()?;
+        child.wait()?;
+        Ok(())
+    }
+
+    /// SIGTERM, and waits for the node to end by itself.
+    pub fn terminate_node(&mut self) -> anyhow::Result<ExitStatus> {
+        terminate(self.node.take().context("the node does not run")?, "node")
+    }
+
+    /// SIGTERM, and waits for the relay to end by itself.
+    pub fn terminate_relay(&mut self) -> anyhow::Result<ExitStatus> {
+        terminate(self.relay.take().context("the relay does not run")?, "relay")
+    }
+
+    /// The process number of the relay.
+    pub fn relay_pid(&self) -> Option<u32> {
+        self.relay.as_ref().map(Child::id)
+    }
+
+    /// The process number of the node.
+    pub fn node_pid(&self) -> Option<u32> {
+        self.node.as_ref().map(Child::id)
+    }
+
+    /// Waits until a call goes through the relay to the node and back. A daemon that ends meanwhile is an error with the
+    /// end of its log.
+    pub async fn ready(&mut self) -> anyhow::Result<()> {
+        let socket = self.hypervisor_socket();
+        let answered = eventually("peerpod-node answers on hypervisor.sock", START_PATIENCE, async || {
+            for (name, child) in [("relay", &mut self.relay), ("node", &mut self.node)] {
+                if let Some(status) = child.as_mut().and_then(|child| child.try_wait().ok().flatten()) {
+                    return Some(Err(anyhow::anyhow!("peerpod-{name} ended: {}", explain(status))));
+                }
+            }
+            let shim = ShimClient::connect(&socket).await.ok()?;
+            shim.version().await.ok().map(|_| Ok(()))
+        })
+        .await;
+        match answered {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(error)) | Err(error) => Err(error.context(self.log_tails())),
+        }
+    }
+
+    /// What the node's ledger holds. A file that cannot be read as JSON is an entry too, with a null record.
+    pub fn ledger(&self) -> anyhow::Result<Vec<LedgerEntry>> {
+        let folder = self.state_dir().join("sandboxes");
+        let mut entries = Vec::new();
+        let listing = match fs::read_dir(&folder) {
+            Ok(listing) => listing,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(entries),
+            Err(error) => bail!("read {}: {error}", folder.display()),
+        };
+        for file in listing {
+            let path = file?.path();
+            if path.extension().is_none_or(|extension| extension != "json") {
+                continue;
+            }
+            let id = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+            let record = fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+            entries.push(LedgerEntry { id, record: record.unwrap_or(Value::Null) });
+        }
+        entries.sort_by(|one, other| one.id.cmp(&other.id));
+        Ok(entries)
+    }
+
+    /// Waits until the ledger says that a sandbox is gone, which it says when everything of it is.
+    pub async fn gone(&self, id: &str, patience: Duration) -> anyhow::Result<()> {
+        eventually(&format!("{id} is a tombstone in the ledger"), patience, async || {
+            let entries = self.ledger().ok()?;
+            entries.iter().any(|entry| entry.id == id && entry.is_tombstone()).then_some(())
+        })
+        .await
+        .with_context(|| self.log_tails())
+    }
+
+    /// The last lines of both logs, for error messages.
+    pub fn log_tails(&self) -> String {
+        let mut text = String::new();
+        for daemon in ["relay", "node"] {
+            let log = fs::read_to_string(self.log(daemon)).unwrap_or_default();
+            let lines: Vec<&str> = log.lines().collect();
+            let tail = lines[lines.len().saturating_sub(25)..].join("\n");
+            text.push_str(&format!("--- end of peerpod-{daemon}'s log ---\n{tail}\n"));
+        }
+        text
+    }
+}
+
+impl Drop for Daemons {
+    fn drop(&mut self) {
+        for child in [&mut self.node, &mut self.relay].into_iter().flatten() {
+            // It may have ended before.
+            child.kill().ok();
+            child.wait().ok();
+        }
+    }
+}
+
+fn terminate(mut child: Child, name: &str) -> anyhow::Result<ExitStatus> {
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM)?;
+    let ended = eventually_blocking(&format!("peerpod-{name} ends after SIGTERM"), STOP_PATIENCE, || {
+        child.try_wait().ok().flatten()
+    });
+    if ended.is_err() {
+        child.kill().ok();
+        child.wait().ok();
+    }
+    ended
+}
+
+fn explain(status: ExitStatus) -> String {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("exit code {code}"),
+        (None, Some(signal)) => format!("signal {signal}"),
+        (None, None) => status.to_string(),
+    }
+}
+
+/// A program of ours: in `PEERPOD_BIN_DIR`, beside the current one, or (for tests, which live in `deps`) a folder above.
+pub fn binary(name: &str) -> anyhow::Result<PathBuf> {
+    let us = std::env::current_exe()?;
+    let folders = [std::env::var_os("PEERPOD_BIN_DIR").map(PathBuf::from)]
+        .into_iter()
+        .flatten()
+        .chain(us.ancestors().skip(1).take(2).map(Path::to_owned));
+    let mut tried = Vec::new();
+    for folder in folders {
+        let path = folder.join(name);
+        if path.is_file() {
+            return Ok(path);
+        }
+        tried.push(folder.display().to_string());
+    }
+    bail!("{name} is not in {}: build it first (`make bins`)", tried.join(" nor in "))
+}

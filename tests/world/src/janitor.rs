@@ -1,0 +1,69 @@
+//! Takes a world away, also when the process that made it was killed: a shell of its own process group that waits for
+//! the end of its input.
+
+use std::{
+    io,
+    os::unix::process::CommandExt,
+    path::Path,
+    process::{Child, ChildStdin, Command, Stdio},
+};
+
+/// Ends every process in the world's network namespaces (that ends the local provider's VMs too: they live in a
+/// process of the node's), removes the namespaces, what is mounted below the folder, and the folder. `$1` is what the
+/// namespaces' names begin with, `$2` the folder.
+const SCRIPT: &str = r#"
+trap '' INT TERM HUP QUIT
+read -r _
+for round in 1 2 3 4 5 6 7 8 9 10; do
+    found=
+    for path in /run/netns/"$1"*; do
+        [ -e "$path" ] || continue
+        for pid in $(ip netns pids "${path##*/}" 2>/dev/null); do
+            kill -9 "$pid" 2>/dev/null && found=yes
+        done
+    done
+    [ -z "$found" ] && break
+    sleep 0.05
+done
+for path in /run/netns/"$1"*; do
+    [ -e "$path" ] && ip netns del "${path##*/}"
+done
+while read -r _ _ _ _ point _; do
+    case "$point" in "$2"/*) umount -l "$point" ;; esac
+done < /proc/self/mountinfo
+[ -n "$PEERPOD_KEEP" ] || rm -rf --one-file-system "$2"
+"#;
+
+/// The watcher of one world.
+pub(crate) struct Janitor {
+    child: Child,
+    alive: Option<ChildStdin>,
+}
+
+impl Janitor {
+    /// Starts watching; `prefix` and `folder` must be this world's alone.
+    pub(crate) fn start(prefix: &str, folder: &Path) -> io::Result<Janitor> {
+        let mut child = Command::new("/bin/sh")
+            .arg("-c")
+            .arg(SCRIPT)
+            .arg("peerpod-janitor")
+            .arg(prefix)
+            .arg(folder)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::inherit())
+            .current_dir("/")
+            .process_group(0) // a Ctrl-C at the terminal is not for it
+            .spawn()?;
+        let alive = child.stdin.take();
+        Ok(Janitor { child, alive })
+    }
+}
+
+impl Drop for Janitor {
+    fn drop(&mut self) {
+        self.alive = None;
+        // It has a bound of its own on everything it does.
+        drop(self.child.wait());
+    }
+}

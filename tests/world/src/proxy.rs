@@ -1,0 +1,123 @@
+//! A TCP proxy in the node's namespace that cuts what goes through it, anywhere, both directions at once.
+
+use std::{
+    io,
+    net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use anyhow::Context;
+use socket2::SockRef;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::tcp::{OwnedReadHalf, OwnedWriteHalf},
+    sync::watch,
+    task::JoinHandle,
+};
+
+use crate::Namespace;
+
+/// Small and odd, so that a cut falls into the middle of whatever is sent.
+const PIECE: usize = 7919;
+
+/// Passes connections on to one address until they are cut.
+pub struct Proxy {
+    address: SocketAddr,
+    generation: watch::Sender<u64>,
+    bytes: Arc<AtomicU64>,
+    connections: Arc<AtomicU64>,
+    task: JoinHandle<()>,
+}
+
+impl Proxy {
+    /// Listens on a port of every address in the namespace and dials `target` from within it.
+    pub fn start(namespace: &Namespace, port: u16, target: SocketAddr) -> anyhow::Result<Proxy> {
+        let listener = namespace.run(|| TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)))?;
+        let listener = listener.with_context(|| format!("listen on port {port} in {}", namespace.name()))?;
+        listener.set_nonblocking(true)?;
+        let address = listener.local_addr()?;
+        let listener = tokio::net::TcpListener::from_std(listener)?;
+        let (generation, receiver) = watch::channel(0);
+        let (bytes, connections) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+        let task = tokio::spawn({
+            let (namespace, bytes, connections) = (namespace.clone(), bytes.clone(), connections.clone());
+            async move {
+                while let Ok((stream, _)) = listener.accept().await {
+                    let dialled = namespace.run(|| TcpStream::connect(target)).and_then(|dialled| dialled);
+                    // Nobody behind it: the guest finds its connection closed and dials again.
+                    let Ok(other) = dialled.and_then(adopt) else { continue };
+                    connections.fetch_add(1, Ordering::Relaxed);
+                    tokio::spawn(pass(stream, other, receiver.clone(), bytes.clone()));
+                }
+            }
+        });
+        Ok(Proxy { address, generation, bytes, connections, task })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Resets every connection there is, now, at both ends.
+    pub fn cut(&self) {
+        self.generation.send_modify(|generation| *generation += 1);
+    }
+
+    /// Bytes passed on so far, both directions.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Connections made so far.
+    pub fn connections(&self) -> u64 {
+        self.connections.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.task.abort();
+        self.cut();
+    }
+}
+
+fn adopt(stream: TcpStream) -> io::Result<tokio::net::TcpStream> {
+    stream.set_nonblocking(true)?;
+    tokio::net::TcpStream::from_std(stream)
+}
+
+async fn pass(
+    near: tokio::net::TcpStream,
+    far: tokio::net::TcpStream,
+    mut generation: watch::Receiver<u64>,
+    bytes: Arc<AtomicU64>,
+) {
+    for stream in [&near, &far] {
+        // A reset at the end, not a polite close; a socket that refuses is closed politely.
+        SockRef::from(stream).set_linger(Some(Duration::ZERO)).ok();
+        stream.set_nodelay(true).ok();
+    }
+    let began = *generation.borrow();
+    let (near_read, near_write) = near.into_split();
+    let (far_read, far_write) = far.into_split();
+    tokio::select! {
+        _ = generation.wait_for(|now| *now != began) => {}
+        () = copy(near_read, far_write, &bytes) => {}
+        () = copy(far_read, near_write, &bytes) => {}
+    }
+}
+
+async fn copy(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, bytes: &AtomicU64) {
+    let mut buffer = [0; PIECE];
+    while let Ok(count @ 1..) = from.read(&mut buffer).await {
+        if to.write_all(&buffer[..count]).await.is_err() {
+            return;
+        }
+        bytes.fetch_add(count as u64, Ordering::Relaxed);
+    }
+}

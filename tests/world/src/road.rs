@@ -1,0 +1,80 @@
+//! One pod from CreateVM to a running exec, and away again: every stage checks what it shows. `peerpod demo` prints it,
+//! the tests run it.
+
+mod steps;
+
+use std::{
+    future::Future,
+    pin::Pin,
+    time::{Duration, Instant},
+};
+
+use anyhow::Context;
+
+use crate::{Settings, World};
+pub use steps::Walk;
+
+/// Sees the stages as they happen.
+pub trait Progress: Send {
+    /// A stage begins.
+    fn begin(&mut self, number: usize, of: usize, name: &str);
+    /// It is done, and this was seen.
+    fn done(&mut self, took: Duration, seen: &str);
+}
+
+/// Says nothing.
+pub struct Silent;
+
+impl Progress for Silent {
+    fn begin(&mut self, _: usize, _: usize, _: &str) {}
+    fn done(&mut self, _: Duration, _: &str) {}
+}
+
+/// A stage that was passed.
+#[derive(Debug, Clone)]
+pub struct Passed {
+    /// What it is about.
+    pub name: &'static str,
+    /// How long it took.
+    pub took: Duration,
+    /// What was seen.
+    pub seen: String,
+}
+
+type Step = for<'a> fn(&'a mut Walk) -> Pin<Box<dyn Future<Output = anyhow::Result<String>> + 'a>>;
+
+/// The stages in their order.
+const STAGES: &[(&str, Step)] = &[
+    ("relay and node start", |walk| Box::pin(walk.start_daemons())),
+    ("a pod's network, and another pod", |walk| Box::pin(walk.make_pods())),
+    ("CreateVM", |walk| Box::pin(walk.create_vm())),
+    ("StartVM: VM, guest, tunnel, agent", |walk| Box::pin(walk.start_vm())),
+    ("agent: two connections, one silent", |walk| Box::pin(walk.connect_agent())),
+    ("CreateSandbox, the pod's own container", |walk| Box::pin(walk.create_sandbox())),
+    ("CopyFile, CreateContainer, StartContainer", |walk| Box::pin(walk.run_container())),
+    ("ExecProcess of a real command", |walk| Box::pin(walk.exec())),
+    ("64 MiB through WriteStdin and ReadStdout", |walk| Box::pin(walk.transfer())),
+    ("the other pod pings the pod", |walk| Box::pin(walk.ping_in())),
+    ("the other pod fetches a page", |walk| Box::pin(walk.fetch_in())),
+    ("traffic out leaves by the node's pod netns", |walk| Box::pin(walk.fetch_out())),
+    ("SignalProcess, WaitProcess, RemoveContainer", |walk| Box::pin(walk.remove_containers())),
+    ("StopVM, three times", |walk| Box::pin(walk.stop_vm())),
+    ("nothing is left but a tombstone", |walk| Box::pin(walk.nothing_is_left())),
+];
+
+/// Walks the whole road in a world of its own. The first stage that does not hold ends it, with the ends of the daemons'
+/// logs in the error; everything that was made is taken away in every case, also when the future is dropped.
+pub async fn walk(settings: Settings, progress: &mut dyn Progress) -> anyhow::Result<Vec<Passed>> {
+    let mut walk = Walk::new(World::new()?, settings);
+    let mut passed = Vec::new();
+    for (index, (name, step)) in STAGES.iter().copied().enumerate() {
+        progress.begin(index + 1, STAGES.len(), name);
+        let began = Instant::now();
+        let outcome = step(&mut walk).await;
+        let seen = outcome.with_context(|| format!("{name}\n{}", walk.log_tails()))?;
+        let took = began.elapsed();
+        progress.done(took, &seen);
+        passed.push(Passed { name, took, seen });
+    }
+    Ok(passed)
+}

@@ -1,0 +1,216 @@
+//! What others than us see of a world: `ip`, `tc`, `nft` and `/proc`. Two sights are compared to say what is left.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt, fs,
+    os::unix::fs::MetadataExt,
+    path::Path,
+};
+
+use anyhow::Context;
+
+use crate::{
+    Daemons, Namespace, World,
+    command::{exists, run},
+};
+
+/// One look, as lines that say what there is. Ledger records of sandboxes that are gone (tombstones) are no part of it:
+/// they are meant to stay.
+#[derive(Debug, Clone, Default)]
+pub struct Sight {
+    lines: BTreeSet<String>,
+    processes: BTreeMap<u32, Process>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Process {
+    started: u64,
+    parent: u32,
+    name: String,
+}
+
+impl Sight {
+    /// Looks at the node, the given namespaces, the daemons' folders and every process that belongs to them.
+    pub fn of(world: &World, namespaces: &[&Namespace], daemons: &Daemons) -> anyhow::Result<Sight> {
+        let mut sight = Sight::default();
+        for entry in fs::read_dir("/run/netns")? {
+            let name = entry?.file_name().to_string_lossy().into_owned();
+            if name.starts_with(world.prefix()) {
+                sight.lines.insert(format!("network namespace {name}"));
+            }
+        }
+        for namespace in [world.node()].into_iter().chain(namespaces.iter().copied()) {
+            sight.network(namespace)?;
+        }
+        for folder in [daemons.run_dir(), daemons.state_dir()] {
+            sight.files(&folder, world.folder());
+        }
+        for entry in daemons.ledger()?.into_iter().filter(|entry| !entry.is_tombstone()) {
+            sight.lines.insert(format!("ledger entry {} in phase {}", entry.id, entry.phase()));
+        }
+        sight.mounts(world)?;
+        sight.processes(world, namespaces)?;
+        Ok(sight)
+    }
+
+    /// What is here and was not there before. Processes of before that still run are found too: name those that should
+    /// have ended by `ended`, a sight of the time when they ran.
+    pub fn beyond(&self, before: &Sight, ended: Option<&Sight>) -> Vec<String> {
+        let mut left: Vec<String> = self.lines.difference(&before.lines).cloned().collect();
+        let new = self.processes.iter().filter(|(pid, process)| before.processes.get(pid) != Some(process));
+        left.extend(new.map(|(pid, process)| format!("process {pid} {}", process.name)));
+        for (pid, process) in ended.iter().flat_map(|sight| &sight.processes) {
+            let known = before.processes.get(pid) == Some(process) || self.processes.contains_key(pid);
+            if !known && read_process(*pid).as_ref() == Some(process) {
+                left.push(format!("process {pid} {}", process.name));
+            }
+        }
+        left
+    }
+
+    /// How many processes were seen.
+    pub fn process_count(&self) -> usize {
+        self.processes.len()
+    }
+
+    /// The lines that contain a text.
+    pub fn containing(&self, text: &str) -> Vec<&str> {
+        self.lines.iter().map(String::as_str).filter(|line| line.contains(text)).collect()
+    }
+
+    fn network(&mut self, namespace: &Namespace) -> anyhow::Result<()> {
+        let name = namespace.name();
+        if !namespace.path().exists() {
+            return Ok(());
+        }
+        for line in run("ip", &["-n", name, "-o", "link", "show"], "")?.lines() {
+            let link = line.split_whitespace().nth(1).unwrap_or_default();
+            let link = link.trim_end_matches(':').split('@').next().unwrap_or_default();
+            self.lines.insert(format!("link {link} in {name}"));
+        }
+        for line in run("ip", &["-n", name, "-o", "addr", "show"], "")?.lines() {
+            let words: Vec<&str> = line.split_whitespace().skip(1).take(3).collect();
+            self.lines.insert(format!("address {} in {name}", words.join(" ")));
+        }
+        for line in run("tc", &["-n", name, "qdisc", "show"], "")?.lines() {
+            // Every device has the default one; nobody made it.
+            if !line.starts_with("qdisc noqueue") {
+                self.lines.insert(format!("{} in {name}", line.trim()));
+            }
+        }
+        for (device, parent) in [("eth0", "ingress"), ("eth0", "egress")] {
+            // A namespace without that device, or a device without a qdisc to hang filters on, has no filters.
+            let filters =
+                run("tc", &["-n", name, "filter", "show", "dev", device, parent], "").unwrap_or_default();
+            for line in filters.lines() {
+                self.lines.insert(format!("{} at {parent} of {device} in {name}", line.trim()));
+            }
+        }
+        if exists("nft") {
+            let rules = namespace.run(|| run("nft", &["list", "ruleset"], ""))??;
+            for line in rules.lines().map(str::trim).filter(|line| line.len() > 1) {
+                self.lines.insert(format!("nft {line} in {name}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Every file and socket below a folder, except the ledger's records, which are read instead of counted.
+    fn files(&mut self, folder: &Path, top: &Path) {
+        for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+            let path = entry.path();
+            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                self.files(&path, top);
+            }
+            let shown = path.strip_prefix(top).unwrap_or(&path);
+            if !shown.starts_with("state/sandboxes") {
+                self.lines.insert(format!("file {}", shown.display()));
+            }
+        }
+    }
+
+    fn mounts(&mut self, world: &World) -> anyhow::Result<()> {
+        let folder = world.folder().to_string_lossy().into_owned();
+        for line in fs::read_to_string("/proc/self/mountinfo")?.lines() {
+            if line.contains(&folder) || line.contains(world.prefix()) {
+                let point = line.split(' ').nth(4).unwrap_or_default();
+                self.lines.insert(format!("mount {point}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Those in the world's network namespaces, those whose arguments or mounts name its folder, and the descendants of
+    /// both: a VM's processes live in namespaces of their own, below a process in the node's.
+    fn processes(&mut self, world: &World, namespaces: &[&Namespace]) -> anyhow::Result<()> {
+        let us = fs::metadata("/proc/self/ns/mnt")?.ino();
+        let folder = world.folder().to_string_lossy().into_owned();
+        let networks: BTreeSet<u64> = [world.node()]
+            .into_iter()
+            .chain(namespaces.iter().copied())
+            .map(|ns| ns.netns().id().inode)
+            .collect();
+        let mut all = BTreeMap::new();
+        let mut ours = BTreeSet::new();
+        for entry in fs::read_dir("/proc").context("read /proc")? {
+            let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else {
+                continue;
+            };
+            // Whatever ends while we look is gone: just what we want to know.
+            let Some(process) = read_process(pid) else { continue };
+            let at = |name: &str| format!("/proc/{pid}/{name}");
+            let inode = |name: &str| fs::metadata(at(name)).map(|metadata| metadata.ino()).unwrap_or(0);
+            let mentions = |name: &str| {
+                let text = fs::read(at(name)).unwrap_or_default();
+                text.windows(folder.len()).any(|window| window == folder.as_bytes())
+            };
+            let in_network = networks.contains(&inode("ns/net"));
+            let elsewhere = inode("ns/mnt");
+            let own_mounts = elsewhere != 0 && elsewhere != us && mentions("mountinfo");
+            if pid != std::process::id()
+                && (in_network || own_mounts || (mentions("cmdline") && !is_janitor(pid)))
+            {
+                ours.insert(pid);
+            }
+            all.insert(pid, process);
+        }
+        loop {
+            let children: Vec<u32> = all
+                .iter()
+                .filter(|(pid, process)| ours.contains(&process.parent) && !ours.contains(pid))
+                .map(|(pid, _)| *pid)
+                .collect();
+            if children.is_empty() {
+                break;
+            }
+            ours.extend(children);
+        }
+        self.processes = all.into_iter().filter(|(pid, _)| ours.contains(pid)).collect();
+        Ok(())
+    }
+}
+
+impl fmt::Display for Sight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.lines.iter().try_for_each(|line| writeln!(f, "{line}"))?;
+        self.processes.iter().try_for_each(|(pid, process)| writeln!(f, "process {pid} {}", process.name))
+    }
+}
+
+fn is_janitor(pid: u32) -> bool {
+    let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    arguments.windows(16).any(|window| window == b"peerpod-janitor\0")
+}
+
+/// Name, parent and start time; `None` for what is gone, or only waits to be buried by its parent.
+fn read_process(pid: u32) -> Option<Process> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name stands in parentheses and may hold anything.
+    let (head, tail) = stat.rsplit_once(')')?;
+    let name = head.split_once('(')?.1.to_owned();
+    let fields: Vec<&str> = tail.split_whitespace().collect();
+    if matches!(fields.first(), Some(&"Z" | &"X")) {
+        return None;
+    }
+    Some(Process { started: fields.get(19)?.parse().ok()?, parent: fields.get(1)?.parse().ok()?, name })
+}

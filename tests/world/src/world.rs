@@ -1,0 +1,290 @@
+//! The node's network namespace and the pods of a CNI on it.
+
+use std::{
+    ffi::OsStr,
+    fmt,
+    fs::{self, OpenOptions},
+    io,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    os::unix::process::CommandExt,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+        mpsc,
+    },
+    thread::{self, JoinHandle},
+};
+
+use anyhow::{Context, ensure};
+use nix::unistd::Uid;
+use peerpod_link::net::netns::Netns;
+
+use crate::{
+    command::{ip, run},
+    janitor::Janitor,
+};
+
+/// What the CNI gives pods, smaller than Ethernet's as with any overlay.
+const POD_MTU: u32 = 1450;
+
+static COUNTER: AtomicU32 = AtomicU32::new(0);
+
+/// A network namespace with a name that `ip` knows too.
+#[derive(Clone)]
+pub struct Namespace {
+    name: String,
+    netns: Netns,
+}
+
+impl Namespace {
+    fn create(name: String) -> anyhow::Result<Namespace> {
+        run("ip", &["netns", "add", &name], "")?;
+        let netns = Netns::open(Path::new("/run/netns").join(&name))?;
+        Ok(Namespace { name, netns })
+    }
+
+    /// The name after `ip -n` and `ip netns exec`.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The path a CNI would hand on.
+    pub fn path(&self) -> PathBuf {
+        Path::new("/run/netns").join(&self.name)
+    }
+
+    /// The open namespace.
+    pub fn netns(&self) -> &Netns {
+        &self.netns
+    }
+
+    /// Runs a closure in it, on a thread that ends.
+    pub fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> io::Result<T> {
+        self.netns.run(work)
+    }
+
+    /// `ip -batch` in it.
+    pub fn ip(&self, lines: &str) -> anyhow::Result<String> {
+        ip(&self.name, lines)
+    }
+
+    /// Writes below `/proc/sys/net` of this namespace.
+    pub fn sysctl(&self, name: &str, value: &str) -> anyhow::Result<()> {
+        let path = format!("/proc/sys/net/{name}");
+        self.run(|| fs::write(&path, value))?
+            .with_context(|| format!("write {value} to {path} in {}", self.name))
+    }
+
+    /// Bytes received and sent by an interface so far.
+    pub fn counters(&self, interface: &str) -> anyhow::Result<(u64, u64)> {
+        let table = self.run(|| fs::read_to_string("/proc/thread-self/net/dev"))??;
+        let line = table.lines().find_map(|line| line.trim().strip_prefix(interface)?.strip_prefix(':'));
+        let numbers: Vec<u64> =
+            line.unwrap_or_default().split_whitespace().filter_map(|number| number.parse().ok()).collect();
+        match numbers[..] {
+            [received, _, _, _, _, _, _, _, sent, ..] => Ok((received, sent)),
+            _ => anyhow::bail!("{} has no interface {interface}", self.name),
+        }
+    }
+}
+
+impl fmt::Debug for Namespace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+/// One node. Clones are the same one; the last of them (and of what was made with it) takes it away.
+#[derive(Clone)]
+pub struct World(Arc<Inner>);
+
+struct Inner {
+    // Before the janitor: dropped first, so that nothing is started any more when it begins.
+    spawner: Spawner,
+    _janitor: Janitor,
+    prefix: String,
+    folder: PathBuf,
+    node: Namespace,
+    pods: AtomicU32,
+}
+
+impl World {
+    /// Makes the node: loopback, forwarding, and the bridge `cni0` with 10.244.1.1/24 and fd10:244:1::1/64.
+    pub fn new() -> anyhow::Result<World> {
+        ensure!(Uid::effective().is_root(), "network namespaces need root: run this as root");
+        let number = COUNTER.fetch_add(1, Ordering::Relaxed);
+        let prefix = format!("pp{}n{number}-", std::process::id());
+        // Short, because socket paths of at most 107 bytes grow in it.
+        let folder = Path::new("/tmp").join(format!("pp{}n{number}", std::process::id()));
+        fs::create_dir(&folder).with_context(|| format!("make {}", folder.display()))?;
+        let janitor = Janitor::start(&prefix, &folder).context("start the janitor")?;
+        let node = Namespace::create(format!("{prefix}node"))?;
+        node.ip("link set lo up\n\
+             link add cni0 type bridge\n\
+             link set cni0 up\n\
+             addr add 10.244.1.1/24 dev cni0\n\
+             addr add fd10:244:1::1/64 dev cni0 nodad\n")?;
+        node.sysctl("ipv4/ip_forward", "1")?;
+        node.sysctl("ipv6/conf/all/forwarding", "1")?;
+        let spawner = Spawner::start(node.netns.clone())?;
+        Ok(World(Arc::new(Inner {
+            spawner,
+            _janitor: janitor,
+            prefix,
+            folder,
+            node,
+            pods: AtomicU32::new(0),
+        })))
+    }
+
+    /// What the names of all its namespaces begin with.
+    pub fn prefix(&self) -> &str {
+        &self.0.prefix
+    }
+
+    /// A folder of this world's own; gone with it.
+    pub fn folder(&self) -> &Path {
+        &self.0.folder
+    }
+
+    /// The node's network namespace.
+    pub fn node(&self) -> &Namespace {
+        &self.0.node
+    }
+
+    /// Starts a program in the node's network namespace, in a process group of its own, with its output appended to
+    /// `log`. It is killed when this process or the world ends.
+    pub fn spawn(&self, program: &Path, arguments: &[&OsStr], log: &Path) -> anyhow::Result<Child> {
+        let output = OpenOptions::new().create(true).append(true).open(log);
+        let output = output.with_context(|| format!("open {}", log.display()))?;
+        // `setpriv` of util-linux does in the child what would need unsafe code here.
+        let mut command = Command::new("setpriv");
+        command
+            .args(["--pdeathsig", "KILL", "--"])
+            .arg(program)
+            .args(arguments)
+            .current_dir("/")
+            .process_group(0);
+        command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);
+        self.0.spawner.spawn(command).with_context(|| format!("start {}", program.display()))
+    }
+
+    /// Adds a pod as a CNI would: a namespace with `eth0` (IPv4 and IPv6, default routes, one static route more in each
+    /// family, MTU 1450), its other end on the bridge.
+    pub fn pod(&self) -> anyhow::Result<Pod> {
+        let number = self.0.pods.fetch_add(1, Ordering::Relaxed);
+        let host =
+            u8::try_from(number + 10).ok().filter(|host| *host < 255).context("the pods' subnet is full")?;
+        let namespace = Namespace::create(format!("{}pod{number}", self.0.prefix))?;
+        let v4 = Ipv4Addr::new(10, 244, 1, host);
+        let v6 = Ipv6Addr::new(0xfd10, 0x244, 1, 0, 0, 0, 0, host.into());
+        let link = format!("veth{number}");
+        let peer = &namespace.name;
+        self.node().ip(&format!(
+            "link add {link} mtu {POD_MTU} type veth peer name eth0 mtu {POD_MTU} netns {peer}\n\
+             link set {link} master cni0 up\n"
+        ))?;
+        namespace.ip(&format!(
+            "link set lo up\n\
+             link set eth0 up\n\
+             addr add {v4}/24 dev eth0\n\
+             addr add {v6}/64 dev eth0 nodad\n\
+             route add 10.244.1.1 dev eth0\n\
+             route add default via 10.244.1.1 dev eth0\n\
+             route add 10.96.0.0/12 via 10.244.1.1 dev eth0\n\
+             route add default via fd10:244:1::1 dev eth0\n\
+             route add fd10:96::/64 via fd10:244:1::1 dev eth0\n"
+        ))?;
+        Ok(Pod { world: self.clone(), namespace, link, v4, v6 })
+    }
+}
+
+impl fmt::Debug for World {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "World({})", self.0.prefix)
+    }
+}
+
+/// A pod's network; removed when this is dropped.
+#[derive(Debug)]
+pub struct Pod {
+    world: World,
+    namespace: Namespace,
+    link: String,
+    v4: Ipv4Addr,
+    v6: Ipv6Addr,
+}
+
+impl Pod {
+    /// Its network namespace.
+    pub fn namespace(&self) -> &Namespace {
+        &self.namespace
+    }
+
+    /// Its IPv4 address.
+    pub fn v4(&self) -> IpAddr {
+        self.v4.into()
+    }
+
+    /// Its IPv6 address.
+    pub fn v6(&self) -> IpAddr {
+        self.v6.into()
+    }
+
+    /// Both.
+    pub fn addresses(&self) -> [IpAddr; 2] {
+        [self.v4(), self.v6()]
+    }
+}
+
+impl Drop for Pod {
+    fn drop(&mut self) {
+        // A test may have removed it already; whatever stays, the janitor takes.
+        drop(self.world.node().ip(&format!("link del {}\n", self.link)));
+        drop(run("ip", &["netns", "del", &self.namespace.name], ""));
+    }
+}
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// A thread that lives in the node's namespace. Processes are started by it because they are to die with their parent,
+/// and the kernel takes the *thread* that started them for their parent.
+struct Spawner {
+    jobs: Option<mpsc::Sender<Job>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Spawner {
+    fn start(netns: Netns) -> anyhow::Result<Spawner> {
+        let (jobs, queue) = mpsc::channel::<Job>();
+        let thread = thread::Builder::new().name("spawner".into()).spawn(move || {
+            let entered = netns.run(move || queue.into_iter().for_each(|job| job()));
+            if let Err(error) = entered {
+                tracing::error!(%error, "cannot enter the node's namespace");
+            }
+        })?;
+        Ok(Spawner { jobs: Some(jobs), thread: Some(thread) })
+    }
+
+    fn spawn(&self, mut command: Command) -> anyhow::Result<Child> {
+        let (answer, answered) = mpsc::channel();
+        let job: Job = Box::new(move || {
+            // Nobody listens any more: then the child is nobody's and dies with this thread.
+            answer.send(command.spawn()).ok();
+        });
+        self.jobs.as_ref().context("the world is gone")?.send(job).ok().context("the world is gone")?;
+        Ok(answered.recv().context("the world is gone")??)
+    }
+}
+
+impl Drop for Spawner {
+    fn drop(&mut self) {
+        self.jobs = None;
+        if let Some(thread) = self.thread.take() {
+            // It only ends the queue; a panic in a job was its caller's to see.
+            thread.join().ok();
+        }
+    }
+}
