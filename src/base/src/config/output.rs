@@ -47,8 +47,8 @@ fn leaf(setting: &Setting) -> Value {
         _ => Map::new(),
     };
     leaf.insert("description".to_owned(), json!(setting.help));
-    if let Some(default) = &setting.default {
-        leaf.insert("default".to_owned(), json!(default));
+    if setting.default.is_some() {
+        leaf.insert("default".to_owned(), setting.default_shown.clone());
     }
     Value::Object(leaf)
 }

@@ -60,6 +60,8 @@ pub struct Setting {
     /// Where the effective value comes from.
     pub origin: Origin,
     pub(super) secret: bool,
+    /// The default in the form that values have; null when there is none to be shown.
+    pub(super) default_shown: serde_json::Value,
 }
 
 /// The settings of a configuration without mistakes, by key.
@@ -256,17 +258,17 @@ impl Reader {
                 }
             }
         }
-        let effective = value.as_ref().map(T::show);
-        let effective = effective.or_else(|| default.map(|text| default_shown::<T>(text)));
+        let default_shown = default.map_or(serde_json::Value::Null, default_shown::<T>);
         let setting = Setting {
             key: key.to_owned(),
             help: help.to_owned(),
             default: default.map(str::to_owned).filter(|_| !T::SECRET),
             required,
             schema: T::schema(),
-            value: effective.unwrap_or(serde_json::Value::Null),
+            value: value.as_ref().map_or_else(|| default_shown.clone(), T::show),
             origin,
             secret: T::SECRET,
+            default_shown,
         };
         self.asked.insert(key.to_owned(), setting);
         value

@@ -344,6 +344,7 @@ fn the_schema_knows_every_key_that_was_asked_and_no_other() {
     assert_eq!(node["required"], serde_json::json!(["max"]));
     assert_eq!(node["properties"]["lease"]["default"], "15m");
     assert_eq!(schema["properties"]["tunnel"]["properties"]["port"]["maximum"], 65535);
+    assert_eq!(schema["properties"]["tunnel"]["properties"]["port"]["default"], 4789);
     assert_eq!(
         schema["properties"]["provider"]["properties"]["fake"]["properties"]["token"]["writeOnly"],
         true
