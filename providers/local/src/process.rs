@@ -10,11 +10,11 @@ use serde::{Deserialize, Serialize};
 /// One process of this boot: its number and when it started, in clock ticks since boot (field 22 of
 /// `/proc/<pid>/stat`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ProcessId {
+pub(crate) struct ProcessId {
     /// The process number, as the node's pid namespace counts.
-    pub pid: u32,
+    pub(crate) pid: u32,
     /// Start time in clock ticks since boot.
-    pub started: u64,
+    pub(crate) started: u64,
 }
 
 impl ProcessId {
@@ -22,7 +22,7 @@ impl ProcessId {
     ///
     /// # Errors
     /// When `/proc` does not show it.
-    pub fn current() -> io::Result<ProcessId> {
+    pub(crate) fn current() -> io::Result<ProcessId> {
         ProcessId::of(std::process::id())?.ok_or_else(|| io::Error::other("/proc does not show this process"))
     }
 
@@ -30,7 +30,7 @@ impl ProcessId {
     ///
     /// # Errors
     /// When `/proc` cannot be read.
-    pub fn of(pid: u32) -> io::Result<Option<ProcessId>> {
+    pub(crate) fn of(pid: u32) -> io::Result<Option<ProcessId>> {
         let stat = match fs::read_to_string(format!("/proc/{pid}/stat")) {
             Ok(stat) => stat,
             // ESRCH: it ended between open and read.
@@ -46,7 +46,7 @@ impl ProcessId {
     ///
     /// # Errors
     /// When `/proc` cannot be read.
-    pub fn alive(self) -> io::Result<bool> {
+    pub(crate) fn alive(self) -> io::Result<bool> {
         Ok(ProcessId::of(self.pid)? == Some(self))
     }
 
@@ -54,7 +54,7 @@ impl ProcessId {
     ///
     /// # Errors
     /// When the kernel refuses.
-    pub fn kill(self) -> io::Result<()> {
+    pub(crate) fn kill(self) -> io::Result<()> {
         let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
         let Some(pid) = pid else {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "not a process number"));

@@ -86,6 +86,14 @@ pub fn main() -> ExitCode {
     }
 }
 
+/// A session of our own, so that no terminal's and no process group's signal finds us.
+fn leave_the_session() {
+    // Fails only where we lead one already, which is as good.
+    if let Err(errno) = nix::unistd::setsid() {
+        debug_assert_eq!(errno, nix::errno::Errno::EPERM);
+    }
+}
+
 /// Reads a description to the end of the input.
 fn read<T: DeserializeOwned>(input: impl Read) -> anyhow::Result<T> {
     let mut bytes = Vec::new();

@@ -8,15 +8,16 @@ use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::{Child, Command, ExitCode};
 
 use anyhow::{Context, bail};
 use nix::errno::Errno;
 use nix::fcntl::Flock;
 use nix::sched::{CloneFlags, unshare};
+use nix::sys::stat::Mode;
 use peerpod_link::net::netlink::Client;
 
-use super::{Answer, Description, console, inside, read};
+use super::{Answer, Description, console, inside, leave_the_session, read};
 use crate::network;
 use crate::process::{ProcessId, boot_id};
 use crate::store::{Exit, Machine, Record, VERSION, lock_in, read_json, write_json};
@@ -52,9 +53,8 @@ struct Running {
 
 /// Makes the VM. `None` if another process holds its lock.
 fn make(mut description: Description) -> anyhow::Result<Option<Running>> {
-    // Fails only where we are a session's leader already.
-    drop(nix::unistd::setsid());
-    drop(nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o022)));
+    leave_the_session();
+    nix::sys::stat::umask(Mode::from_bits_truncate(0o022));
     if description.version != VERSION {
         bail!("the description has version {}, this program knows {VERSION}", description.version);
     }
@@ -158,7 +158,7 @@ fn close_what_we_inherited() {
         .filter(|descriptor| *descriptor > 2)
         .collect();
     for descriptor in open {
-        // One of them was the directory we read, closed by now.
-        drop(nix::unistd::close(descriptor));
+        // One of them was the directory we read: EBADF by now.
+        let _closed = nix::unistd::close(descriptor);
     }
 }

@@ -15,7 +15,7 @@ use nix::sys::signal::Signal;
 use nix::unistd::{chdir, pivot_root};
 
 pub(super) use super::Inside as Description;
-use super::{read, root};
+use super::{leave_the_session, read, root};
 
 /// The argument that says that we are inside.
 pub(super) const ARGUMENT: &str = "inside";
@@ -63,7 +63,7 @@ fn prepare(description: &Description) -> anyhow::Result<()> {
         bail!("the hypervisor process is gone");
     }
     // A session of our own inside, too: the guest may want a terminal.
-    drop(nix::unistd::setsid());
+    leave_the_session();
     unshare(CloneFlags::CLONE_NEWNS).context("make a mount namespace")?;
     let none: Option<&str> = None;
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)

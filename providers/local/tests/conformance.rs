@@ -1,0 +1,66 @@
+//! The suite that every provider passes, with VMs of real namespaces. Needs root.
+
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::fs;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use common::{IDLE, Place, config};
+use peerpod_provider_api::conformance::Harness;
+use peerpod_provider_api::{InstanceId, Provider};
+use peerpod_provider_local::LocalProvider;
+
+struct Local {
+    // Dropped in this order: the provider lets go of its directory before that goes.
+    provider: Arc<LocalProvider>,
+    stranger: Arc<LocalProvider>,
+    place: Place,
+}
+
+fn make() -> Local {
+    let place = Place::new(IDLE);
+    let provider = Arc::new(LocalProvider::open(place.config()).unwrap());
+    let mut other = config(&place.dir);
+    other.state_dir = place.dir.join("stranger");
+    other.bridge = "pplocal1".into();
+    let stranger = Arc::new(LocalProvider::open(other).unwrap());
+    Local { provider, stranger, place }
+}
+
+#[async_trait]
+impl Harness for Local {
+    fn provider(&self) -> Arc<dyn Provider> {
+        self.provider.clone()
+    }
+
+    async fn user_data(&self, id: &InstanceId) -> Vec<u8> {
+        let (_, pid) = self.place.pids(id);
+        // Through the VM's own root directory.
+        fs::read(format!("/proc/{pid}/root/media/cidata/user-data")).unwrap()
+    }
+
+    async fn machines(&self) -> usize {
+        self.place.machines().len()
+    }
+
+    fn unknown_id(&self) -> InstanceId {
+        InstanceId::new(format!("local-{}", "0".repeat(32))).unwrap()
+    }
+
+    fn stranger(&self) -> Option<Arc<dyn Provider>> {
+        Some(self.stranger.clone())
+    }
+}
+
+impl Drop for Local {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.place.assert_clean();
+        }
+    }
+}
+
+peerpod_provider_api::conformance_suite!(make);
