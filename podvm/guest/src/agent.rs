@@ -1,0 +1,318 @@
+//! The kata-agent: started, or found running, and watched.
+//!
+//! It is a process group of its own and belongs to pid 1 when this program goes, so that it and all containers
+//! survive a restart of ours; a small record says which process it is. When it dies before there was a container it
+//! is started again and nobody needs to know; afterwards its containers are gone with it, a new agent would know
+//! nothing of them, so it stays dead and the node is told.
+
+use std::{
+    io,
+    os::unix::{fs::FileTypeExt, process::CommandExt},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::{Duration, Instant},
+};
+
+use serde::{Deserialize, Serialize};
+use tokio::{
+    net::UnixStream,
+    sync::watch,
+    time::{sleep, timeout},
+};
+
+use crate::{
+    config::Settings,
+    files,
+    proc::{Exit, ProcessId},
+    status::Status,
+};
+
+/// How often the socket is tried while the agent starts. A refused connect costs microseconds, and the first one that
+/// is accepted is the only proof that the agent listens (the file alone is not).
+const POLL: Duration = Duration::from_millis(5);
+/// Before a start after a death; doubled each time up to the maximum.
+const PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// Who ran for so long did not die of its start.
+const STABLE: Duration = Duration::from_secs(10);
+const RECORD_VERSION: u32 = 1;
+
+/// What the agent is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// Not there yet, or being started again.
+    Starting,
+    /// Its socket accepts.
+    Listening,
+    /// Dead, with containers; it stays so.
+    Dead,
+}
+
+/// Why the agent cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error(
+        "the kata-agent did not listen on {socket} within {waited:?}; the VM's console has its own words"
+    )]
+    Late { socket: PathBuf, waited: Duration },
+    #[error("the kata-agent died with running containers; the pod is lost")]
+    Dead,
+}
+
+/// Which process is the agent; on disk.
+#[derive(Serialize, Deserialize)]
+struct Record {
+    version: u32,
+    process: Option<ProcessId>,
+    exits: u32,
+}
+
+/// The agent's keeper.
+pub(crate) struct Agent {
+    command: Vec<String>,
+    socket: PathBuf,
+    record: PathBuf,
+    marker: PathBuf,
+    containers: AtomicBool,
+    status: Arc<Status>,
+    phase: watch::Sender<Phase>,
+}
+
+/// A running agent: ours (then its exit status can be read) or one that was found.
+struct Running {
+    process: ProcessId,
+    exit: Exit,
+    child: Option<Child>,
+}
+
+impl Agent {
+    /// Nothing happens before [`Agent::run`].
+    pub(crate) fn new(settings: &Settings, status: Arc<Status>) -> Agent {
+        let marker = settings.state_dir.join("containers");
+        Agent {
+            command: settings.agent.clone(),
+            socket: settings.agent_socket.clone(),
+            record: settings.state_dir.join("agent.json"),
+            containers: AtomicBool::new(marker.exists()),
+            marker,
+            status,
+            phase: watch::Sender::new(Phase::Starting),
+        }
+    }
+
+    /// A container is about to be made: from now on the agent's death is the pod's.
+    pub(crate) fn has_containers(&self) {
+        if !self.containers.swap(true, Relaxed)
+            && let Err(error) = files::write_private(&self.marker, b"")
+        {
+            // The worst case: after two deaths (ours, then the agent's) it is started in vain.
+            tracing::warn!(path = %self.marker.display(), %error, "cannot note that there are containers");
+        }
+    }
+
+    /// Tells of every change from now on.
+    pub(crate) fn watch(&self) -> watch::Receiver<Phase> {
+        self.phase.subscribe()
+    }
+
+    /// Waits until the agent accepts connections.
+    pub(crate) async fn listening(&self, limit: Duration) -> Result<(), Error> {
+        let mut phase = self.phase.subscribe();
+        match timeout(limit, phase.wait_for(|phase| *phase != Phase::Starting)).await {
+            Ok(Ok(phase)) if *phase == Phase::Listening => Ok(()),
+            Ok(_) => Err(Error::Dead),
+            Err(_) => Err(Error::Late { socket: self.socket.clone(), waited: limit }),
+        }
+    }
+
+    /// A connection to the agent. Waits while it starts: the caller bounds the time.
+    pub(crate) async fn connect(&self) -> io::Result<UnixStream> {
+        let mut phase = self.phase.subscribe();
+        match phase.wait_for(|phase| *phase != Phase::Starting).await {
+            Ok(phase) if *phase == Phase::Listening => {}
+            _ => return Err(io::Error::new(io::ErrorKind::NotConnected, Error::Dead)),
+        }
+        UnixStream::connect(&self.socket).await
+    }
+
+    /// Keeps the agent, until it is dead for good (or for ever, then dropped).
+    pub(crate) async fn run(&self) {
+        let stage = self.status.begin("agent");
+        let mut stage = Some(stage);
+        let mut exits = self.read_record().map_or(0, |record| record.exits);
+        let mut found = self.find(&mut exits).await;
+        let mut pause = PAUSE;
+        loop {
+            if self.phase_after(exits) == Phase::Dead && found.is_none() {
+                self.dead(exits);
+                return;
+            }
+            let began = Instant::now();
+            let running = match found.take() {
+                Some(running) => Ok(running),
+                None => self.start(),
+            };
+            match running {
+                Ok(mut running) => {
+                    self.write_record(Some(running.process), exits);
+                    self.status.agent(true, exits);
+                    self.serve(&running, &mut stage).await;
+                    exits += 1;
+                    self.report_exit(&mut running, exits);
+                    self.write_record(None, exits);
+                }
+                Err(error) if self.command.is_empty() => {
+                    // Somebody else's to start; seen at its socket. Its death is seen when a dial fails.
+                    tracing::debug!(%error, "the agent is not ours to start");
+                    self.wait_for_socket().await;
+                    self.now_listening(&mut stage);
+                    self.status.agent(true, exits);
+                    return;
+                }
+                Err(error) => {
+                    let text = format!("cannot start {}: {error}", self.command.join(" "));
+                    tracing::error!(error = text, "agent");
+                    self.status.error(&text);
+                }
+            }
+            if began.elapsed() > STABLE {
+                pause = PAUSE;
+            }
+            if !self.containers.load(Relaxed) {
+                sleep(pause).await;
+                pause = (pause * 2).min(LONGEST_PAUSE);
+            }
+        }
+    }
+
+    fn phase_after(&self, exits: u32) -> Phase {
+        if exits > 0 && self.containers.load(Relaxed) { Phase::Dead } else { Phase::Starting }
+    }
+
+    /// From the start of a process to its end.
+    async fn serve(&self, running: &Running, stage: &mut Option<crate::status::Stage>) {
+        tokio::select! {
+            () = self.wait_for_socket() => {}
+            () = running.exit.wait() => return,
+        }
+        self.now_listening(stage);
+        running.exit.wait().await;
+        self.phase.send_if_modified(|phase| std::mem::replace(phase, Phase::Starting) != Phase::Starting);
+    }
+
+    fn now_listening(&self, stage: &mut Option<crate::status::Stage>) {
+        if let Some(stage) = stage.take() {
+            self.status.done(stage);
+        }
+        self.phase.send_replace(Phase::Listening);
+    }
+
+    async fn wait_for_socket(&self) {
+        while UnixStream::connect(&self.socket).await.is_err() {
+            sleep(POLL).await;
+        }
+    }
+
+    fn dead(&self, exits: u32) {
+        self.status.agent(false, exits);
+        self.status.error(&Error::Dead.to_string());
+        self.phase.send_replace(Phase::Dead);
+    }
+
+    /// An agent that an earlier run of this program started: by its record, or, when that run died before it wrote
+    /// one, by who listens on the socket.
+    async fn find(&self, exits: &mut u32) -> Option<Running> {
+        let recorded = self.read_record().and_then(|record| record.process);
+        let listener = async {
+            let stream = UnixStream::connect(&self.socket).await.ok()?;
+            let pid = stream.peer_cred().ok()?.pid()?;
+            ProcessId::of(u32::try_from(pid).ok()?)
+        };
+        let process = match recorded {
+            Some(process) => Some(process),
+            None => listener.await,
+        }?;
+        match process.watch() {
+            Ok(Some(exit)) => {
+                tracing::info!(pid = process.pid, "found the agent running");
+                Some(Running { process, exit, child: None })
+            }
+            Ok(None) => {
+                *exits += 1;
+                self.status.lost("the kata-agent died while the guest program was restarted".to_owned());
+                self.write_record(None, *exits);
+                None
+            }
+            Err(error) => {
+                tracing::error!(pid = process.pid, %error, "cannot watch the agent");
+                None
+            }
+        }
+    }
+
+    fn start(&self) -> io::Result<Running> {
+        let (program, arguments) = self
+            .command
+            .split_first()
+            .ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, "the image names no agent to start"))?;
+        remove_stale_socket(&self.socket)?;
+        if let Some(folder) = self.socket.parent() {
+            std::fs::create_dir_all(folder)?;
+        }
+        let child = Command::new(program)
+            .args(arguments)
+            .current_dir("/")
+            .stdin(Stdio::null())
+            .process_group(0) // a signal for our group is not for the agent
+            .spawn()?;
+        let dead = || io::Error::other("it ended at once");
+        let process = ProcessId::of(child.id()).ok_or_else(dead)?;
+        let exit = process.watch()?.ok_or_else(dead)?;
+        tracing::info!(pid = process.pid, program, "started the agent");
+        Ok(Running { process, exit, child: Some(child) })
+    }
+
+    fn report_exit(&self, running: &mut Running, exits: u32) {
+        // Reaps it, if it is our child; others are pid 1's.
+        let status = running.child.as_mut().and_then(|child| child.wait().ok());
+        let how = status.map_or("ended".to_owned(), |status| status.to_string());
+        tracing::error!(pid = running.process.pid, how, exits, "the agent is gone");
+        self.status.agent(false, exits);
+        self.status.error(&format!("the kata-agent is gone ({how})"));
+    }
+
+    fn read_record(&self) -> Option<Record> {
+        let content = files::read_bounded(&self.record, 4096).ok().flatten()?;
+        serde_json::from_slice(&content).ok().filter(|record: &Record| record.version == RECORD_VERSION)
+    }
+
+    fn write_record(&self, process: Option<ProcessId>, exits: u32) {
+        let record = Record { version: RECORD_VERSION, process, exits };
+        let written = serde_json::to_vec(&record)
+            .map_err(io::Error::from)
+            .and_then(|json| files::write_private(&self.record, &json));
+        if let Err(error) = written {
+            tracing::warn!(path = %self.record.display(), %error, "cannot record the agent");
+        }
+    }
+}
+
+/// Called only when no agent is alive: what lies there refuses everybody and would fail the new agent's bind.
+fn remove_stale_socket(path: &Path) -> io::Result<()> {
+    match std::fs::symlink_metadata(path) {
+        Ok(found) if found.file_type().is_socket() => std::fs::remove_file(path),
+        Ok(_) => Err(io::Error::new(
+            io::ErrorKind::AlreadyExists,
+            format!("{} is there and is not a socket", path.display()),
+        )),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests;

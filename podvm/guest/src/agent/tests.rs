@@ -1,0 +1,208 @@
+//! With a real process: this test program itself, started again as an agent that only listens.
+
+use std::os::unix::net::UnixListener;
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use super::*;
+use crate::files::testing::TempDir;
+
+const SOCKET: &str = "PEERPOD_TEST_AGENT_SOCKET";
+const DELAY: &str = "PEERPOD_TEST_AGENT_DELAY_MS";
+
+/// The agent's part: not a test by itself, does nothing without its variable.
+#[test]
+fn be_an_agent() {
+    let Ok(socket) = std::env::var(SOCKET) else { return };
+    let delay = std::env::var(DELAY).ok().and_then(|ms| ms.parse().ok()).unwrap_or(0);
+    std::thread::sleep(Duration::from_millis(delay));
+    let listener = UnixListener::bind(socket).unwrap();
+    let connections: Vec<_> = listener.incoming().take(1000).collect();
+    drop(connections);
+}
+
+fn settings(dir: &Path, delay_ms: u32) -> Settings {
+    let socket = dir.join("agent.sock");
+    let test = std::env::current_exe().unwrap().display().to_string();
+    let agent = [
+        "/usr/bin/env".to_owned(),
+        format!("{SOCKET}={}", socket.display()),
+        format!("{DELAY}={delay_ms}"),
+        test,
+        "agent::tests::be_an_agent".to_owned(),
+        "--exact".to_owned(),
+    ];
+    let mut settings = Settings::default();
+    (settings.agent, settings.agent_socket, settings.state_dir) = (agent.into(), socket, dir.to_owned());
+    settings
+}
+
+struct Kept {
+    agent: Arc<Agent>,
+    status: Arc<Status>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+fn keep(settings: &Settings) -> Kept {
+    let status = Arc::new(Status::new(false));
+    let agent = Arc::new(Agent::new(settings, status.clone()));
+    let task = tokio::spawn({
+        let agent = agent.clone();
+        async move { agent.run().await }
+    });
+    Kept { agent, status, task }
+}
+
+impl Kept {
+    async fn listening(&self) {
+        self.agent.listening(Duration::from_secs(20)).await.unwrap();
+    }
+
+    fn pid(&self) -> u32 {
+        self.agent.read_record().unwrap().process.unwrap().pid
+    }
+
+    /// As if this program were killed: the agent stays.
+    fn die(self) {
+        self.task.abort();
+    }
+}
+
+fn kill_9(pid: u32) {
+    kill(Pid::from_raw(pid as i32), Signal::SIGKILL).unwrap();
+}
+
+async fn until(what: impl Fn() -> bool) {
+    timeout(Duration::from_secs(20), async {
+        while !what() {
+            sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await
+    .expect("the condition holds within 20 s");
+}
+
+#[tokio::test]
+async fn a_slow_agent_is_waited_for_and_connections_wait_with_it() {
+    let dir = TempDir::new();
+    let kept = keep(&settings(dir.path(), 150));
+    let late = kept.agent.listening(Duration::from_millis(20)).await.unwrap_err().to_string();
+    assert!(late.contains("did not listen on"), "{late}");
+    kept.agent.connect().await.unwrap();
+    let report = kept.status.report();
+    assert!(report.agent_running && report.agent_exits == 0);
+    assert!(report.stages.iter().any(|stage| stage.name == "agent" && stage.took_us >= 150_000));
+    kill_9(kept.pid());
+}
+
+#[tokio::test]
+async fn an_agent_that_dies_before_there_are_containers_is_started_again() {
+    let dir = TempDir::new();
+    let kept = keep(&settings(dir.path(), 0));
+    kept.listening().await;
+    let first = kept.pid();
+    kill_9(first);
+    until(|| kept.status.report().agent_exits == 1 && kept.status.report().agent_running).await;
+    kept.listening().await;
+    assert_ne!(kept.pid(), first);
+    kept.agent.connect().await.unwrap();
+    kill_9(kept.pid());
+}
+
+#[tokio::test]
+async fn an_agent_that_dies_with_containers_stays_dead_and_it_is_said() {
+    let dir = TempDir::new();
+    let kept = keep(&settings(dir.path(), 0));
+    kept.listening().await;
+    kept.agent.has_containers();
+    kill_9(kept.pid());
+    let mut phase = kept.agent.watch();
+    timeout(Duration::from_secs(20), phase.wait_for(|p| *p == Phase::Dead)).await.unwrap().unwrap();
+    kept.task.await.unwrap();
+    let report = kept.status.report();
+    assert!(!report.agent_running && report.error.contains("died with running containers"));
+    assert_eq!(kept.agent.connect().await.unwrap_err().kind(), io::ErrorKind::NotConnected);
+
+    // The next run of this program says the same.
+    let again = keep(&settings(dir.path(), 0));
+    again.task.await.unwrap();
+    assert_eq!(again.status.report().agent_exits, 1);
+}
+
+#[tokio::test]
+async fn a_restarted_guest_finds_its_agent_with_and_without_a_record() {
+    let dir = TempDir::new();
+    let settings = settings(dir.path(), 0);
+    let first = keep(&settings);
+    first.listening().await;
+    let pid = first.pid();
+    first.die();
+
+    let second = keep(&settings);
+    second.listening().await;
+    assert_eq!(second.pid(), pid, "by its record");
+    second.die();
+
+    std::fs::remove_file(dir.path().join("agent.json")).unwrap();
+    let third = keep(&settings);
+    third.listening().await;
+    assert_eq!(third.pid(), pid, "by its socket");
+    third.agent.has_containers();
+    kill_9(pid);
+    let mut phase = third.agent.watch();
+    timeout(Duration::from_secs(20), phase.wait_for(|p| *p == Phase::Dead)).await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn an_agent_that_died_while_nobody_watched_is_reported() {
+    let dir = TempDir::new();
+    let settings = settings(dir.path(), 0);
+    let first = keep(&settings);
+    first.listening().await;
+    let pid = first.pid();
+    first.agent.has_containers();
+    first.die();
+    kill_9(pid);
+    until(|| ProcessId::of(pid).is_none()).await;
+    let second = keep(&settings);
+    second.task.await.unwrap();
+    let report = second.status.report();
+    assert_eq!(report.lost.len(), 1);
+    assert!(report.error.contains("died with running containers"));
+}
+
+#[tokio::test]
+async fn a_command_that_is_not_there_is_named() {
+    let dir = TempDir::new();
+    let mut settings = settings(dir.path(), 0);
+    settings.agent = vec!["/nonexistent/kata-agent".into()];
+    let kept = keep(&settings);
+    until(|| kept.status.report().error.contains("/nonexistent/kata-agent")).await;
+    kept.die();
+}
+
+#[tokio::test]
+async fn an_agent_of_somebody_else_is_only_waited_for() {
+    let dir = TempDir::new();
+    let mut settings = settings(dir.path(), 0);
+    settings.agent.clear();
+    let kept = keep(&settings);
+    sleep(Duration::from_millis(20)).await;
+    let listener = UnixListener::bind(&settings.agent_socket).unwrap();
+    kept.listening().await;
+    drop(listener);
+    kept.task.await.unwrap();
+}
+
+#[test]
+fn what_is_not_a_socket_is_not_removed() {
+    let dir = TempDir::new();
+    let path = dir.path().join("file");
+    remove_stale_socket(&path).unwrap();
+    std::fs::write(&path, "").unwrap();
+    assert!(remove_stale_socket(&path).unwrap_err().to_string().contains("not a socket"));
+    assert!(path.exists());
+}

@@ -1,0 +1,95 @@
+//! Finds user-data. It may appear after us (a seed disk that is mounted late, a file that is still being filled), so
+//! it is looked for until the lease ends; what is wrong with it is said once and not ten times a second.
+//!
+//! The file is left where it is: it is read-only in most clouds, and the ticket in it is worthless after its first
+//! use (and still good for the same key, which lets a guest program that lost its certificate come back).
+
+use std::{path::PathBuf, time::Duration};
+
+use peerpod_link::birth::{BirthData, BirthError, MAX_LEN};
+
+use crate::files;
+
+const POLL: Duration = Duration::from_millis(50);
+
+/// Waits until one of the files holds usable birth data. Ends only by success: the caller's lease ends it otherwise.
+pub(crate) async fn wait(files: &[PathBuf]) -> BirthData {
+    let mut said = String::new();
+    loop {
+        match look(files) {
+            Ok(data) => return data,
+            Err(why) if why != said => {
+                tracing::info!(reason = %why, "waiting for user-data");
+                said = why;
+            }
+            Err(_) => {}
+        }
+        tokio::time::sleep(POLL).await;
+    }
+}
+
+/// One look at all places; the text says why there is nothing, without any of the content.
+fn look(files: &[PathBuf]) -> Result<BirthData, String> {
+    let mut reasons = Vec::new();
+    for path in files {
+        // One byte over the limit is read, so that an oversize file is told from a missing one.
+        match files::read_bounded(path, MAX_LEN as u64) {
+            Ok(None) => reasons.push(format!("{} is not there", path.display())),
+            Err(error) => reasons.push(format!("{}: {error}", path.display())),
+            Ok(Some(content)) => match BirthData::parse(&content) {
+                Ok(data) => return Ok(data),
+                Err(BirthError::Empty) => reasons.push(format!("{} is empty", path.display())),
+                Err(error) => reasons.push(format!("{}: {error}", path.display())),
+            },
+        }
+    }
+    Err(reasons.join("; "))
+}
+
+#[cfg(test)]
+mod tests {
+    use peerpod_link::birth::{BirthNode, BirthTicket, TicketSecret, VERSION};
+
+    use super::*;
+    use crate::files::testing::TempDir;
+
+    fn sample() -> BirthData {
+        BirthData {
+            version: VERSION,
+            ticket: BirthTicket { id: "a".repeat(32), secret: TicketSecret::new([1; 32]), claims: 1 },
+            node: BirthNode { addresses: vec!["127.0.0.1:1".parse().unwrap()], ca_sha256: vec![[2; 32]] },
+            lease_seconds: 60,
+        }
+    }
+
+    #[tokio::test]
+    async fn user_data_that_appears_late_and_in_pieces_is_found() {
+        let dir = TempDir::new();
+        let places = vec![dir.path().join("none"), dir.path().join("user-data")];
+        let json = sample().to_json();
+        let waiting = tokio::spawn({
+            let places = places.clone();
+            async move { wait(&places).await }
+        });
+        for part in ["", " ", &json[..40], &json] {
+            assert!(!waiting.is_finished());
+            std::fs::write(&places[1], part).unwrap();
+            tokio::time::sleep(POLL * 2).await;
+        }
+        let found = tokio::time::timeout(Duration::from_secs(5), waiting).await.unwrap().unwrap();
+        assert_eq!(found, sample());
+    }
+
+    #[test]
+    fn every_place_is_named_and_no_content_is() {
+        let dir = TempDir::new();
+        let places = vec![dir.path().join("none"), dir.path().join("bad"), dir.path().join("big")];
+        std::fs::write(&places[1], "{\"peerpod\":1,\"password\":\"hunter2\"}").unwrap();
+        std::fs::write(&places[2], vec![b'x'; MAX_LEN + 1]).unwrap();
+        let why = look(&places).unwrap_err();
+        for part in ["none is not there", "bad: user-data is not birth data", "big: more than"] {
+            assert!(why.contains(part), "{why}");
+        }
+        assert!(!why.contains("hunter2"));
+    }
+}

@@ -1,0 +1,184 @@
+//! The image's settings (`/etc/peerpod/guest.json`): what the builder of the VM image decides, nothing about a pod.
+//!
+//! Unknown keys and other versions are refused: image and guest program are built together, so a difference is a
+//! mistake of the build and not a matter of compatibility. A missing file means the defaults.
+
+use std::{
+    io::Read,
+    path::{Path, PathBuf},
+};
+
+use serde::Deserialize;
+
+/// Where the image keeps the file.
+pub(crate) const PATH: &str = "/etc/peerpod/guest.json";
+const VERSION: u32 = 1;
+const MAX_LEN: u64 = 64 << 10;
+
+/// What the image says.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Settings {
+    version: u32,
+    /// Command line of the kata-agent; empty = something else in the image starts it, it is only waited for.
+    #[serde(default = "default_agent")]
+    pub(crate) agent: Vec<String>,
+    /// Where the agent listens. Not below `/run/kata-containers`: CreateSandbox wipes that.
+    #[serde(default = "default_agent_socket")]
+    pub(crate) agent_socket: PathBuf,
+    /// Where user-data may be found, in this order.
+    #[serde(default = "default_user_data")]
+    pub(crate) user_data: Vec<PathBuf>,
+    /// Our own state, on a tmpfs: a rebooted VM is a new VM.
+    #[serde(default = "default_state_dir")]
+    pub(crate) state_dir: PathBuf,
+    /// The pod's network namespace.
+    #[serde(default = "default_podns")]
+    pub(crate) podns: PathBuf,
+    /// A `tracing` filter, like `info` or `peerpod_guest=debug`.
+    #[serde(default = "default_log")]
+    pub(crate) log: String,
+}
+
+fn default_agent() -> Vec<String> {
+    ["/usr/local/bin/kata-agent", "--config", "/etc/agent-config.toml"].map(str::to_owned).into()
+}
+
+fn default_agent_socket() -> PathBuf {
+    "/run/peerpod/agent.sock".into()
+}
+
+fn default_user_data() -> Vec<PathBuf> {
+    vec!["/media/cidata/user-data".into()]
+}
+
+fn default_state_dir() -> PathBuf {
+    "/run/peerpod/guest".into()
+}
+
+fn default_podns() -> PathBuf {
+    "/run/netns/podns".into()
+}
+
+fn default_log() -> String {
+    "info".to_owned()
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Settings {
+            version: VERSION,
+            agent: default_agent(),
+            agent_socket: default_agent_socket(),
+            user_data: default_user_data(),
+            state_dir: default_state_dir(),
+            podns: default_podns(),
+            log: default_log(),
+        }
+    }
+}
+
+/// Why the settings could not be used. All of these are mistakes of the image.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error("reading {path}: {source}")]
+    Read { path: PathBuf, source: std::io::Error },
+    #[error("{path} is larger than {MAX_LEN} bytes")]
+    TooLarge { path: PathBuf },
+    #[error("{path}: {source}")]
+    Json { path: PathBuf, source: serde_json::Error },
+    #[error(
+        "{path}: version {found}, this program reads {VERSION}; image and program must be built together"
+    )]
+    Version { path: PathBuf, found: u32 },
+    #[error("{path}: {key}: {why}")]
+    Value { path: PathBuf, key: &'static str, why: &'static str },
+}
+
+impl Settings {
+    /// Reads the file; defaults when there is none.
+    pub(crate) fn load(path: &Path) -> Result<Settings, Error> {
+        let read = |source| Error::Read { path: path.to_owned(), source };
+        let file = match std::fs::File::open(path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Settings::default()),
+            Err(error) => return Err(read(error)),
+        };
+        let mut text = Vec::new();
+        file.take(MAX_LEN + 1).read_to_end(&mut text).map_err(read)?;
+        if text.len() as u64 > MAX_LEN {
+            return Err(Error::TooLarge { path: path.to_owned() });
+        }
+        Settings::parse(&text, path)
+    }
+
+    fn parse(text: &[u8], path: &Path) -> Result<Settings, Error> {
+        #[derive(Deserialize)]
+        struct Versioned {
+            version: u32,
+        }
+        let json = |source| Error::Json { path: path.to_owned(), source };
+        let found = serde_json::from_slice::<Versioned>(text).map_err(json)?.version;
+        if found != VERSION {
+            return Err(Error::Version { path: path.to_owned(), found });
+        }
+        let settings: Settings = serde_json::from_slice(text).map_err(json)?;
+        settings.check().map_err(|(key, why)| Error::Value { path: path.to_owned(), key, why })?;
+        Ok(settings)
+    }
+
+    fn check(&self) -> Result<(), (&'static str, &'static str)> {
+        for (key, path) in
+            [("agent_socket", &self.agent_socket), ("state_dir", &self.state_dir), ("podns", &self.podns)]
+        {
+            if !path.is_absolute() {
+                return Err((key, "must be an absolute path"));
+            }
+            if path.starts_with("/run/kata-containers") {
+                return Err((key, "CreateSandbox removes /run/kata-containers with all that is in it"));
+            }
+        }
+        if self.user_data.is_empty() {
+            return Err(("user_data", "must name at least one file"));
+        }
+        if self.agent.first().is_some_and(|program| !program.starts_with('/')) {
+            return Err(("agent", "must begin with an absolute path"));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Settings, String> {
+        Settings::parse(text.as_bytes(), Path::new("guest.json")).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn a_missing_file_means_the_defaults() {
+        assert_eq!(Settings::load(Path::new("/nonexistent/guest.json")).unwrap(), Settings::default());
+        assert_eq!(parse(r#"{"version":1}"#).unwrap(), Settings::default());
+    }
+
+    #[test]
+    fn the_documented_example_is_read() {
+        let settings = parse(
+            r#"{"version":1,"agent":["/usr/local/bin/kata-agent","--config","/etc/agent-config.toml"],
+               "agent_socket":"/run/peerpod/agent.sock"}"#,
+        );
+        assert_eq!(settings.unwrap(), Settings::default());
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        assert!(parse(r#"{"version":2,"new":1}"#).unwrap_err().contains("version 2"));
+        assert!(parse(r#"{"version":1,"agnet":[]}"#).unwrap_err().contains("agnet"));
+        let error = parse(r#"{"version":1,"agent_socket":"/run/kata-containers/agent.sock"}"#).unwrap_err();
+        assert!(error.contains("agent_socket: CreateSandbox removes"), "{error}");
+        assert!(parse(r#"{"version":1,"state_dir":"run"}"#).unwrap_err().contains("state_dir"));
+        assert!(parse(r#"{"version":1,"agent":["kata-agent"]}"#).unwrap_err().contains("absolute"));
+        assert!(parse("").unwrap_err().contains("guest.json"));
+    }
+}

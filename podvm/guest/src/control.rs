@@ -1,0 +1,144 @@
+//! Answers what the node asks over the link's control stream: Personalise, Flush, Rotate.
+//!
+//! Each request is worked on in a task of its own, so that a Flush never waits behind an agent that does not start;
+//! what must not run twice at a time holds its own lock.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use bytes::Bytes;
+use peerpod_link::endpoint::EndpointHandle;
+use peerpod_proto::guest::{Reply, Request, Rotate, request::Body};
+use protobuf::Message;
+use tokio::sync::{Semaphore, mpsc};
+
+use crate::{agent::Agent, identity::Identity, intercept::Notice, personalise, power, status::Status};
+
+/// Requests under way; the node sends one at a time, and repeats what got no answer.
+const AT_ONCE: usize = 16;
+
+/// What requests act on.
+pub(crate) struct Control {
+    pub(crate) identity: Arc<Mutex<Identity>>,
+    pub(crate) status: Arc<Status>,
+    pub(crate) person: personalise::Person,
+    /// One flush at a time: the second has nothing left to do and must not say done before the first is.
+    pub(crate) flushing: tokio::sync::Mutex<()>,
+}
+
+impl Control {
+    /// Answers until the link's end is gone.
+    pub(crate) async fn serve(self: Arc<Self>, handle: EndpointHandle, mut messages: mpsc::Receiver<Bytes>) {
+        let slots = Arc::new(Semaphore::new(AT_ONCE));
+        while let Some(message) = messages.recv().await {
+            let Ok(slot) = slots.clone().acquire_owned().await else { return };
+            let (control, handle) = (self.clone(), handle.clone());
+            tokio::spawn(async move {
+                if let Some(reply) = control.answer(&message).await {
+                    send(&handle, &reply);
+                }
+                drop(slot);
+            });
+        }
+    }
+
+    async fn answer(&self, message: &[u8]) -> Option<Reply> {
+        let request = match Request::parse_from_bytes(message) {
+            Ok(request) => request,
+            Err(error) => {
+                tracing::warn!(%error, bytes = message.len(), "dropped a control message that cannot be read");
+                return None;
+            }
+        };
+        let mut reply = Reply::new();
+        reply.id = request.id;
+        let result = match request.body {
+            Some(Body::Personalise(plan)) => {
+                let ours = self.identity().sandbox_id().to_owned();
+                self.person.personalise(&ours, plan).await.map_err(|error| error.to_string())
+            }
+            Some(Body::Flush(_)) => self.flush().await,
+            Some(Body::Rotate(rotate)) => self.rotate(&rotate).map(|csr| reply.csr = csr),
+            // `Body` is open: a newer node may ask what we do not know.
+            _ => Err(format!("guest {} does not know this request", env!("CARGO_PKG_VERSION"))),
+        };
+        if let Err(error) = result {
+            tracing::error!(error, "a request of the node failed");
+            reply.error = error;
+        }
+        reply.status = Some(self.status.report()).into();
+        Some(reply)
+    }
+
+    /// Writes volumes back and unmounts them.
+    pub(crate) async fn flush(&self) -> Result<(), String> {
+        let _one = self.flushing.lock().await;
+        let stage = self.status.begin("flush");
+        let problems = tokio::task::spawn_blocking(power::flush).await.map_err(|error| error.to_string())?;
+        self.status.done(stage);
+        if problems.is_empty() { Ok(()) } else { Err(problems.join("; ")) }
+    }
+
+    fn rotate(&self, rotate: &Rotate) -> Result<Vec<u8>, String> {
+        let mut identity = self.identity();
+        if rotate.certificates.is_empty() {
+            if !rotate.trusted_cas.is_empty() {
+                identity.trust(&rotate.trusted_cas).map_err(|error| error.to_string())?;
+            }
+            return identity.csr().map_err(|error| error.to_string());
+        }
+        let sandbox_id = identity.sandbox_id().to_owned();
+        identity
+            .grant(&sandbox_id, &rotate.certificates, &rotate.trusted_cas)
+            .map_err(|error| error.to_string())?;
+        tracing::info!("has a new certificate; it counts from the next connection on");
+        Ok(Vec::new())
+    }
+
+    fn identity(&self) -> std::sync::MutexGuard<'_, Identity> {
+        self.identity.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Tells the node of every change of the agent, unasked: a Reply to no request, with the status.
+pub(crate) async fn report_agent(agent: Arc<Agent>, status: Arc<Status>, handle: EndpointHandle) {
+    let mut phase = agent.watch();
+    while phase.changed().await.is_ok() {
+        let mut reply = Reply::new();
+        reply.status = Some(status.report()).into();
+        send(&handle, &reply);
+    }
+}
+
+fn send(handle: &EndpointHandle, reply: &Reply) {
+    let sent = reply
+        .write_to_bytes()
+        .map_err(|error| error.to_string())
+        .and_then(|bytes| handle.control(Bytes::from(bytes)).map_err(|error| error.to_string()));
+    if let Err(error) = sent {
+        tracing::warn!(error, "cannot answer the node");
+    }
+}
+
+/// What requests to the agent mean to the guest.
+pub(crate) struct Notices {
+    pub(crate) agent: Arc<Agent>,
+}
+
+impl Notice for Notices {
+    fn container(&self) {
+        self.agent.has_containers();
+    }
+
+    fn bind_source(&self, source: &str) {
+        personalise::make_bind_source(source);
+    }
+
+    /// Begins to write back while the agent still ends the containers; the node's Flush, which always follows, has
+    /// less to do then. On a thread, because a disk takes its time and the link must not wait.
+    fn sandbox_ends(&self) {
+        let begun = std::thread::Builder::new().name("flush".into()).spawn(power::sync_machine);
+        if let Err(error) = begun {
+            tracing::warn!(%error, "cannot begin to flush");
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! Dials home: short attempts at all of the node's addresses, again and again every 100–250 ms, until one connects.
+//!
+//! While a cloud brings a VM's interface up, SYNs are dropped without an answer, and a connect that waits for its
+//! retransmissions loses seconds. So a new attempt begins at every beat and the old ones may still win; the time lost
+//! after the network is there is a fraction of one beat.
+
+use std::{io, net::SocketAddr, time::Duration};
+
+use peerpod_link::{endpoint, tls};
+use tokio::{
+    net::TcpStream,
+    task::JoinSet,
+    time::{sleep, timeout},
+};
+use tokio_rustls::{TlsConnector, client::TlsStream};
+
+/// An attempt is given up after this.
+const ATTEMPT: Duration = Duration::from_secs(1);
+/// Between the attempts of one beat, so that the first address usually wins alone.
+const STAGGER: Duration = Duration::from_millis(10);
+/// Addresses tried at each beat; of longer lists the next ones at the next beat.
+const AT_ONCE: usize = 8;
+/// A TLS handshake may take so long.
+const HANDSHAKE: Duration = Duration::from_secs(5);
+
+/// A beat: 100 to 250 ms. Jitter keeps a thousand guests of a returning node apart.
+pub(crate) fn beat() -> Duration {
+    let random = getrandom::u32().unwrap_or(0);
+    Duration::from_millis(100 + u64::from(random % 151))
+}
+
+/// Where home is.
+pub(crate) struct Dialler {
+    addresses: Vec<SocketAddr>,
+}
+
+impl Dialler {
+    /// `addresses` must not be empty; birth data checks that.
+    pub(crate) fn new(addresses: Vec<SocketAddr>) -> Dialler {
+        Dialler { addresses }
+    }
+
+    /// Connects; never gives up. What connected comes first the next time.
+    pub(crate) async fn connect(&mut self) -> (TcpStream, SocketAddr) {
+        let mut attempts: JoinSet<io::Result<(TcpStream, SocketAddr)>> = JoinSet::new();
+        loop {
+            for (n, address) in self.addresses.iter().copied().take(AT_ONCE).enumerate() {
+                attempts.spawn(async move {
+                    sleep(STAGGER * n as u32).await;
+                    let stream = timeout(ATTEMPT, TcpStream::connect(address)).await??;
+                    endpoint::tune(&stream)?;
+                    Ok((stream, address))
+                });
+            }
+            if self.addresses.len() > AT_ONCE {
+                self.addresses.rotate_left(AT_ONCE);
+            }
+            let beat = sleep(beat());
+            tokio::pin!(beat);
+            loop {
+                tokio::select! {
+                    biased;
+                    Some(done) = attempts.join_next() => {
+                        if let Ok(Ok((stream, address))) = done {
+                            self.first(address);
+                            return (stream, address);
+                        }
+                    }
+                    () = &mut beat => break,
+                }
+            }
+        }
+    }
+
+    /// Connects and shakes hands, once: after a failure the caller lets a beat pass.
+    pub(crate) async fn secure(
+        &mut self,
+        config: std::sync::Arc<rustls::ClientConfig>,
+    ) -> Result<TlsStream<TcpStream>, Error> {
+        let (tcp, address) = self.connect().await;
+        let connecting = TlsConnector::from(config).connect(tls::server_name(), tcp);
+        let failed = |source| Error { address, source };
+        let result = match timeout(HANDSHAKE, connecting).await {
+            Ok(result) => result,
+            Err(late) => Err(late.into()),
+        };
+        result.map_err(|source| {
+            // Another machine may have that address by now.
+            self.last(address);
+            failed(source)
+        })
+    }
+
+    fn first(&mut self, address: SocketAddr) {
+        if let Some(at) = self.addresses.iter().position(|a| *a == address) {
+            self.addresses[..=at].rotate_right(1);
+        }
+    }
+
+    fn last(&mut self, address: SocketAddr) {
+        if let Some(at) = self.addresses.iter().position(|a| *a == address) {
+            self.addresses[at..].rotate_left(1);
+        }
+    }
+}
+
+/// Something answered, but not our node (or not yet).
+#[derive(Debug, thiserror::Error)]
+#[error("tls handshake with {address}: {source}")]
+pub(crate) struct Error {
+    address: SocketAddr,
+    source: io::Error,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use tokio::net::{TcpListener, TcpSocket};
+
+    use super::*;
+
+    /// A port that nobody listens on, held so that nobody else gets it.
+    fn held() -> (TcpSocket, SocketAddr) {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.set_reuseaddr(true).unwrap();
+        socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let address = socket.local_addr().unwrap();
+        (socket, address)
+    }
+
+    #[tokio::test]
+    async fn a_listener_that_appears_late_is_found_within_a_beat() {
+        let (_refusing, refused) = held();
+        let mut worst = Duration::ZERO;
+        for after in [0u64, 130, 700] {
+            let (late, address) = held();
+            let mut dialler = Dialler::new(vec![refused, address]);
+            let dialling = tokio::spawn(async move { dialler.connect().await.1 });
+            sleep(Duration::from_millis(after)).await;
+            let listener = late.listen(16).unwrap();
+            let since = Instant::now();
+            let connected = timeout(Duration::from_secs(5), dialling).await.unwrap().unwrap();
+            worst = worst.max(since.elapsed());
+            assert_eq!(connected, address);
+            drop(listener);
+        }
+        assert!(worst < Duration::from_millis(300), "{worst:?}");
+    }
+
+    #[tokio::test]
+    async fn an_address_that_swallows_everything_does_not_slow_the_others_down() {
+        // A full backlog: the kernel drops further SYNs, as a network without a route does.
+        let (full, black_hole) = held();
+        let _listener = full.listen(1).unwrap();
+        let mut fill = Vec::new();
+        for _ in 0..4 {
+            fill.push(tokio::spawn(TcpStream::connect(black_hole)));
+        }
+        sleep(Duration::from_millis(50)).await;
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let good = listener.local_addr().unwrap();
+        let since = Instant::now();
+        let mut dialler = Dialler::new(vec![black_hole, good]);
+        assert_eq!(dialler.connect().await.1, good);
+        assert!(since.elapsed() < Duration::from_millis(300));
+        assert_eq!(dialler.addresses, [good, black_hole], "what worked comes first");
+    }
+
+    #[tokio::test]
+    async fn an_address_where_another_speaks_goes_to_the_end() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let wrong = listener.local_addr().unwrap();
+        let (_held, other) = held();
+        tokio::spawn(async move {
+            loop {
+                drop(listener.accept().await); // closes at once
+            }
+        });
+        let mut dialler = Dialler::new(vec![wrong, other]);
+        let config = tls::client_config(&[[1; 32]], None).unwrap();
+        let error = dialler.secure(config).await.unwrap_err().to_string();
+        assert!(error.starts_with(&format!("tls handshake with {wrong}")), "{error}");
+        assert_eq!(dialler.addresses, [other, wrong]);
+    }
+
+    #[test]
+    fn a_beat_lies_between_100_and_250_ms() {
+        for _ in 0..1000 {
+            assert!((100..=250).contains(&beat().as_millis()));
+        }
+    }
+}

@@ -1,0 +1,286 @@
+//! Who this VM is: its key, made here and never sent; the certificate the node gave for it; the CAs it trusts.
+//!
+//! All of it lies on a tmpfs, 0600, so that a restarted guest program is the same guest. Nothing here is ever logged
+//! but fingerprints.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use peerpod_link::{birth, tls};
+use rcgen::{CertificateParams, KeyPair};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use serde::{Deserialize, Serialize};
+
+use crate::files;
+
+const KEY: &str = "key.der";
+const GRANT: &str = "identity.json";
+const VERSION: u32 = 1;
+const MAX_LEN: u64 = 256 << 10;
+const MAX_CERTIFICATES: usize = 8;
+
+/// Why an identity could not be made, kept or used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error("{attempt} {path}: {source}")]
+    File { attempt: &'static str, path: PathBuf, source: io::Error },
+    #[error("making a key or a request: {0}")]
+    Key(#[from] rcgen::Error),
+    #[error("the certificate from the node cannot be used: {0}")]
+    Tls(#[from] tls::TlsError),
+    #[error("the node sent {0} certificates and {1} trusted CAs; 1 to {MAX_CERTIFICATES} of each make sense")]
+    Count(usize, usize),
+}
+
+/// What the node granted; on disk as JSON.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Grant {
+    version: u32,
+    sandbox_id: String,
+    /// DER as hex, leaf first.
+    certificates: Vec<String>,
+    /// Replaces user-data's list once the node rolled its CA over; empty until then.
+    #[serde(default)]
+    ca_sha256: Vec<String>,
+}
+
+/// The key and, once granted, its certificate.
+pub(crate) struct Identity {
+    dir: PathBuf,
+    key: KeyPair,
+    sandbox_id: String,
+    chain: Vec<CertificateDer<'static>>,
+    /// From a roll-over; empty = user-data's.
+    pins: Vec<[u8; 32]>,
+}
+
+impl Identity {
+    /// Reads the identity from `dir` (made if need be), or makes a key and keeps it before it is used.
+    pub(crate) fn load_or_make(dir: &Path) -> Result<Identity, Error> {
+        files::make_private_dir(dir).map_err(failed("making", dir))?;
+        let path = dir.join(KEY);
+        let stored = files::read_bounded(&path, MAX_LEN).map_err(failed("reading", &path))?;
+        let key = match stored.map(KeyPair::try_from) {
+            Some(Ok(key)) => key,
+            damaged => {
+                if damaged.is_some() {
+                    tracing::warn!(path = %path.display(), "the stored key is damaged, making another one");
+                }
+                let key = KeyPair::generate()?; // P-256
+                files::write_private(&path, key.serialized_der()).map_err(failed("writing", &path))?;
+                key
+            }
+        };
+        let mut identity = Identity {
+            dir: dir.to_owned(),
+            key,
+            sandbox_id: String::new(),
+            chain: Vec::new(),
+            pins: Vec::new(),
+        };
+        if let Some(grant) = identity.read_grant() {
+            identity.take(grant);
+        }
+        Ok(identity)
+    }
+
+    /// The sandbox this VM belongs to; empty before the first grant.
+    pub(crate) fn sandbox_id(&self) -> &str {
+        &self.sandbox_id
+    }
+
+    /// Whether there is a certificate.
+    pub(crate) fn is_granted(&self) -> bool {
+        !self.chain.is_empty()
+    }
+
+    /// A certificate request for the key. The subject says nothing: the node writes its own.
+    pub(crate) fn csr(&self) -> Result<Vec<u8>, Error> {
+        Ok(CertificateParams::default().serialize_request(&self.key)?.der().to_vec())
+    }
+
+    /// Keeps what the node granted, after making sure that it can be used with our key.
+    /// `trusted` are the new CAs of a roll-over (DER); empty = those of before.
+    pub(crate) fn grant(
+        &mut self,
+        sandbox_id: &str,
+        certificates: &[Vec<u8>],
+        trusted: &[Vec<u8>],
+    ) -> Result<(), Error> {
+        let wrong_count = certificates.is_empty() || certificates.len() > MAX_CERTIFICATES;
+        if wrong_count || trusted.len() > MAX_CERTIFICATES {
+            return Err(Error::Count(certificates.len(), trusted.len()));
+        }
+        let chain: Vec<_> = certificates.iter().map(|der| CertificateDer::from(der.clone())).collect();
+        tls::client_config(&[[0; 32]], Some((chain.clone(), self.private_key())))?;
+        let pins = match trusted {
+            [] => self.pins.clone(),
+            some => some.iter().map(|der| tls::fingerprint(&CertificateDer::from(der.as_slice()))).collect(),
+        };
+        self.write_grant(sandbox_id, &chain, &pins)?;
+        (self.sandbox_id, self.chain, self.pins) = (sandbox_id.to_owned(), chain, pins);
+        Ok(())
+    }
+
+    /// New CAs, announced before there is a certificate from them.
+    pub(crate) fn trust(&mut self, trusted: &[Vec<u8>]) -> Result<(), Error> {
+        let chain: Vec<_> = self.chain.iter().map(|der| der.to_vec()).collect();
+        let sandbox_id = self.sandbox_id.clone();
+        self.grant(&sandbox_id, &chain, trusted)
+    }
+
+    /// The TLS configuration to dial with: without certificate for a claim, with it for everything else.
+    pub(crate) fn tls(
+        &self,
+        birth_pins: &[[u8; 32]],
+        with_certificate: bool,
+    ) -> Result<Arc<rustls::ClientConfig>, Error> {
+        let pins = if self.pins.is_empty() { birth_pins } else { &self.pins };
+        let identity = with_certificate.then(|| (self.chain.clone(), self.private_key()));
+        Ok(tls::client_config(pins, identity)?)
+    }
+
+    fn private_key(&self) -> PrivateKeyDer<'static> {
+        PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(self.key.serialize_der()))
+    }
+
+    fn read_grant(&self) -> Option<Grant> {
+        let path = self.dir.join(GRANT);
+        let content = files::read_bounded(&path, MAX_LEN).ok().flatten()?;
+        match serde_json::from_slice::<Grant>(&content) {
+            Ok(grant) if grant.version == VERSION => Some(grant),
+            other => {
+                let why = other.map_or_else(|e| e.to_string(), |grant| format!("version {}", grant.version));
+                tracing::warn!(path = %path.display(), reason = %why, "not using the stored certificate");
+                None
+            }
+        }
+    }
+
+    fn take(&mut self, grant: Grant) {
+        let chain: Option<Vec<_>> =
+            grant.certificates.iter().map(|text| unhex(text).map(CertificateDer::from)).collect();
+        let pins: Option<Vec<_>> = grant.ca_sha256.iter().map(|text| birth::from_hex(text)).collect();
+        let (Some(chain), Some(pins)) = (chain, pins) else { return };
+        let usable = tls::client_config(&[[0; 32]], Some((chain.clone(), self.private_key()))).is_ok();
+        if usable {
+            (self.sandbox_id, self.chain, self.pins) = (grant.sandbox_id, chain, pins);
+        }
+    }
+
+    fn write_grant(
+        &self,
+        sandbox_id: &str,
+        chain: &[CertificateDer<'static>],
+        pins: &[[u8; 32]],
+    ) -> Result<(), Error> {
+        let grant = Grant {
+            version: VERSION,
+            sandbox_id: sandbox_id.to_owned(),
+            certificates: chain.iter().map(|der| birth::to_hex(der)).collect(),
+            ca_sha256: pins.iter().map(|pin| birth::to_hex(pin)).collect(),
+        };
+        let path = self.dir.join(GRANT);
+        let json = serde_json::to_vec(&grant).map_err(|error| failed("writing", &path)(error.into()))?;
+        files::write_private(&path, &json).map_err(failed("writing", &path))
+    }
+}
+
+fn failed(attempt: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
+    let path = path.to_owned();
+    move |source| Error::File { attempt, path, source }
+}
+
+fn unhex(text: &str) -> Option<Vec<u8>> {
+    let digits = text.as_bytes();
+    let nibble = |digit: u8| char::from(digit).to_digit(16);
+    if !digits.len().is_multiple_of(2) {
+        return None;
+    }
+    digits.chunks_exact(2).map(|pair| u8::try_from(nibble(pair[0])? << 4 | nibble(pair[1])?).ok()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use rcgen::{BasicConstraints, CertificateSigningRequestParams, IsCa, Issuer};
+
+    use super::*;
+    use crate::files::testing::TempDir;
+
+    /// What a node would answer to the request: leaf and CA.
+    fn sign(csr: &[u8]) -> Vec<Vec<u8>> {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let ca = params.self_signed(&key).unwrap().der().to_vec();
+        let request = CertificateSigningRequestParams::from_der(&csr.into()).unwrap();
+        let leaf = request.signed_by(&Issuer::new(params, key)).unwrap();
+        vec![leaf.der().to_vec(), ca]
+    }
+
+    #[test]
+    fn the_key_is_made_once_and_is_for_root_alone() {
+        let dir = TempDir::new();
+        let state = dir.path().join("guest");
+        let first = Identity::load_or_make(&state).unwrap();
+        let again = Identity::load_or_make(&state).unwrap();
+        assert_eq!(first.key.public_key_raw(), again.key.public_key_raw());
+        assert!(!again.is_granted());
+        let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!((mode(&state), mode(&state.join(KEY))), (0o700, 0o600));
+    }
+
+    #[test]
+    fn a_grant_survives_a_restart_and_its_file_is_for_root_alone() {
+        let dir = TempDir::new();
+        let mut identity = Identity::load_or_make(dir.path()).unwrap();
+        let chain = sign(&identity.csr().unwrap());
+        identity.grant("sandbox-1", &chain, &[]).unwrap();
+        let path = dir.path().join(GRANT);
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+
+        let mut again = Identity::load_or_make(dir.path()).unwrap();
+        assert!(again.is_granted());
+        assert_eq!(again.sandbox_id(), "sandbox-1");
+        assert!(again.tls(&[[1; 32]], true).is_ok());
+
+        // A roll-over's trust is kept too, and alone is enough.
+        assert!(again.pins.is_empty());
+        again.trust(&chain[1..]).unwrap();
+        let third = Identity::load_or_make(dir.path()).unwrap();
+        assert_eq!(third.pins, [tls::fingerprint(&CertificateDer::from(chain[1].as_slice()))]);
+        assert!(third.tls(&[], true).is_ok());
+    }
+
+    #[test]
+    fn a_certificate_for_another_key_or_none_is_refused_and_nothing_is_kept() {
+        let (dir, other) = (TempDir::new(), TempDir::new());
+        let mut identity = Identity::load_or_make(dir.path()).unwrap();
+        let theirs = Identity::load_or_make(other.path()).unwrap();
+        let chain = sign(&theirs.csr().unwrap());
+        assert!(matches!(identity.grant("s", &chain, &[]), Err(Error::Tls(_))));
+        assert!(matches!(identity.grant("s", &[], &[]), Err(Error::Count(0, 0))));
+        assert!(matches!(identity.grant("s", &vec![vec![1]; 9], &[]), Err(Error::Count(9, 0))));
+        assert!(!identity.is_granted() && !dir.path().join(GRANT).exists());
+    }
+
+    #[test]
+    fn damaged_files_are_replaced_not_fatal() {
+        let dir = TempDir::new();
+        let mut identity = Identity::load_or_make(dir.path()).unwrap();
+        let chain = sign(&identity.csr().unwrap());
+        identity.grant("s", &chain, &[]).unwrap();
+        for content in ["{", "{\"version\":2}", r#"{"version":1,"sandbox_id":"s","certificates":["zz"]}"#] {
+            std::fs::write(dir.path().join(GRANT), content).unwrap();
+            assert!(!Identity::load_or_make(dir.path()).unwrap().is_granted());
+        }
+        std::fs::write(dir.path().join(KEY), "junk").unwrap();
+        let other = Identity::load_or_make(dir.path()).unwrap();
+        assert_ne!(other.key.public_key_raw(), identity.key.public_key_raw());
+    }
+}

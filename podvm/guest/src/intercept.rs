@@ -1,0 +1,241 @@
+//! Between a shim's stream and a connection to the kata-agent: everything passes as it comes, except the three
+//! requests that the VM must change or notice.
+//!
+//! * `CreateContainer`: the shim strips the network namespace, so containers would run in the VM's own; the pod's is
+//!   put in. Missing bind sources are made, below two folders only.
+//! * `CreateSandbox`: `dns` is cleared, or the agent would overwrite the VM's own resolv.conf with the pod's.
+//! * `DestroySandbox`: the flush begins.
+//!
+//! An oversize frame is answered and its body skipped: closing the connection would kill the pod. Answers of ours are
+//! put between the agent's frames, never into one. This is about correctness, not about trust: what a hostile host may
+//! ask of the agent is decided by the agent's policy, after us.
+
+mod rewrite;
+
+use std::sync::Arc;
+
+use bytes::BytesMut;
+use peerpod_link::{
+    endpoint::Filter,
+    frame::{
+        FrameReader, HEADER_LEN, Header, MAX_PAYLOAD, PEEK_LIMIT, Peek, Piece, REQUEST, error_response, peek,
+    },
+};
+
+/// gRPC's INVALID_ARGUMENT, what ttrpc servers answer to what they cannot read.
+const INVALID_ARGUMENT: i32 = 3;
+/// Answers of ours that wait for the end of an agent's frame; one is about 100 bytes.
+const MAX_WAITING_ANSWERS: usize = 1 << 20;
+const SERVICE: &str = "grpc.AgentService";
+
+/// What the requests mean to the rest of the guest. Called from the link's task: must be quick.
+pub(crate) trait Notice: Send + Sync {
+    /// A container is about to be made; from now on a dead agent means dead containers.
+    fn container(&self);
+    /// The container binds this path of the VM, which may have to be made first.
+    fn bind_source(&self, source: &str);
+    /// The shim ends the sandbox.
+    fn sandbox_ends(&self);
+}
+
+/// The requests that do not just pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Method {
+    CreateContainer,
+    CreateSandbox,
+}
+
+enum State {
+    Between,
+    /// The beginning of a request, until its method is known.
+    Peeking {
+        head: Header,
+        have: Vec<u8>,
+    },
+    Passing,
+    /// A request that is rewritten once it is complete.
+    Holding {
+        head: Header,
+        method: Method,
+        have: Vec<u8>,
+    },
+    Skipping,
+}
+
+/// The [`Filter`] of one connection.
+pub(crate) struct Intercept {
+    notice: Arc<dyn Notice>,
+    podns: String,
+    requests: FrameReader,
+    state: State,
+    responses: FrameReader,
+    /// Whether what went to the peer so far ends with the end of a frame.
+    at_boundary: bool,
+    waiting: BytesMut,
+}
+
+impl Intercept {
+    /// `podns` is the path that containers join.
+    pub(crate) fn new(notice: Arc<dyn Notice>, podns: String) -> Intercept {
+        Intercept {
+            notice,
+            podns,
+            requests: FrameReader::new(),
+            state: State::Between,
+            responses: FrameReader::new(),
+            at_boundary: true,
+            waiting: BytesMut::new(),
+        }
+    }
+
+    fn begin(&mut self, head: Header, peer: &mut BytesMut, agent: &mut BytesMut) {
+        self.state = if head.length as usize > MAX_PAYLOAD {
+            if head.kind == REQUEST {
+                let text = format!(
+                    "message length {} exceed maximum message size of {MAX_PAYLOAD}; \
+                     the Rust shim copies a file in one message, so larger files in volumes cannot be copied",
+                    head.length
+                );
+                self.answer(head.stream, &text, peer);
+            }
+            State::Skipping
+        } else if head.kind == REQUEST {
+            State::Peeking { head, have: Vec::new() }
+        } else {
+            agent.extend_from_slice(&head.encode());
+            State::Passing
+        };
+    }
+
+    fn body(&mut self, bytes: &[u8], peer: &mut BytesMut, agent: &mut BytesMut) {
+        match &mut self.state {
+            State::Passing => agent.extend_from_slice(bytes),
+            State::Holding { have, .. } => have.extend_from_slice(bytes),
+            State::Peeking { .. } => self.look(bytes, peer, agent),
+            State::Between | State::Skipping => {}
+        }
+    }
+
+    /// More bytes of a request whose method is not known yet.
+    fn look(&mut self, bytes: &[u8], peer: &mut BytesMut, agent: &mut BytesMut) {
+        let State::Peeking { head, have } = &mut self.state else { return };
+        let head = *head;
+        // Nearly always the first piece says it all and nothing is copied.
+        let first = have.is_empty();
+        if !first {
+            have.extend_from_slice(bytes);
+        }
+        let known = if first { bytes } else { have.as_slice() };
+        match peek(known) {
+            Peek::Method { service: SERVICE, method: "CreateContainer" } => {
+                self.state = State::Holding { head, method: Method::CreateContainer, have: known.to_vec() };
+            }
+            Peek::Method { service: SERVICE, method: "CreateSandbox" } => {
+                self.state = State::Holding { head, method: Method::CreateSandbox, have: known.to_vec() };
+            }
+            Peek::Method { service, method } => {
+                if service == SERVICE && method == "DestroySandbox" {
+                    self.notice.sandbox_ends();
+                }
+                agent.extend_from_slice(&head.encode());
+                agent.extend_from_slice(known);
+                self.state = State::Passing;
+            }
+            Peek::More if known.len() < PEEK_LIMIT => {
+                if first {
+                    have.extend_from_slice(bytes);
+                }
+            }
+            Peek::More | Peek::Unknown => self.refuse_unreadable(head, peer),
+        }
+    }
+
+    fn end(&mut self, peer: &mut BytesMut, agent: &mut BytesMut) {
+        match std::mem::replace(&mut self.state, State::Between) {
+            State::Holding { head, method, have } => {
+                let payload = match method {
+                    Method::CreateContainer => rewrite::create_container(have, &self.podns, &mut |source| {
+                        self.notice.bind_source(source);
+                    }),
+                    Method::CreateSandbox => rewrite::create_sandbox(have),
+                };
+                match payload {
+                    Ok(payload) => {
+                        if method == Method::CreateContainer {
+                            self.notice.container();
+                        }
+                        let length = payload.len() as u32; // at most MAX_PAYLOAD, rewrite checks it
+                        agent.reserve(HEADER_LEN + payload.len());
+                        agent.extend_from_slice(&Header { length, ..head }.encode());
+                        agent.extend_from_slice(&payload);
+                    }
+                    Err(error) => self.answer(head.stream, &format!("{method:?}: {error}"), peer),
+                }
+            }
+            State::Peeking { head, .. } => self.refuse_unreadable(head, peer),
+            State::Between | State::Passing | State::Skipping => {}
+        }
+        if let State::Skipping = self.state {
+            self.state = State::Between;
+        }
+    }
+
+    fn refuse_unreadable(&mut self, head: Header, peer: &mut BytesMut) {
+        self.answer(head.stream, "request without a readable service and method", peer);
+        self.state = State::Skipping;
+    }
+
+    /// Answers a request ourselves, as soon as the agent's frame under way is complete.
+    fn answer(&mut self, stream: u32, text: &str, peer: &mut BytesMut) {
+        tracing::warn!(stream, reason = text, "refused a request to the agent");
+        let frame = error_response(stream, INVALID_ARGUMENT, text);
+        if self.at_boundary {
+            peer.extend_from_slice(&frame);
+        } else if self.waiting.len() + frame.len() <= MAX_WAITING_ANSWERS {
+            self.waiting.extend_from_slice(&frame);
+        }
+        // Beyond that the caller has thousands of refused calls open at once and may wait for its own deadline.
+    }
+}
+
+impl Filter for Intercept {
+    fn from_local(&mut self, input: &[u8], peer: &mut BytesMut, _local: &mut BytesMut) {
+        let mut rest = input;
+        let mut done = 0;
+        let mut boundary = self.at_boundary && input.is_empty();
+        while let Some(piece) = self.responses.next(&mut rest) {
+            boundary = piece == Piece::End && rest.is_empty();
+            if piece == Piece::End && !self.waiting.is_empty() {
+                let so_far = input.len() - rest.len();
+                peer.extend_from_slice(&input[done..so_far]);
+                done = so_far;
+                peer.extend_from_slice(&self.waiting.split());
+            }
+        }
+        peer.extend_from_slice(&input[done..]);
+        self.at_boundary = boundary;
+        if self.waiting.is_empty() && self.waiting.capacity() > 0 {
+            self.waiting = BytesMut::new();
+        }
+    }
+
+    fn from_peer(&mut self, input: &[u8], peer: &mut BytesMut, local: &mut BytesMut) {
+        let mut rest = input;
+        while let Some(piece) = self.requests.next(&mut rest) {
+            match piece {
+                Piece::Head(head) => self.begin(head, peer, local),
+                Piece::Body(bytes) => self.body(bytes, peer, local),
+                Piece::End => self.end(peer, local),
+            }
+        }
+    }
+
+    /// The relay is another one, or closed the stream: whoever waited for answers has them from the relay. The agent's
+    /// connection is closed, which ends the calls there.
+    fn stream_lost(&mut self, _local: &mut BytesMut) -> bool {
+        false
+    }
+}
+
+#[cfg(test)]
+mod tests;

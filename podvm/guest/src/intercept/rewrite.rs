@@ -1,0 +1,67 @@
+//! The changes themselves: bytes of a ttrpc request in, bytes out. Only the fields that are touched are named in the
+//! types; all others are unknown fields and survive.
+
+use peerpod_link::frame::MAX_PAYLOAD;
+use peerpod_proto::{
+    intercept::{CreateContainerRequest, CreateSandboxRequest, LinuxNamespace},
+    ttrpc_frame::Request,
+};
+use protobuf::Message;
+
+/// Why a request cannot be passed on.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Error {
+    #[error("cannot be decoded: {0}")]
+    Decode(#[from] protobuf::Error),
+    #[error(
+        "with the pod's network namespace it has {0} bytes, more than the {MAX_PAYLOAD} an agent accepts"
+    )]
+    TooLarge(usize),
+}
+
+/// Puts the pod's network namespace into the container's and tells the sources of its bind mounts.
+/// A request without an OCI spec passes unchanged: the agent has the right words for it.
+pub(super) fn create_container(
+    payload: Vec<u8>,
+    podns: &str,
+    bind_source: &mut dyn FnMut(&str),
+) -> Result<Vec<u8>, Error> {
+    let mut request = Request::parse_from_bytes(&payload)?;
+    let mut container = CreateContainerRequest::parse_from_bytes(&request.payload)?;
+    let Some(spec) = container.OCI.as_mut() else { return Ok(payload) };
+
+    let is_bind = |mount: &&peerpod_proto::intercept::Mount| {
+        mount.type_ == "bind" || mount.options.iter().any(|option| option == "bind" || option == "rbind")
+    };
+    for mount in spec.Mounts.iter().filter(is_bind) {
+        bind_source(&mount.source);
+    }
+
+    let namespaces = &mut spec.Linux.mut_or_insert_default().Namespaces;
+    namespaces.retain(|namespace| namespace.Type != "network");
+    let mut network = LinuxNamespace::new();
+    network.Type = "network".to_owned();
+    network.Path = podns.to_owned();
+    namespaces.push(network);
+
+    request.payload = container.write_to_bytes()?;
+    encode(&request)
+}
+
+/// Takes out the pod's DNS lines: the agent would write them over the VM's own resolv.conf, and containers get theirs
+/// as a file anyway.
+pub(super) fn create_sandbox(payload: Vec<u8>) -> Result<Vec<u8>, Error> {
+    let mut request = Request::parse_from_bytes(&payload)?;
+    let mut sandbox = CreateSandboxRequest::parse_from_bytes(&request.payload)?;
+    if sandbox.dns.is_empty() {
+        return Ok(payload);
+    }
+    sandbox.dns.clear();
+    request.payload = sandbox.write_to_bytes()?;
+    encode(&request)
+}
+
+fn encode(request: &Request) -> Result<Vec<u8>, Error> {
+    let bytes = request.write_to_bytes()?;
+    if bytes.len() > MAX_PAYLOAD { Err(Error::TooLarge(bytes.len())) } else { Ok(bytes) }
+}

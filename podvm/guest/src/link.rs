@@ -1,0 +1,266 @@
+//! Keeps the link home: claims an identity, dials, attaches each new connection to the endpoint, and lets a beat pass
+//! after each that was lost.
+
+use std::{
+    io,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use futures_util::future::BoxFuture;
+use peerpod_link::{
+    birth::BirthData,
+    claim,
+    endpoint::{EndpointHandle, Filter, Handler, LinkEvent, Transport},
+};
+use peerpod_proto::guest::Claim;
+use tokio::{
+    net::UnixStream,
+    sync::mpsc,
+    time::{sleep, timeout},
+};
+
+use crate::{
+    agent::Agent,
+    dial::{self, Dialler},
+    identity::{self, Identity},
+    intercept::{Intercept, Notice},
+    power::Lease,
+    status::Status,
+};
+
+/// How long the node may think about a claim.
+const CLAIM: Duration = Duration::from_secs(15);
+/// After a refusal that will probably be one again; the lease ends it.
+const REFUSED: Duration = Duration::from_secs(5);
+/// So many connections in a row that did not become a link: perhaps the certificate is no longer known, and the
+/// ticket gives it again to the same key.
+const CLAIM_AGAIN: u32 = 20;
+/// Control messages that wait to be worked on. The node sends one at a time.
+const CONTROL_QUEUE: usize = 64;
+
+/// The guest's end of the endpoint.
+pub(crate) struct Home {
+    agent: Arc<Agent>,
+    notice: Arc<dyn Notice>,
+    podns: String,
+    links: mpsc::UnboundedSender<LinkEvent>,
+    controls: mpsc::Sender<Bytes>,
+}
+
+/// What [`Home`] passes on.
+pub(crate) struct Events {
+    pub(crate) links: mpsc::UnboundedReceiver<LinkEvent>,
+    pub(crate) controls: mpsc::Receiver<Bytes>,
+}
+
+impl Home {
+    /// `podns` is the path of the network namespace that containers join.
+    pub(crate) fn new(agent: Arc<Agent>, notice: Arc<dyn Notice>, podns: String) -> (Home, Events) {
+        // Unbounded, but one connection gives three events and connections come at the pace of `keep`.
+        let (links, link_events) = mpsc::unbounded_channel();
+        let (controls, control_messages) = mpsc::channel(CONTROL_QUEUE);
+        (
+            Home { agent, notice, podns, links, controls },
+            Events { links: link_events, controls: control_messages },
+        )
+    }
+}
+
+impl Handler for Home {
+    fn filter(&mut self) -> Box<dyn Filter> {
+        Box::new(Intercept::new(self.notice.clone(), self.podns.clone()))
+    }
+
+    fn dial(&mut self) -> BoxFuture<'static, io::Result<UnixStream>> {
+        let agent = self.agent.clone();
+        Box::pin(async move { agent.connect().await })
+    }
+
+    fn on_control(&mut self, message: Bytes) {
+        if self.controls.try_send(message).is_err() {
+            tracing::warn!("dropped a control message: {CONTROL_QUEUE} wait already");
+        }
+    }
+
+    fn on_link(&mut self, event: LinkEvent) {
+        drop(self.links.send(event)); // nobody listens only when the program ends
+    }
+
+    fn on_connections(&mut self, open: usize) {
+        tracing::debug!(open, "agent connections");
+    }
+}
+
+/// Who dials, with what.
+pub(crate) struct Keeper {
+    pub(crate) birth: BirthData,
+    pub(crate) identity: Arc<Mutex<Identity>>,
+    pub(crate) status: Arc<Status>,
+    pub(crate) lease: Arc<Lease>,
+}
+
+/// Why a claim did not succeed now.
+#[derive(Debug, thiserror::Error)]
+enum ClaimError {
+    #[error("{0}")]
+    Dial(#[from] dial::Error),
+    #[error("{0}")]
+    Exchange(#[from] claim::ClaimError),
+    #[error("the node did not answer the claim within {CLAIM:?}")]
+    Late,
+    #[error("the node cannot answer yet: {0}")]
+    Away(String),
+    #[error("the node refuses ticket {ticket}: {why}")]
+    Refused { ticket: String, why: String },
+    #[error("{0}")]
+    Identity(#[from] identity::Error),
+}
+
+impl Keeper {
+    /// Keeps the link until `handle`'s endpoint ends.
+    pub(crate) async fn keep(&self, handle: &EndpointHandle, mut links: mpsc::UnboundedReceiver<LinkEvent>) {
+        let mut dialler = Dialler::new(self.birth.node.addresses.clone());
+        let mut said = Said::default();
+        if !self.identity().is_granted() {
+            self.claim(&mut dialler, &mut said).await;
+        }
+        let mut stage = Some(self.status.begin("link"));
+        let mut fruitless = 0;
+        loop {
+            let result = match self.tls(true) {
+                Ok(config) => dialler.secure(config).await.map_err(|error| error.to_string()),
+                Err(error) => Err(error.to_string()),
+            };
+            match result {
+                Ok(stream) => {
+                    handle.attach(Transport::from(stream));
+                    match self.follow(&mut links, &mut stage, &mut said).await {
+                        Followed::Link => fruitless = 0,
+                        Followed::Nothing => fruitless += 1,
+                        Followed::End => return,
+                    }
+                }
+                Err(why) => said.once("cannot reach the node", why),
+            }
+            if fruitless >= CLAIM_AGAIN {
+                fruitless = 0;
+                tracing::warn!("the node does not take our certificate, showing the ticket again");
+                if let Err(error) = self.claim_once(&mut dialler).await {
+                    said.once("claim failed", error.to_string());
+                }
+            }
+            sleep(dial::beat()).await;
+        }
+    }
+
+    /// From the attachment of a connection to its end.
+    async fn follow(
+        &self,
+        links: &mut mpsc::UnboundedReceiver<LinkEvent>,
+        stage: &mut Option<crate::status::Stage>,
+        said: &mut Said,
+    ) -> Followed {
+        let mut followed = Followed::Nothing;
+        loop {
+            match links.recv().await {
+                None => return Followed::End,
+                Some(LinkEvent::Up { resumed, session, peer, version }) => {
+                    self.lease.up();
+                    if let Some(stage) = stage.take() {
+                        self.status.done(stage);
+                    }
+                    tracing::info!(%peer, %session, resumed, relay = version, "the link is up");
+                    *said = Said::default();
+                    followed = Followed::Link;
+                }
+                Some(LinkEvent::Down { reason }) => {
+                    self.lease.down();
+                    said.once("the link is down", reason);
+                    return followed;
+                }
+                Some(LinkEvent::SessionLost) => {
+                    tracing::warn!("the node's relay is another one: open connections to the agent end");
+                }
+            }
+        }
+    }
+
+    /// Shows the ticket until the node grants a certificate.
+    async fn claim(&self, dialler: &mut Dialler, said: &mut Said) {
+        loop {
+            let pause = match self.claim_once(dialler).await {
+                Ok(()) => return,
+                Err(error) => {
+                    let refused = matches!(error, ClaimError::Refused { .. });
+                    said.once("claim failed", error.to_string());
+                    self.status.error(&error.to_string());
+                    if refused { REFUSED } else { dial::beat() }
+                }
+            };
+            sleep(pause).await;
+        }
+    }
+
+    async fn claim_once(&self, dialler: &mut Dialler) -> Result<(), ClaimError> {
+        let config = self.tls(false)?;
+        let stage = self.status.begin("dial");
+        let mut stream = dialler.secure(config).await?;
+        self.status.done(stage);
+
+        let stage = self.status.begin("claim");
+        let mut claim = Claim::new();
+        claim.version = 1;
+        claim.ticket_id = self.birth.ticket.id.clone();
+        claim.ticket_secret = self.birth.ticket.secret.expose().to_vec();
+        claim.csr = self.identity().csr()?;
+        claim.guest_version = env!("CARGO_PKG_VERSION").to_owned();
+        let reply = timeout(CLAIM, claim::ask(&mut stream, &claim)).await.map_err(|_| ClaimError::Late)??;
+        if !reply.error.is_empty() {
+            return Err(if reply.retry {
+                ClaimError::Away(reply.error)
+            } else {
+                ClaimError::Refused { ticket: self.birth.ticket.id.clone(), why: reply.error }
+            });
+        }
+        if reply.retry {
+            return Err(ClaimError::Away("it is away".to_owned()));
+        }
+        self.identity().grant(&reply.sandbox_id, &reply.certificates, &[])?;
+        tracing::info!(sandbox = reply.sandbox_id, ticket = self.birth.ticket.id, "claimed");
+        self.status.done(stage);
+        self.status.error("");
+        Ok(())
+    }
+
+    fn tls(&self, with_certificate: bool) -> Result<Arc<rustls::ClientConfig>, identity::Error> {
+        self.identity().tls(&self.birth.node.ca_sha256, with_certificate)
+    }
+
+    fn identity(&self) -> MutexGuard<'_, Identity> {
+        self.identity.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+enum Followed {
+    /// It became a link.
+    Link,
+    /// It ended before it was one.
+    Nothing,
+    /// The endpoint is gone.
+    End,
+}
+
+/// Says a reason when it is a new one: a node that is away for an hour is one line and not twenty thousand.
+#[derive(Default)]
+struct Said(String);
+
+impl Said {
+    fn once(&mut self, what: &'static str, reason: String) {
+        if self.0 != reason {
+            tracing::warn!(reason, "{what}");
+            self.0 = reason;
+        }
+    }
+}

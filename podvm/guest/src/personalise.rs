@@ -1,0 +1,254 @@
+//! Makes a booted VM a pod's: network, lease, agent. The plan is kept before it is applied, so that a restarted guest
+//! program puts back what it had. The same plan again changes nothing; another sandbox is refused.
+
+use std::{
+    io,
+    os::fd::AsFd,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use nix::{
+    errno::Errno,
+    fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2},
+    sys::stat::{Mode, mkdirat},
+};
+use peerpod_link::net;
+use peerpod_proto::guest::{NetworkPlan, Personalise};
+use protobuf::Message;
+use tokio::sync::Mutex;
+
+use crate::{
+    agent::{self, Agent},
+    config::Settings,
+    files,
+    power::Lease,
+    status::Status,
+};
+
+const VERSION: u32 = 1;
+const FILE: &str = "plan.pb";
+const MAX_LEN: u64 = 4 << 20;
+/// When the node says nothing.
+const AGENT_TIMEOUT: Duration = Duration::from_secs(30);
+/// Where bind sources may be made.
+const SOURCES: &[&str] = &["/run/kata-containers/shared/containers", "/run/peerpod/volumes"];
+
+/// Why the VM is not the pod's.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error(
+        "personalise has version {0}, this guest reads {VERSION}; node and VM image must be upgraded together"
+    )]
+    Version(u32),
+    #[error("this VM belongs to sandbox {ours}, not to {theirs}; a VM is never given to a second pod")]
+    OtherSandbox { ours: String, theirs: String },
+    #[error("personalise carries no {0}")]
+    Missing(&'static str),
+    #[error("keeping the plan in {path}: {source}")]
+    Keep { path: PathBuf, source: io::Error },
+    #[error("making the pod's network: {0}")]
+    Network(#[from] net::Error),
+    #[error("{0}")]
+    Agent(#[from] agent::Error),
+    #[error("the guest ends")]
+    Ending,
+}
+
+/// What the VM was made into.
+pub(crate) struct Person {
+    podns: PathBuf,
+    file: PathBuf,
+    status: Arc<Status>,
+    agent: Arc<Agent>,
+    lease: Arc<Lease>,
+    new: bool,
+    /// Held while a plan is applied: one at a time.
+    current: Mutex<Option<Personalise>>,
+}
+
+impl Person {
+    /// With the plan of the run before, not yet applied.
+    pub(crate) fn load(
+        settings: &Settings,
+        status: Arc<Status>,
+        agent: Arc<Agent>,
+        lease: Arc<Lease>,
+    ) -> Person {
+        let file = settings.state_dir.join(FILE);
+        let current = files::read_bounded(&file, MAX_LEN)
+            .ok()
+            .flatten()
+            .and_then(|bytes| Personalise::parse_from_bytes(&bytes).ok());
+        let new = current.is_none();
+        Person {
+            podns: settings.podns.clone(),
+            file,
+            status,
+            agent,
+            lease,
+            new,
+            current: Mutex::new(current),
+        }
+    }
+
+    /// Whether no plan ever came: birth data's lease counts then.
+    pub(crate) fn is_new(&self) -> bool {
+        self.new
+    }
+
+    /// Applies what the run before had, if anything.
+    pub(crate) async fn restore(&self) -> Result<(), Error> {
+        let current = self.current.lock().await;
+        match &*current {
+            Some(plan) => self.apply(plan).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Makes the VM `ours`'s, as the node says.
+    pub(crate) async fn personalise(&self, ours: &str, plan: Personalise) -> Result<(), Error> {
+        check(ours, &plan)?;
+        let mut current = self.current.lock().await;
+        if current.as_ref() != Some(&plan) {
+            let keep = |source| Error::Keep { path: self.file.clone(), source };
+            let bytes = plan.write_to_bytes().map_err(|error| keep(io::Error::other(error)))?;
+            files::write_private(&self.file, &bytes).map_err(keep)?;
+            *current = Some(plan.clone());
+        }
+        let applied = self.apply(&plan).await;
+        if let Err(error) = &applied {
+            self.status.error(&error.to_string());
+        }
+        applied
+    }
+
+    async fn apply(&self, plan: &Personalise) -> Result<(), Error> {
+        if plan.lease_seconds > 0 {
+            self.lease.set_length(Duration::from_secs(u64::from(plan.lease_seconds)));
+        }
+        let stage = self.status.begin("network");
+        let network = plan.network.as_ref().ok_or(Error::Missing("network plan"))?.clone();
+        let podns = self.podns.clone();
+        // Netlink is synchronous, and the link's heartbeat must not wait for it.
+        let applied = tokio::task::spawn_blocking(move || make_network(&network, &podns));
+        let applied = applied.await.map_err(|_| Error::Ending)??;
+        tracing::info!(mtu = applied.mtu, changed = applied.changed, "the pod's network is there");
+        self.status.done(stage);
+
+        let limit = match plan.agent_timeout_ms {
+            0 => AGENT_TIMEOUT,
+            ms => Duration::from_millis(u64::from(ms)),
+        };
+        self.agent.listening(limit).await?;
+        self.status.ready();
+        Ok(())
+    }
+}
+
+fn check(ours: &str, plan: &Personalise) -> Result<(), Error> {
+    if plan.version != VERSION {
+        return Err(Error::Version(plan.version));
+    }
+    if plan.sandbox_id.is_empty() {
+        return Err(Error::Missing("sandbox id"));
+    }
+    if plan.sandbox_id != ours {
+        return Err(Error::OtherSandbox { ours: ours.to_owned(), theirs: plan.sandbox_id.clone() });
+    }
+    if plan.network.is_none() {
+        return Err(Error::Missing("network plan"));
+    }
+    Ok(())
+}
+
+fn make_network(plan: &NetworkPlan, podns: &Path) -> Result<net::guest::Applied, net::Error> {
+    net::netns::create_named(podns)?;
+    net::guest::apply(plan, podns)
+}
+
+/// Makes the source of a bind mount, a directory, if it is missing and lies where such sources may lie. Anything else
+/// is the agent's to refuse. No symlink is followed: a container that shares a volume must not lead us elsewhere.
+pub(crate) fn make_bind_source(source: &str) {
+    for root in SOURCES {
+        let Ok(relative) = Path::new(source).strip_prefix(root) else { continue };
+        match make_below(Path::new(root), relative) {
+            Ok(false) => {}
+            Ok(true) => tracing::warn!(source, "made a missing bind source as an empty directory"),
+            Err(error) => tracing::warn!(source, %error, "cannot make a missing bind source"),
+        }
+    }
+}
+
+/// Whether anything had to be made. The root itself must be there.
+fn make_below(root: &Path, relative: &Path) -> nix::Result<bool> {
+    let flags = OFlag::O_PATH | OFlag::O_CLOEXEC;
+    let mut folder = open(root, flags | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW, Mode::empty())?;
+    let how =
+        OpenHow::new().flags(flags).resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS);
+    // Also a file may be the source: then it is there and nothing is to be made.
+    match openat2(folder.as_fd(), relative, how) {
+        Ok(_) => return Ok(false),
+        Err(Errno::ENOENT) => {}
+        Err(error) => return Err(error),
+    }
+    let how = how.flags(flags | OFlag::O_DIRECTORY);
+    for part in relative.components() {
+        let std::path::Component::Normal(name) = part else { return Err(Errno::EXDEV) };
+        match mkdirat(folder.as_fd(), name, Mode::from_bits_truncate(0o755)) {
+            Ok(()) | Err(Errno::EEXIST) => {}
+            Err(error) => return Err(error),
+        }
+        folder = openat2(folder.as_fd(), name, how)?;
+    }
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::files::testing::TempDir;
+
+    fn plan(sandbox: &str) -> Personalise {
+        let mut plan = Personalise::new();
+        (plan.version, plan.sandbox_id) = (VERSION, sandbox.to_owned());
+        plan.network.mut_or_insert_default().version = 1;
+        plan
+    }
+
+    #[test]
+    fn plans_for_others_and_of_other_versions_are_refused() {
+        assert!(check("a", &plan("a")).is_ok());
+        let error = check("a", &plan("b")).unwrap_err().to_string();
+        assert!(error.contains("belongs to sandbox a, not to b"), "{error}");
+        let mut later = plan("a");
+        later.version = 2;
+        assert!(matches!(check("a", &later), Err(Error::Version(2))));
+        let mut bare = plan("a");
+        bare.network.take();
+        assert!(matches!(check("a", &bare), Err(Error::Missing("network plan"))));
+        assert!(matches!(check("", &plan("")), Err(Error::Missing("sandbox id"))));
+    }
+
+    #[test]
+    fn bind_sources_are_made_below_their_root_only() {
+        let dir = TempDir::new();
+        let root = dir.path().join("volumes");
+        let outside = dir.path().join("outside");
+        assert_eq!(make_below(&root, Path::new("v0")), Err(Errno::ENOENT), "the root must be there");
+        std::fs::create_dir_all(&root).unwrap();
+        std::fs::create_dir_all(&outside).unwrap();
+        assert_eq!(make_below(&root, Path::new("v0/sub/deep")), Ok(true));
+        assert!(root.join("v0/sub/deep").is_dir());
+        assert_eq!(make_below(&root, Path::new("v0/sub/deep")), Ok(false));
+        std::fs::write(root.join("file"), "").unwrap();
+        assert_eq!(make_below(&root, Path::new("file")), Ok(false));
+
+        std::os::unix::fs::symlink(&outside, root.join("link")).unwrap();
+        for way_out in ["link/x", "link", "../outside/x", "v0/../../outside/x", "file/x"] {
+            assert!(make_below(&root, Path::new(way_out)).is_err(), "{way_out}");
+        }
+        assert_eq!(std::fs::read_dir(&outside).unwrap().count(), 0);
+    }
+}

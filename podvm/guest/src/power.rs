@@ -1,0 +1,292 @@
+//! The end of the VM: the lease that ends it when nobody wants it any more, the flush before, the power-off.
+
+use std::{
+    fs::File,
+    path::{Path, PathBuf},
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use nix::{
+    errno::Errno,
+    mount::{MntFlags, umount2},
+    sys::reboot::{RebootMode, reboot},
+    unistd::{sync, syncfs},
+};
+use serde::{Deserialize, Serialize};
+use tokio::{sync::Notify, time::timeout};
+
+use crate::{files, proc, status};
+
+/// Until birth data says otherwise: a VM that never learns whose it is costs money for so long.
+pub(crate) const FIRST_LEASE: Duration = Duration::from_secs(15 * 60);
+/// How `serve` tells pid 1 that the machine is to go off.
+pub(crate) const POWER_OFF: u8 = 70;
+/// How often contact is noted while the link is up.
+const TICK: Duration = Duration::from_secs(5);
+const FILE: &str = "lease.json";
+/// What is mounted below is data that outlives the VM. (Not the agent's own `/run/kata-containers`: its scratch space
+/// dies with the VM.)
+const VOLUMES: &[&str] = &["/run/peerpod/volumes/", "/run/kata-containers/sandbox/storage/"];
+
+/// On disk, so that a program that crashes over and over does not renew it.
+#[derive(Clone, Copy, Serialize, Deserialize)]
+struct Note {
+    version: u32,
+    /// Of [`status::since_boot`]'s clock.
+    last_contact_us: u64,
+    lease_us: u64,
+}
+
+/// Runs out when the link was silent for too long.
+pub(crate) struct Lease {
+    file: PathBuf,
+    inner: Mutex<Inner>,
+    changed: Notify,
+}
+
+struct Inner {
+    length: Duration,
+    last_contact: Duration,
+    up: bool,
+}
+
+impl Lease {
+    /// Goes on where the run of this program before left it.
+    pub(crate) fn load(dir: &Path) -> Lease {
+        let file = dir.join(FILE);
+        let (last_contact, length) = read(&file).unwrap_or((status::since_boot(), FIRST_LEASE));
+        let inner = Inner { length, last_contact, up: false };
+        let lease = Lease { file, inner: Mutex::new(inner), changed: Notify::new() };
+        lease.note();
+        lease
+    }
+
+    /// How long silence may last from now on.
+    pub(crate) fn set_length(&self, length: Duration) {
+        self.lock().length = length;
+        self.note();
+    }
+
+    /// The link is up: contact lasts until [`Lease::down`].
+    pub(crate) fn up(&self) {
+        let mut inner = self.lock();
+        (inner.up, inner.last_contact) = (true, status::since_boot());
+        drop(inner);
+        self.note();
+    }
+
+    /// The link is down: silence begins.
+    pub(crate) fn down(&self) {
+        let mut inner = self.lock();
+        if inner.up {
+            (inner.up, inner.last_contact) = (false, status::since_boot());
+        }
+        drop(inner);
+        self.note();
+    }
+
+    /// Returns when it has run out.
+    pub(crate) async fn expired(&self) {
+        loop {
+            let left = {
+                let mut inner = self.lock();
+                if inner.up {
+                    inner.last_contact = status::since_boot();
+                }
+                (inner.last_contact + inner.length).saturating_sub(status::since_boot())
+            };
+            if left.is_zero() {
+                return;
+            }
+            // Short steps: a sleeper's clock stands still while a machine is suspended, the lease's does not.
+            if timeout(left.min(TICK), self.changed.notified()).await.is_err() {
+                self.write();
+            }
+        }
+    }
+
+    fn note(&self) {
+        self.write();
+        self.changed.notify_one();
+    }
+
+    fn write(&self) {
+        let note = {
+            let inner = self.lock();
+            Note {
+                version: 1,
+                last_contact_us: inner.last_contact.as_micros() as u64,
+                lease_us: inner.length.as_micros() as u64,
+            }
+        };
+        let written = serde_json::to_vec(&note)
+            .map_err(std::io::Error::from)
+            .and_then(|json| files::write_private(&self.file, &json));
+        if let Err(error) = written {
+            tracing::warn!(path = %self.file.display(), %error, "cannot note the lease");
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn read(file: &Path) -> Option<(Duration, Duration)> {
+    let content = files::read_bounded(file, 4096).ok().flatten()?;
+    let note: Note = serde_json::from_slice(&content).ok().filter(|note: &Note| note.version == 1)?;
+    Some((Duration::from_micros(note.last_contact_us), Duration::from_micros(note.lease_us)))
+}
+
+/// For pid 1, between two runs of `serve`: whether the lease of the last one has run out meanwhile.
+pub(crate) fn is_overdue(state_dir: &Path) -> bool {
+    let (last_contact, length) = read(&state_dir.join(FILE))
+        .unwrap_or_else(|| (proc::started(1).unwrap_or_else(status::since_boot), FIRST_LEASE));
+    last_contact + length < status::since_boot()
+}
+
+/// Writes volumes back and unmounts them, the innermost first. Returns what did not work, in words; everything is
+/// tried. Blocks: a disk takes its time.
+pub(crate) fn flush() -> Vec<String> {
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let mut problems = Vec::new();
+    for target in volumes_in(&mounts).iter().rev() {
+        let synced = File::open(target).map_err(|e| e.to_string());
+        if let Err(why) = synced.and_then(|root| syncfs(root).map_err(|e| e.to_string())) {
+            problems.push(format!("sync of {}: {why}", target.display()));
+        }
+        match umount2(target.as_path(), MntFlags::UMOUNT_NOFOLLOW) {
+            Ok(()) | Err(Errno::EINVAL) => {} // no longer a mount
+            Err(Errno::EBUSY) => {
+                problems
+                    .push(format!("{} is still in use; it is synced but not unmounted", target.display()));
+            }
+            Err(error) => problems.push(format!("unmount of {}: {error}", target.display())),
+        }
+    }
+    sync_machine();
+    problems
+}
+
+/// Writes back everything that is cached, block devices without a filesystem included. Where the machine is not ours
+/// alone that would be everybody's data.
+pub(crate) fn sync_machine() {
+    if status::in_first_pid_namespace() {
+        sync();
+    }
+}
+
+/// The mount points of volumes, in the order in which they were mounted.
+fn volumes_in(mountinfo: &str) -> Vec<PathBuf> {
+    mountinfo
+        .lines()
+        .filter_map(|line| line.split(' ').nth(4))
+        .map(unescape)
+        .filter(|target| VOLUMES.iter().any(|prefix| target.starts_with(prefix)))
+        .map(PathBuf::from)
+        .collect()
+}
+
+/// The kernel writes space, tab, newline and backslash as three octal digits.
+fn unescape(field: &str) -> String {
+    let mut out = String::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((before, after)) = rest.split_once('\\') {
+        out.push_str(before);
+        match after.get(..3).and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
+            Some(byte) => {
+                out.push(char::from(byte));
+                rest = &after[3..];
+            }
+            None => {
+                out.push('\\');
+                rest = after;
+            }
+        }
+    }
+    out + rest
+}
+
+/// Ends the machine, or, where pid 1 is one of many, the program: the end of pid 1 is the end of such a "VM".
+/// Returns only where it must not or cannot switch the machine off.
+pub(crate) fn off() {
+    if !status::in_first_pid_namespace() {
+        return;
+    }
+    sync();
+    // `reboot` returns only an error.
+    let Err(error) = reboot(RebootMode::RB_POWER_OFF);
+    tracing::error!(%error, "cannot power off");
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+    use crate::files::testing::TempDir;
+
+    const MS: fn(u64) -> Duration = Duration::from_millis;
+
+    #[tokio::test]
+    async fn silence_ends_the_lease_and_contact_holds_it() {
+        let dir = TempDir::new();
+        let lease = Lease::load(dir.path());
+        lease.set_length(MS(150));
+        lease.up();
+        assert!(timeout(MS(400), lease.expired()).await.is_err(), "the link is up");
+        lease.down();
+        let since = Instant::now();
+        timeout(MS(5000), lease.expired()).await.unwrap();
+        assert!(since.elapsed() >= MS(100), "{:?}", since.elapsed());
+    }
+
+    #[tokio::test]
+    async fn a_new_length_counts_at_once() {
+        let dir = TempDir::new();
+        let lease = std::sync::Arc::new(Lease::load(dir.path()));
+        let waiting = tokio::spawn({
+            let lease = lease.clone();
+            async move { lease.expired().await }
+        });
+        tokio::task::yield_now().await;
+        lease.set_length(MS(1));
+        timeout(MS(2000), waiting).await.unwrap().unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_restart_does_not_renew_the_lease() {
+        let dir = TempDir::new();
+        let lease = Lease::load(dir.path());
+        lease.set_length(MS(100));
+        assert!(!is_overdue(dir.path()));
+        drop(lease);
+        std::thread::sleep(MS(150));
+        assert!(is_overdue(dir.path()));
+        let again = Lease::load(dir.path());
+        timeout(MS(50), again.expired()).await.unwrap();
+        std::fs::write(dir.path().join(FILE), "junk").unwrap();
+        assert_eq!(Lease::load(dir.path()).lock().length, FIRST_LEASE);
+    }
+
+    #[test]
+    fn only_volumes_are_unmounted() {
+        let mountinfo = "\
+22 1 0:20 / / rw - ext4 /dev/vda rw
+30 22 8:0 / /run/peerpod/volumes/v0 rw,relatime shared:1 - ext4 /dev/vdb rw
+31 30 8:0 / /run/peerpod/volumes/a\\040b\\134 rw - ext4 /dev/vdc rw
+32 22 0:5 / /run/peerpod/guest rw - tmpfs tmpfs rw
+33 22 0:5 / /run/peerpod/volumes rw - tmpfs tmpfs rw
+34 22 0:5 / /run/kata-containers/sandbox/storage/eA== rw - ext4 /dev/vdd rw
+";
+        let expected = [
+            "/run/peerpod/volumes/v0",
+            "/run/peerpod/volumes/a b\\",
+            "/run/kata-containers/sandbox/storage/eA==",
+        ];
+        assert_eq!(volumes_in(mountinfo), expected.map(PathBuf::from));
+        assert_eq!(unescape("a\\9b\\"), "a\\9b\\");
+        assert!(volumes_in("").is_empty());
+    }
+}

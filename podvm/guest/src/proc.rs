@@ -1,0 +1,124 @@
+//! What `/proc` says about a process, and a handle that cannot come to mean another one.
+
+use std::{
+    io,
+    os::fd::{FromRawFd, OwnedFd},
+    time::Duration,
+};
+
+use nix::{
+    libc,
+    unistd::{SysconfVar, sysconf},
+};
+use tokio::io::{Interest, unix::AsyncFd};
+
+/// A process by number and start: the pair is unique for as long as the machine runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(crate) struct ProcessId {
+    pub(crate) pid: u32,
+    /// Ticks since boot, field 22 of `/proc/<pid>/stat`.
+    pub(crate) start: u64,
+}
+
+impl ProcessId {
+    /// The process that has this number now, unless it is a zombie.
+    pub(crate) fn of(pid: u32) -> Option<ProcessId> {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        let (state, start) = parse_stat(&stat)?;
+        (state != 'Z' && state != 'X').then_some(ProcessId { pid, start })
+    }
+
+    /// A handle that becomes readable when this very process ends; `None` when it is gone already.
+    pub(crate) fn watch(self) -> io::Result<Option<Exit>> {
+        let fd = match pidfd_open(self.pid) {
+            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => return Ok(None),
+            other => other?,
+        };
+        // Only now the number cannot be given to another process unnoticed.
+        if ProcessId::of(self.pid) != Some(self) {
+            return Ok(None);
+        }
+        Ok(Some(Exit(readable(fd)?)))
+    }
+}
+
+/// The end of a process, to be waited for.
+pub(crate) struct Exit(AsyncFd<OwnedFd>);
+
+impl Exit {
+    /// Returns when the process has ended.
+    pub(crate) async fn wait(&self) {
+        // An error here means that the reactor is gone, and the program with it.
+        drop(self.0.readable().await);
+    }
+}
+
+/// When the process started, since boot.
+pub(crate) fn started(pid: u32) -> Option<Duration> {
+    let ticks = ProcessId::of(pid)?.start;
+    let per_second = u64::try_from(sysconf(SysconfVar::CLK_TCK).ok()??).ok().filter(|n| *n > 0)?;
+    Some(Duration::from_micros(ticks.saturating_mul(1_000_000) / per_second))
+}
+
+/// State and start time. The name in brackets may hold anything, brackets too.
+fn parse_stat(stat: &str) -> Option<(char, u64)> {
+    let (_, rest) = stat.rsplit_once(')')?;
+    let mut fields = rest.split_ascii_whitespace();
+    let state = fields.next()?.chars().next()?; // field 3
+    let start = fields.nth(18)?.parse().ok()?; // field 22
+    Some((state, start))
+}
+
+/// In tokio's hands. (The safe constructor is deprecated, because a type may give out changing descriptors.)
+#[allow(unsafe_code)]
+fn readable(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
+    // SAFETY: an `OwnedFd` gives out the same open descriptor for as long as it lives, and it lives in the `AsyncFd`.
+    Ok(unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }?)
+}
+
+/// `pidfd_open(2)`. Neither std nor nix offers it, and nothing else tells the end of a process that is not our child
+/// without polling.
+#[allow(unsafe_code)]
+fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
+    let flags = libc::PIDFD_NONBLOCK;
+    // SAFETY: the call takes two integers and touches no memory of ours.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid as libc::pid_t, flags) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just given us this descriptor (close-on-exec), nobody else has it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn a_name_with_brackets_does_not_confuse() {
+        let stat =
+            format!("7 (a) Z 0 (b)) S {} 123456 9", (4..22).map(|n| n.to_string() + " ").collect::<String>());
+        assert_eq!(parse_stat(&stat), Some(('S', 123_456)));
+        assert_eq!(parse_stat("garbage"), None);
+        assert_eq!(parse_stat("7 (a) S 1 2"), None);
+    }
+
+    #[tokio::test]
+    async fn the_end_of_a_process_is_noticed_at_once_and_a_number_alone_is_not_enough() {
+        let mut child = Command::new("sleep").arg("100").stdin(Stdio::null()).spawn().unwrap();
+        let process = ProcessId::of(child.id()).unwrap();
+        assert!(started(child.id()).unwrap() > Duration::ZERO);
+        let other = ProcessId { start: process.start + 1, ..process };
+        assert!(other.watch().unwrap().is_none());
+        let exit = process.watch().unwrap().unwrap();
+        assert!(tokio::time::timeout(Duration::from_millis(20), exit.wait()).await.is_err());
+        child.kill().unwrap();
+        tokio::time::timeout(Duration::from_secs(5), exit.wait()).await.unwrap();
+        // Dead but not reaped: gone as far as anybody is concerned.
+        assert_eq!(ProcessId::of(child.id()), None);
+        child.wait().unwrap();
+        assert!(process.watch().unwrap().is_none());
+    }
+}

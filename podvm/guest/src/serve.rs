@@ -1,0 +1,135 @@
+//! `peerpod-guest serve`: puts the parts together and lives until the lease ends or somebody stops it.
+//!
+//! Everything that does not need the other runs beside it: the agent starts while home is dialled. When this program
+//! dies, agent, containers and network stay; its next run reads back who it was, finds them and dials again.
+
+use std::{
+    process::ExitCode,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use peerpod_link::endpoint::{Endpoint, Limits, Role};
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::{
+    agent::Agent,
+    birth,
+    config::Settings,
+    control::{self, Control, Notices},
+    identity::Identity,
+    link::{Home, Keeper},
+    personalise::Person,
+    power::{self, Lease},
+    status::Status,
+};
+
+/// The last flush may take so long; nobody is left to wait for more.
+const LAST_FLUSH: Duration = Duration::from_secs(30);
+
+/// Runs the guest. `supervised`: pid 1 is ours and switches the machine off when it is told to.
+pub(crate) fn run(settings: &Settings, supervised: bool) -> anyhow::Result<ExitCode> {
+    // One thread: all of a guest's traffic is one endpoint's task, and a hand-over between threads costs more than it
+    // brings. What blocks goes to the blocking pool.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let end = runtime.block_on(live(settings))?;
+    // A blocked flush must not hold up the power-off.
+    runtime.shutdown_timeout(Duration::from_millis(100));
+    match end {
+        End::Stopped => Ok(ExitCode::SUCCESS),
+        End::LeaseOver => {
+            if !supervised {
+                power::off();
+            }
+            Ok(ExitCode::from(power::POWER_OFF))
+        }
+    }
+}
+
+enum End {
+    Stopped,
+    LeaseOver,
+}
+
+async fn live(settings: &Settings) -> anyhow::Result<End> {
+    let identity = Identity::load_or_make(&settings.state_dir)?;
+    let restarted = identity.is_granted();
+    let status = Arc::new(Status::new(restarted));
+    if restarted {
+        tracing::info!(sandbox = identity.sandbox_id(), "the guest program was restarted");
+        status.lost(
+            "the guest program was restarted: connections to the agent that were open ended".to_owned(),
+        );
+    }
+    let identity = Arc::new(Mutex::new(identity));
+    let lease = Arc::new(Lease::load(&settings.state_dir));
+    let agent = Arc::new(Agent::new(settings, status.clone()));
+    let person = Person::load(settings, status.clone(), agent.clone(), lease.clone());
+    let flushing = tokio::sync::Mutex::new(());
+    let control = Arc::new(Control { identity: identity.clone(), status: status.clone(), person, flushing });
+
+    let agent_task = tokio::spawn({
+        let agent = agent.clone();
+        async move { agent.run().await }
+    });
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let end = tokio::select! {
+        () = lease.expired() => End::LeaseOver,
+        _ = terminate.recv() => End::Stopped,
+        _ = interrupt.recv() => End::Stopped,
+        () = home(settings, identity, &status, &agent, &lease, &control) => End::Stopped,
+    };
+    if let End::LeaseOver = end {
+        tracing::error!("the link was silent for the whole lease: powering off");
+        match tokio::time::timeout(LAST_FLUSH, control.flush()).await {
+            Ok(Ok(())) => {}
+            Ok(Err(problems)) => tracing::error!(problems, "the last flush is not complete"),
+            Err(_) => tracing::error!("the last flush takes too long"),
+        }
+    }
+    agent_task.abort();
+    Ok(end)
+}
+
+/// From user-data to the link, which is then kept for ever.
+async fn home(
+    settings: &Settings,
+    identity: Arc<Mutex<Identity>>,
+    status: &Arc<Status>,
+    agent: &Arc<Agent>,
+    lease: &Arc<Lease>,
+    control: &Arc<Control>,
+) {
+    let restore = tokio::spawn({
+        let (control, status) = (control.clone(), status.clone());
+        async move {
+            if let Err(error) = control.person.restore().await {
+                tracing::error!(%error, "cannot put back what the run before had");
+                status.error(&error.to_string());
+            }
+        }
+    });
+    let stage = status.begin("user-data");
+    let birth = birth::wait(&settings.user_data).await;
+    status.done(stage);
+    if control.person.is_new() {
+        lease.set_length(Duration::from_secs(u64::from(birth.lease_seconds)));
+    }
+
+    let notice = Arc::new(Notices { agent: agent.clone() });
+    let podns = settings.podns.display().to_string();
+    let (handler, events) = Home::new(agent.clone(), notice, podns);
+    let limits = Limits { version: env!("CARGO_PKG_VERSION").to_owned(), ..Limits::default() };
+    let (endpoint, handle) = Endpoint::new(Role::Guest, handler, limits);
+    let endpoint = tokio::spawn(endpoint.run());
+    let answering = tokio::spawn(control.clone().serve(handle.clone(), events.controls));
+    let reporting = tokio::spawn(control::report_agent(agent.clone(), status.clone(), handle.clone()));
+
+    let keeper = Keeper { birth, identity, status: status.clone(), lease: lease.clone() };
+    keeper.keep(&handle, events.links).await;
+    for task in [restore, answering, reporting] {
+        task.abort();
+    }
+    drop(endpoint.await);
+}

@@ -1,0 +1,157 @@
+//! What the guest says about itself: stages with times, readiness, the agent's fate, what a restart cost.
+//!
+//! Times count from the start of the VM's kernel, or, where the "VM" is a set of namespaces, from the start of its
+//! pid 1, so that both kinds can be compared with the node's clock.
+
+use std::{
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use nix::time::{ClockId, clock_gettime};
+use peerpod_proto::guest;
+
+use crate::proc;
+
+/// Stages kept; a guest has about ten, a restart adds a few.
+const MAX_STAGES: usize = 64;
+const MAX_LOST: usize = 16;
+/// The inode number of the first pid namespace (`PROC_PID_INIT_INO`).
+const FIRST_PID_NAMESPACE: &str = "pid:[4026531836]";
+
+/// Time since the machine's kernel started, suspended time included.
+pub(crate) fn since_boot() -> Duration {
+    clock_gettime(ClockId::CLOCK_BOOTTIME).map(Duration::from).unwrap_or_default()
+}
+
+/// Whether pid 1 here is the machine's own.
+pub(crate) fn in_first_pid_namespace() -> bool {
+    std::fs::read_link("/proc/self/ns/pid").is_ok_and(|link| link.as_os_str() == FIRST_PID_NAMESPACE)
+}
+
+/// When this VM's time begins, on the clock of [`since_boot`].
+fn birth_of_vm() -> Duration {
+    if in_first_pid_namespace() { Duration::ZERO } else { proc::started(1).unwrap_or_else(since_boot) }
+}
+
+/// The guest's status; shared by all its parts.
+pub(crate) struct Status {
+    zero: Duration,
+    inner: Mutex<guest::Status>,
+}
+
+/// A stage under way.
+pub(crate) struct Stage {
+    name: &'static str,
+    began: Duration,
+}
+
+impl Status {
+    /// With the stages that lie behind us: the time before this program, if it is the first of its kind.
+    pub(crate) fn new(restarted: bool) -> Status {
+        let zero = birth_of_vm();
+        let mut inner = guest::Status::new();
+        inner.version = env!("CARGO_PKG_VERSION").to_owned();
+        inner.boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
+            .map(|id| id.trim().to_owned())
+            .unwrap_or_default();
+        let status = Status { zero, inner: Mutex::new(inner) };
+        status.done(Stage { name: if restarted { "restart" } else { "boot" }, began: zero });
+        status
+    }
+
+    /// A stage begins; it becomes the stage the guest is in.
+    pub(crate) fn begin(&self, name: &'static str) -> Stage {
+        self.lock().stage = name.to_owned();
+        Stage { name, began: since_boot() }
+    }
+
+    /// The stage is complete.
+    pub(crate) fn done(&self, stage: Stage) {
+        let now = since_boot();
+        let mut time = guest::StageTime::new();
+        time.name = stage.name.to_owned();
+        time.at_us = micros(stage.began.saturating_sub(self.zero));
+        time.took_us = micros(now.saturating_sub(stage.began));
+        tracing::info!(stage = stage.name, at_us = time.at_us, took_us = time.took_us, "stage done");
+        let mut inner = self.lock();
+        if inner.stages.len() < MAX_STAGES {
+            inner.stages.push(time);
+        }
+    }
+
+    /// The pod may be used.
+    pub(crate) fn ready(&self) {
+        let mut inner = self.lock();
+        (inner.ready, inner.stage) = (true, "ready".to_owned());
+        inner.error.clear();
+    }
+
+    /// What stands in the way now; empty = nothing.
+    pub(crate) fn error(&self, text: &str) {
+        self.lock().error = text.to_owned();
+    }
+
+    /// What a restart cost, in words.
+    pub(crate) fn lost(&self, what: String) {
+        tracing::warn!(what, "lost");
+        let mut inner = self.lock();
+        if inner.lost.len() < MAX_LOST {
+            inner.lost.push(what);
+        }
+    }
+
+    /// The agent's state.
+    pub(crate) fn agent(&self, running: bool, exits: u32) {
+        let mut inner = self.lock();
+        (inner.agent_running, inner.agent_exits) = (running, exits);
+    }
+
+    /// As a message.
+    pub(crate) fn report(&self) -> guest::Status {
+        self.lock().clone()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, guest::Status> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stages_have_times_and_their_number_is_bounded() {
+        let status = Status::new(false);
+        let stage = status.begin("dial");
+        assert_eq!(status.report().stage, "dial");
+        std::thread::sleep(Duration::from_millis(2));
+        status.done(stage);
+        let report = status.report();
+        assert_eq!(report.stages[0].name, "boot");
+        assert_eq!(report.stages[1].name, "dial");
+        assert!(report.stages[1].took_us >= 2000 && report.stages[1].at_us > 0);
+        assert!(!report.boot_id.is_empty() && !report.version.is_empty());
+        for _ in 0..200 {
+            status.done(status.begin("link"));
+            status.lost("everything".into());
+        }
+        assert_eq!((status.report().stages.len(), status.report().lost.len()), (MAX_STAGES, MAX_LOST));
+    }
+
+    #[test]
+    fn being_ready_clears_the_error() {
+        let status = Status::new(true);
+        status.error("no agent");
+        assert_eq!(status.report().error, "no agent");
+        status.ready();
+        let report = status.report();
+        assert!(report.ready && report.error.is_empty());
+        assert_eq!(report.stages[0].name, "restart");
+    }
+}
