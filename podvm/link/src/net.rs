@@ -10,12 +10,14 @@ use std::io;
 use std::path::PathBuf;
 
 pub mod guest;
+pub(crate) mod link;
 pub mod look;
 pub mod netlink;
 pub mod netns;
 pub mod nft;
 pub mod plan;
 pub mod redirect;
+pub mod tunnel;
 pub mod vxlan;
 
 /// What can go wrong in this room. Each text names what was attempted on what, why it failed, and where somebody can

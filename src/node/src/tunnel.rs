@@ -6,12 +6,17 @@
 //! `peerpod`, nothing else.
 
 use std::net::IpAddr;
+use std::sync::Arc;
 
 pub use peerpod_link::net::Error;
 pub use peerpod_link::net::look::Seen;
 pub use peerpod_link::net::netns::{Netns, NetnsId};
 use peerpod_proto::guest::NetworkPlan;
 use serde::{Deserialize, Serialize};
+
+mod steps;
+
+use steps::Steps;
 
 /// How this node's tunnels are made; the same on all nodes and fixed for a tunnel's life.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,20 +49,20 @@ pub struct Reserved {
     pub port: u16,
 }
 
-/// The node's tunnels. One per daemon.
-#[derive(Debug)]
+/// The node's tunnels. One per daemon; cheap to clone.
+#[derive(Clone, Debug)]
 pub struct Tunnel {
-    config: TunnelConfig,
+    steps: Arc<Steps>,
 }
 
 impl Tunnel {
     /// Opens the node's sockets in the network namespace of the calling thread and makes sure that the port is
-    /// usable. Makes nothing that stays.
+    /// usable (some 40 ms). Makes nothing that stays.
     ///
     /// # Errors
-    /// [`Error::Port`] with the device that is in the way.
+    /// [`Error::Port`] with the device that is in the way; [`Error::Kernel`] where the kernel lacks what is needed.
     pub fn open(config: TunnelConfig) -> Result<Tunnel, Error> {
-        Ok(Tunnel { config })
+        Ok(Tunnel { steps: Arc::new(Steps::open(config)?) })
     }
 
     /// Copies the pod's network.
@@ -65,11 +70,13 @@ impl Tunnel {
     /// # Errors
     /// See [`peerpod_link::net::look::look`].
     pub async fn look(&self, netns: &Netns) -> Result<Seen, Error> {
-        peerpod_link::net::look::look(netns)
+        let netns = netns.clone();
+        blocking(move || Steps::look(&netns)).await
     }
 
     /// Makes the device `pp-vx0` in the pod's namespace, down and without a remote, with a VNI nobody on this node
-    /// has. With a recorded reservation its VNI is taken (again) if that is possible.
+    /// has. With a recorded reservation its VNI is taken (again) if that is possible. Again for the same sandbox it
+    /// finds the device that is there.
     ///
     /// # Errors
     /// [`Error::Claimed`] when another sandbox has its tunnel in this namespace, [`Error::Kernel`], [`Error::Netns`].
@@ -80,14 +87,17 @@ impl Tunnel {
         v6_underlay: bool,
         recorded: Option<&Reserved>,
     ) -> Result<Reserved, Error> {
-        let _ = (netns, sandbox, v6_underlay, recorded, &self.config);
-        Err(Error::Plan("not built yet".to_owned()))
+        let (steps, netns, sandbox) = (self.steps.clone(), netns.clone(), sandbox.to_owned());
+        let recorded = recorded.copied();
+        blocking(move || steps.reserve(&netns, &sandbox, v6_underlay, recorded.as_ref())).await
     }
 
     /// Gives the reserved tunnel its remote, and redirects the pod's traffic into it. Returns the plan for the guest.
+    /// Again with the same values it changes nothing and returns the same plan.
     ///
     /// # Errors
-    /// [`Error::Gone`] when the device is no longer there, [`Error::Path`], [`Error::Kernel`], [`Error::Netns`].
+    /// [`Error::Gone`] when the device is no longer there (reserve again), [`Error::Path`], [`Error::Kernel`],
+    /// [`Error::Netns`]. What was done then stays until [`Tunnel::undo_for`].
     pub async fn connect(
         &self,
         netns: &Netns,
@@ -95,8 +105,8 @@ impl Tunnel {
         seen: &Seen,
         vm: IpAddr,
     ) -> Result<NetworkPlan, Error> {
-        let _ = (netns, reserved, seen, vm);
-        Err(Error::Plan("not built yet".to_owned()))
+        let (steps, netns, reserved, seen) = (self.steps.clone(), netns.clone(), *reserved, seen.clone());
+        blocking(move || steps.connect(&netns, &reserved, &seen, vm)).await
     }
 
     /// Takes back whatever of [`Tunnel::reserve`] and [`Tunnel::connect`] is there: device, redirects, filter
@@ -111,12 +121,11 @@ impl Tunnel {
         reserved: Option<&Reserved>,
         vm: Option<IpAddr>,
     ) -> Result<(), Vec<Error>> {
-        let _ = (netns, reserved, vm);
-        Ok(())
+        self.undo_any(None, netns, reserved, vm).await
     }
 
     /// As [`Tunnel::undo`], and knows the sandbox's device by the sandbox's name even when the daemon died between
-    /// making it and recording it.
+    /// making it and recording it. Never touches another sandbox's device.
     ///
     /// # Errors
     /// Everything that failed.
@@ -127,17 +136,48 @@ impl Tunnel {
         reserved: Option<&Reserved>,
         vm: Option<IpAddr>,
     ) -> Result<(), Vec<Error>> {
-        let _ = sandbox;
-        self.undo(netns, reserved, vm).await
+        self.undo_any(Some(sandbox.to_owned()), netns, reserved, vm).await
     }
 
-    /// Removes filter elements of tunnels that no live sandbox has (`live`: VM address and VNI), as after a restart;
-    /// the table goes with the last of them. Returns how many were removed.
+    async fn undo_any(
+        &self,
+        sandbox: Option<String>,
+        netns: Option<&Netns>,
+        reserved: Option<&Reserved>,
+        vm: Option<IpAddr>,
+    ) -> Result<(), Vec<Error>> {
+        let (steps, netns, reserved) = (self.steps.clone(), netns.cloned(), reserved.copied());
+        let work = move || steps.undo(sandbox.as_deref(), netns.as_ref(), reserved.as_ref(), vm);
+        tokio::task::spawn_blocking(work).await.unwrap_or_else(|e| Err(vec![lost(e)]))
+    }
+
+    /// Makes the filter's elements those of the live sandboxes (`live`: VM address and VNI), as after a restart or
+    /// after somebody flushed the node's rules; the table goes with the last of them. Returns how many were removed.
     ///
     /// # Errors
     /// [`Error::Kernel`].
     pub async fn reconcile(&self, live: &[(IpAddr, u32)]) -> Result<usize, Error> {
-        let _ = live;
-        Ok(0)
+        let (steps, live) = (self.steps.clone(), live.to_vec());
+        blocking(move || steps.reconcile(&live)).await
     }
+
+    /// Removes the filter's table if no tunnel is in it. Undoing the last sandbox does that already; this is for the
+    /// end of a daemon that wants to be sure.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`].
+    pub async fn close(&self) -> Result<(), Error> {
+        let steps = self.steps.clone();
+        blocking(move || steps.close()).await
+    }
+}
+
+async fn blocking<T: Send + 'static>(
+    f: impl FnOnce() -> Result<T, Error> + Send + 'static,
+) -> Result<T, Error> {
+    tokio::task::spawn_blocking(f).await.unwrap_or_else(|e| Err(lost(e)))
+}
+
+fn lost(e: tokio::task::JoinError) -> Error {
+    Error::Kernel { attempt: "work on a pod's network".to_owned(), source: std::io::Error::other(e).into() }
 }

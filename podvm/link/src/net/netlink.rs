@@ -16,7 +16,10 @@ use netlink_packet_route::RouteNetlinkMessage;
 use netlink_sys::Socket;
 use netlink_sys::protocols::{NETLINK_NETFILTER, NETLINK_ROUTE};
 use nix::errno::Errno;
-use nix::sys::socket::{MsgFlags, recv, send, setsockopt, sockopt::ReceiveTimeout};
+use nix::sys::socket::{
+    MsgFlags, recv, send, setsockopt,
+    sockopt::{ReceiveTimeout, SndBufForce},
+};
 use nix::sys::time::TimeVal;
 
 /// The header of every netlink message: length u32, type u16, flags u16, sequence u32, port u32, host order.
@@ -28,6 +31,8 @@ const NLMSGERR_ATTR_MSG: u16 = 1;
 const BATCH: usize = 64;
 /// The kernel never answers with more than 32 KiB at once; what is longer is refused as cut off.
 const ROOM: usize = 64 * 1024;
+/// What an nftables transaction may need: some 70 bytes for each of ten thousand tunnels.
+const SEND_ROOM: usize = 4 * 1024 * 1024;
 /// The kernel answers inside `send`; this only keeps a defect from becoming a hang.
 const PATIENCE: i64 = 10;
 /// A dump that the table changed under is asked for again, so often.
@@ -125,7 +130,10 @@ impl Client {
     /// # Errors
     /// When the kernel has no netfilter.
     pub fn netfilter() -> io::Result<Client> {
-        Client::new(NETLINK_NETFILTER)
+        let client = Client::new(NETLINK_NETFILTER)?;
+        // A whole table is one datagram. Needs CAP_NET_ADMIN, without which nothing else would work either.
+        setsockopt(&client.socket.as_fd(), SndBufForce, &SEND_ROOM)?;
+        Ok(client)
     }
 
     fn new(protocol: isize) -> io::Result<Client> {
@@ -223,7 +231,7 @@ impl Client {
     }
 
     /// Sends one question and hands on what comes back. Says whether the answer is consistent.
-    fn ask_raw<M: NetlinkSerializable>(
+    pub(crate) fn ask_raw<M: NetlinkSerializable>(
         &mut self,
         flags: u16,
         message: &M,

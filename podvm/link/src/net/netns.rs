@@ -99,6 +99,20 @@ impl Netns {
         Netns::open("/proc/thread-self/ns/net")
     }
 
+    /// A new namespace without a name; it goes when the last copy is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Netns`] where the kernel refuses (needs CAP_SYS_ADMIN).
+    pub fn scratch() -> Result<Netns, Error> {
+        let failed =
+            |source| Error::Netns { attempt: "make", path: PathBuf::from("(without a name)"), source };
+        on_own_thread(|| {
+            nix::sched::unshare(CloneFlags::CLONE_NEWNET)?;
+            Ok(Netns::current())
+        })
+        .map_err(failed)?
+    }
+
     /// Which namespace it is.
     pub fn id(&self) -> NetnsId {
         self.0.id

@@ -1,1 +1,541 @@
-//! Being written.
+//! The node's filter for tunnel packets: one nftables table, whatever the number of pods, that accepts the packets
+//! of a tunnel from its own VM only (anti-spoof) and keeps them out of conntrack.
+//!
+//! ```text
+//! table inet peerpod {                     # another port than 4789: peerpod-<port>
+//!   set peers4 { ipv4_addr . vni }         # a VM and its tunnel          (peers6: the same for IPv6)
+//!   set vnis4  { vni }                     # every VNI that is ours       (vnis6)
+//!   chain pre { hook prerouting, raw;  udp dport P  saddr . vni @peers  notrack }
+//!   chain in  { hook input, raw;       udp dport P  saddr . vni @peers  accept
+//!                                      udp dport P  vni @vnis           drop }
+//!   chain out { hook output, raw;      udp dport P  daddr . vni @peers  notrack }
+//! }
+//! ```
+//!
+//! A VNI that is not ours is left alone: the cluster's own VXLAN may share the port. The drop is at `input`, where
+//! fragments are whole again: at `prerouting` a fragment without the VNI would slip through. The VNI is the three
+//! bytes 12 behind the UDP header's start. The table is made with its first element and removed with its last one.
+//!
+//! Touches only its own table, in the namespace of the socket it is given. No nft process.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use netlink_packet_core::{
+    DefaultNla, NLM_F_APPEND, NLM_F_CREATE, NLM_F_EXCL, NetlinkDeserializable, NetlinkHeader,
+};
+use netlink_packet_netfilter::nftables::{
+    ChainAttribute, ChainMessage, Cmp, DataAttribute, Expressions, GenAttribute, GenMessage, Hook, Immediate,
+    InetHookNumber, ListAttribute, Lookup, Meta, MetaKey, NfTablesMessage, Operator, Payload, Register,
+    RuleAttribute, RuleMessage, SetAttribute, SetElementAttribute, SetElementList, SetElementMessage,
+    SetFlags, SetMessage, TableAttribute, TableMessage, Verdict, VerdictAttribute,
+};
+use netlink_packet_netfilter::none::ControlMessage;
+use netlink_packet_netfilter::{
+    NetfilterHeader, NetfilterMessage, NetfilterMessageInner, NetfilterProtoFamily,
+};
+use nix::errno::Errno;
+
+use super::Error;
+use super::netlink::{self, Client};
+
+/// More elements than this are not read back: no node has so many tunnels.
+const MAX_ELEMENTS: usize = 65_536;
+/// The kernel's number for nftables among the users of netfilter's netlink.
+const SUBSYSTEM: u16 = 10;
+/// Elements per message: an attribute's length is 16 bits.
+const PER_MESSAGE: usize = 1000;
+const BATCH_BEGIN: u8 = 16;
+const BATCH_GENID: u16 = 1;
+/// How often a change that another program's change came between is tried again.
+const TRIES: u32 = 16;
+const RAW: i32 = -300;
+const NF_DROP: u32 = 0;
+const NF_ACCEPT: u32 = 1;
+const BASE_NETWORK: u32 = 1;
+const BASE_TRANSPORT: u32 = 2;
+// nft's numbers of its types, so that `nft list` can print the sets; a concatenation shifts by 6 bits.
+const TYPE_IPV4: u32 = 7;
+const TYPE_IPV6: u32 = 8;
+const TYPE_MARK: u32 = 19;
+
+/// One tunnel as the filter knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Peer {
+    /// The VM's address.
+    pub address: IpAddr,
+    /// The tunnel's VNI.
+    pub vni: u32,
+}
+
+/// The table for tunnels on one UDP port.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Filter {
+    table: String,
+    port: u16,
+}
+
+impl Filter {
+    /// The filter for tunnels on UDP `port`; nothing is made yet.
+    pub fn new(port: u16) -> Filter {
+        let table = if port == 4789 { "peerpod".to_owned() } else { format!("peerpod-{port}") };
+        Filter { table, port }
+    }
+
+    /// The table's name in family `inet`.
+    pub fn table(&self) -> &str {
+        &self.table
+    }
+
+    /// Lets packets of these tunnels pass, and no others with their VNIs. What is there already stays. Where the table
+    /// is missing (the first tunnel, or somebody flushed the rules) it is made, and `others` are put into it too.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`]; where the kernel has no nftables the text says so.
+    pub fn add(&self, client: &mut Client, peers: &[Peer], others: &[Peer]) -> Result<(), Error> {
+        let mut result = Ok(());
+        for _ in 0..TRIES {
+            result = client.transaction(&begin(None), &self.elements(peers, true), &end());
+            match result.as_ref().map_err(netlink::Error::errno) {
+                Err(Some(Errno::ENOENT)) => {}
+                Err(Some(Errno::EAGAIN | Errno::EINTR)) => continue,
+                _ => break,
+            }
+            let mut all = self.skeleton();
+            all.append(&mut self.elements(peers, true));
+            all.append(&mut self.elements(others, true));
+            result = client.transaction(&begin(None), &all, &end());
+            match result.as_ref().map_err(netlink::Error::errno) {
+                // Somebody else made it meanwhile, or what is there is not whole.
+                Err(Some(Errno::EEXIST)) => {
+                    if self.is_whole(client)? {
+                        continue;
+                    }
+                    self.repair(client)?;
+                }
+                Err(Some(Errno::EAGAIN | Errno::EINTR)) => {}
+                _ => break,
+            }
+        }
+        result.map_err(Error::kernel(format!("add a tunnel to the nftables table {}", self.table)))
+    }
+
+    /// Removes one tunnel. Not there is fine. The table stays; see [`Filter::remove_if_empty`].
+    ///
+    /// # Errors
+    /// [`Error::Kernel`].
+    pub fn remove(&self, client: &mut Client, peer: Peer) -> Result<(), Error> {
+        let messages = self.elements(&[peer], false);
+        match client.transaction(&begin(None), &messages, &end()) {
+            Err(e) if e.errno() == Some(Errno::ENOENT) => {}
+            other => return other.map_err(self.removing()),
+        }
+        // One of the two was missing and the whole was refused: now each for itself.
+        for message in messages {
+            match client.transaction(&begin(None), &[message], &end()) {
+                Err(e) if e.errno() == Some(Errno::ENOENT) => {}
+                other => other.map_err(self.removing())?,
+            }
+        }
+        Ok(())
+    }
+
+    /// The tunnels the filter has. No table: none.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`].
+    pub fn list(&self, client: &mut Client) -> Result<Vec<Peer>, Error> {
+        let mut peers = Vec::new();
+        for set in ["peers4", "peers6"] {
+            peers.extend(self.keys(client, set)?.iter().filter_map(|key| peer_of_key(key)));
+        }
+        Ok(peers)
+    }
+
+    /// Removes the table if no tunnel is in it; says whether it did. Another program that adds one meanwhile wins:
+    /// the kernel refuses the removal when the rules changed after they were looked at.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`].
+    pub fn remove_if_empty(&self, client: &mut Client) -> Result<bool, Error> {
+        for _ in 0..TRIES {
+            let generation = generation(client).map_err(self.removing())?;
+            if !self.list(client)?.is_empty() {
+                return Ok(false);
+            }
+            let message = (0, self.delete_table());
+            match client.transaction(&begin(Some(generation)), &[message], &end()) {
+                Ok(()) => return Ok(true),
+                Err(e) if e.errno() == Some(Errno::ENOENT) => return Ok(false),
+                Err(e) if matches!(e.errno(), Some(Errno::ERESTART | Errno::EAGAIN | Errno::EINTR)) => {}
+                Err(e) => return Err(self.removing()(e)),
+            }
+        }
+        Ok(false)
+    }
+
+    /// Removes the table with all that is in it. Not there is fine.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`].
+    pub fn delete(&self, client: &mut Client) -> Result<(), Error> {
+        match client.transaction(&begin(None), &[(0, self.delete_table())], &end()) {
+            Err(e) if e.errno() == Some(Errno::ENOENT) => Ok(()),
+            other => other.map_err(self.removing()),
+        }
+    }
+
+    fn removing(&self) -> impl FnOnce(netlink::Error) -> Error + use<> {
+        Error::kernel(format!("remove from the nftables table {}", self.table))
+    }
+
+    /// Makes the table anew with the tunnels that are still in it: somebody took a set or a rule away.
+    fn repair(&self, client: &mut Client) -> Result<(), Error> {
+        let peers = self.list(client)?;
+        let mut all = vec![(0, self.delete_table())];
+        all.append(&mut self.skeleton());
+        all.append(&mut self.elements(&peers, true));
+        client
+            .transaction(&begin(None), &all, &end())
+            .map_err(Error::kernel(format!("make the nftables table {} anew", self.table)))
+    }
+
+    fn is_whole(&self, client: &mut Client) -> Result<bool, Error> {
+        for set in ["peers4", "peers6", "vnis4", "vnis6"] {
+            let question = inet(NfTablesMessage::GetSet(SetMessage {
+                attributes: vec![SetAttribute::Table(self.table.clone()), SetAttribute::Name(set.to_owned())],
+            }));
+            match client.tell(0, question) {
+                Ok(()) => {}
+                Err(e) if e.errno() == Some(Errno::ENOENT) => return Ok(false),
+                Err(e) => return Err(Error::kernel(format!("look at the nftables table {}", self.table))(e)),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Everything but the elements.
+    fn skeleton(&self) -> Vec<(u16, NetfilterMessage)> {
+        let table = TableMessage { attributes: vec![TableAttribute::Name(self.table.clone())] };
+        let mut all = vec![(NLM_F_CREATE | NLM_F_EXCL, inet(NfTablesMessage::NewTable(table)))];
+        let sets = [
+            ("peers4", (TYPE_IPV4 << 6) | TYPE_MARK, 8),
+            ("peers6", (TYPE_IPV6 << 6) | TYPE_MARK, 20),
+            ("vnis4", TYPE_MARK, 4),
+            ("vnis6", TYPE_MARK, 4),
+        ];
+        for (id, (name, key_type, length)) in (1..).zip(sets) {
+            let set = SetMessage {
+                attributes: vec![
+                    SetAttribute::Table(self.table.clone()),
+                    SetAttribute::Name(name.to_owned()),
+                    SetAttribute::Flags(SetFlags::empty()),
+                    SetAttribute::KeyType(key_type),
+                    SetAttribute::KeyLen(length),
+                    SetAttribute::Id(id),
+                ],
+            };
+            all.push((NLM_F_CREATE | NLM_F_EXCL, inet(NfTablesMessage::NewSet(set))));
+        }
+        let hooks = [
+            ("pre", InetHookNumber::PreRouting),
+            ("in", InetHookNumber::LocalIn),
+            ("out", InetHookNumber::LocalOut),
+        ];
+        for (name, hook) in hooks {
+            let chain = ChainMessage {
+                attributes: vec![
+                    ChainAttribute::Table(self.table.clone()),
+                    ChainAttribute::Name(name.to_owned()),
+                    ChainAttribute::Type("filter".to_owned()),
+                    ChainAttribute::Hook(vec![Hook::Number(hook.into()), Hook::Priority(RAW as _)]),
+                    ChainAttribute::Policy(NF_ACCEPT),
+                ],
+            };
+            all.push((NLM_F_CREATE | NLM_F_EXCL, inet(NfTablesMessage::NewChain(chain))));
+        }
+        let notrack = || Expressions::Other { expression_type: "notrack".to_owned(), attributes: Vec::new() };
+        for family in [Family::V4, Family::V6] {
+            let peers = family.named("peers");
+            all.push(self.rule("pre", family, Some(family.source()), &peers, notrack()));
+            all.push(self.rule("in", family, Some(family.source()), &peers, verdict(NF_ACCEPT)));
+            all.push(self.rule("in", family, None, &family.named("vnis"), verdict(NF_DROP)));
+            all.push(self.rule("out", family, Some(family.destination()), &peers, notrack()));
+        }
+        all
+    }
+
+    /// `meta nfproto F  udp dport P  [address .] vni @set  then`
+    fn rule(
+        &self,
+        chain: &str,
+        family: Family,
+        address: Option<(u32, u32)>,
+        set: &str,
+        then: Expressions,
+    ) -> (u16, NetfilterMessage) {
+        let mut what = vec![
+            Expressions::Meta(vec![Meta::Key(MetaKey::Nfproto), Meta::DestinationRegister(Register::Reg1)]),
+            equals(vec![family.number()]),
+            Expressions::Meta(vec![Meta::Key(MetaKey::L4Proto), Meta::DestinationRegister(Register::Reg1)]),
+            equals(vec![17]),
+            load(BASE_TRANSPORT, 2, 2, Register::Reg1),
+            equals(self.port.to_be_bytes().to_vec()),
+        ];
+        let vni_register = match address {
+            Some((offset, length)) => {
+                what.push(load(BASE_NETWORK, offset, length, Register::Reg1));
+                family.behind_address()
+            }
+            None => Register::Reg1,
+        };
+        what.push(load(BASE_TRANSPORT, 12, 3, vni_register));
+        what.push(Expressions::Lookup(vec![
+            Lookup::Set(set.to_owned()),
+            Lookup::SourceRegister(Register::Reg1),
+        ]));
+        what.push(then);
+        let rule = RuleMessage {
+            attributes: vec![
+                RuleAttribute::Table(self.table.clone()),
+                RuleAttribute::Chain(chain.to_owned()),
+                RuleAttribute::Expressions(what.into_iter().map(Into::into).collect()),
+            ],
+        };
+        (NLM_F_CREATE | NLM_F_APPEND, inet(NfTablesMessage::NewRule(rule)))
+    }
+
+    /// The messages that add or remove the elements of these tunnels.
+    fn elements(&self, peers: &[Peer], add: bool) -> Vec<(u16, NetfilterMessage)> {
+        let mut messages = Vec::new();
+        for family in [Family::V4, Family::V6] {
+            let of_family: Vec<Peer> = peers
+                .iter()
+                .copied()
+                .filter(|p| p.address.is_ipv6() == matches!(family, Family::V6))
+                .collect();
+            for part in of_family.chunks(PER_MESSAGE) {
+                let pairs = part.iter().map(|peer| key_of_peer(*peer)).collect();
+                let vnis = part.iter().map(|peer| vni_key(peer.vni).to_vec()).collect();
+                messages.push(self.element_message(family.named("peers"), pairs, add));
+                messages.push(self.element_message(family.named("vnis"), vnis, add));
+            }
+        }
+        messages
+    }
+
+    fn element_message(&self, set: String, keys: Vec<Vec<u8>>, add: bool) -> (u16, NetfilterMessage) {
+        let elements = keys
+            .into_iter()
+            .map(|key| ListAttribute::Element(vec![SetElementAttribute::Key(DataAttribute::Value(key))]));
+        let message = SetElementMessage {
+            attributes: vec![
+                SetElementList::Table(self.table.clone()),
+                SetElementList::Set(set),
+                SetElementList::Elements(elements.collect()),
+            ],
+        };
+        if add {
+            (NLM_F_CREATE, inet(NfTablesMessage::NewSetElement(message)))
+        } else {
+            (0, inet(NfTablesMessage::DeleteSetElement(message)))
+        }
+    }
+
+    fn delete_table(&self) -> NetfilterMessage {
+        let table = TableMessage { attributes: vec![TableAttribute::Name(self.table.clone())] };
+        inet(NfTablesMessage::DeleteTable(table))
+    }
+
+    /// The keys of one of the sets; no set: none.
+    fn keys(&self, client: &mut Client, set: &str) -> Result<Vec<Vec<u8>>, Error> {
+        let question = inet(NfTablesMessage::GetSetElement(SetElementMessage {
+            attributes: vec![SetElementList::Table(self.table.clone()), SetElementList::Set(set.to_owned())],
+        }));
+        let found =
+            client.dump_raw(&question, MAX_ELEMENTS, |kind, payload| Ok(Some(keys_in(kind, payload)?)));
+        match found {
+            Ok(lists) => Ok(lists.into_iter().flatten().collect()),
+            Err(e) if e.errno() == Some(Errno::ENOENT) => Ok(Vec::new()),
+            Err(e) => Err(Error::kernel(format!("read the nftables table {}", self.table))(e)),
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Family {
+    V4,
+    V6,
+}
+
+impl Family {
+    fn named(self, set: &str) -> String {
+        match self {
+            Family::V4 => format!("{set}4"),
+            Family::V6 => format!("{set}6"),
+        }
+    }
+
+    /// The kernel's NFPROTO number.
+    fn number(self) -> u8 {
+        match self {
+            Family::V4 => 2,
+            Family::V6 => 10,
+        }
+    }
+
+    /// Offset and length of the source address in the IP header.
+    fn source(self) -> (u32, u32) {
+        match self {
+            Family::V4 => (12, 4),
+            Family::V6 => (8, 16),
+        }
+    }
+
+    fn destination(self) -> (u32, u32) {
+        match self {
+            Family::V4 => (16, 4),
+            Family::V6 => (24, 16),
+        }
+    }
+
+    /// The register right behind an address that starts in register 1.
+    fn behind_address(self) -> Register {
+        match self {
+            Family::V4 => Register::Reg32_01,
+            Family::V6 => Register::Reg32_04,
+        }
+    }
+}
+
+fn frame(message: ControlMessage) -> NetfilterMessage {
+    NetfilterMessage::new(NetfilterHeader::new(NetfilterProtoFamily::Unspec, 0, SUBSYSTEM), message)
+}
+
+fn begin(generation: Option<u32>) -> NetfilterMessage {
+    frame(match generation {
+        None => ControlMessage::BatchBegin,
+        Some(id) => ControlMessage::Other {
+            message_type: BATCH_BEGIN,
+            attributes: vec![DefaultNla::new(BATCH_GENID, id.to_be_bytes().to_vec())],
+        },
+    })
+}
+
+fn end() -> NetfilterMessage {
+    frame(ControlMessage::BatchEnd)
+}
+
+fn inet(message: NfTablesMessage) -> NetfilterMessage {
+    NetfilterMessage::new(NetfilterHeader::new(NetfilterProtoFamily::Inet, 0, 0), message)
+}
+
+/// The number of the namespace's present rules; every change makes a new one.
+fn generation(client: &mut Client) -> Result<u32, netlink::Error> {
+    let question = NetfilterMessage::new(
+        NetfilterHeader::new(NetfilterProtoFamily::Unspec, 0, 0),
+        NfTablesMessage::GetGen(GenMessage { attributes: Vec::new() }),
+    );
+    let mut id = None;
+    client.ask_raw(0, &question, |kind, payload| {
+        if let NetfilterMessageInner::NfTables(NfTablesMessage::NewGen(message)) = parse(kind, payload)?.inner
+        {
+            id = message.attributes.iter().find_map(|a| match a {
+                GenAttribute::Id(id) => Some(*id),
+                _ => None,
+            });
+        }
+        Ok(())
+    })?;
+    id.ok_or_else(|| netlink::Error::Garbled("no generation of the nftables rules".to_owned()))
+}
+
+fn parse(kind: u16, payload: &[u8]) -> Result<NetfilterMessage, netlink::Error> {
+    let mut header = NetlinkHeader::default();
+    header.message_type = kind;
+    NetfilterMessage::deserialize(&header, payload).map_err(|e| netlink::Error::Garbled(e.to_string()))
+}
+
+/// The keys in one message of a dump.
+fn keys_in(kind: u16, payload: &[u8]) -> Result<Vec<Vec<u8>>, netlink::Error> {
+    let mut keys = Vec::new();
+    let NetfilterMessageInner::NfTables(NfTablesMessage::NewSetElement(message)) =
+        parse(kind, payload)?.inner
+    else {
+        return Ok(keys);
+    };
+    for list in message.attributes {
+        let SetElementList::Elements(elements) = list else { continue };
+        for element in elements {
+            let ListAttribute::Element(attributes) = element else { continue };
+            keys.extend(attributes.into_iter().find_map(|a| match a {
+                SetElementAttribute::Key(DataAttribute::Value(key)) => Some(key),
+                _ => None,
+            }));
+        }
+    }
+    Ok(keys)
+}
+
+fn equals(value: Vec<u8>) -> Expressions {
+    Expressions::Cmp(vec![
+        Cmp::SourceRegister(Register::Reg1),
+        Cmp::Op(Operator::Equal),
+        Cmp::Data(DataAttribute::Value(value)),
+    ])
+}
+
+fn load(base: u32, offset: u32, length: u32, register: Register) -> Expressions {
+    Expressions::Payload(vec![
+        Payload::DestinationRegister(register),
+        Payload::Base(base),
+        Payload::Offset(offset),
+        Payload::Len(length),
+    ])
+}
+
+fn verdict(code: u32) -> Expressions {
+    Expressions::Immediate(vec![
+        Immediate::DestinationRegister(Register::Verdict),
+        Immediate::Data(DataAttribute::Verdict(vec![VerdictAttribute::Code(Verdict::Other(code))])),
+    ])
+}
+
+/// A VNI as the packet and the set have it: three bytes in network order, filled up to a register.
+fn vni_key(vni: u32) -> [u8; 4] {
+    (vni << 8).to_be_bytes()
+}
+
+fn key_of_peer(peer: Peer) -> Vec<u8> {
+    let mut key = match peer.address {
+        IpAddr::V4(a) => a.octets().to_vec(),
+        IpAddr::V6(a) => a.octets().to_vec(),
+    };
+    key.extend(vni_key(peer.vni));
+    key
+}
+
+fn peer_of_key(key: &[u8]) -> Option<Peer> {
+    let (address, vni) = key.split_last_chunk::<4>()?;
+    let address = match address.len() {
+        4 => IpAddr::V4(Ipv4Addr::from(*address.first_chunk::<4>()?)),
+        16 => IpAddr::V6(Ipv6Addr::from(*address.first_chunk::<16>()?)),
+        _ => return None,
+    };
+    Some(Peer { address, vni: u32::from_be_bytes(*vni) >> 8 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_is_the_address_and_three_bytes_of_vni() {
+        let peer = Peer { address: "192.168.100.2".parse().unwrap(), vni: 555_000 };
+        assert_eq!(key_of_peer(peer), [0xc0, 0xa8, 0x64, 0x02, 0x08, 0x77, 0xf8, 0x00]);
+        assert_eq!(peer_of_key(&key_of_peer(peer)), Some(peer));
+        let peer = Peer { address: "fd99::2".parse().unwrap(), vni: 0xff_ffff };
+        assert_eq!(key_of_peer(peer).len(), 20);
+        assert_eq!(peer_of_key(&key_of_peer(peer)), Some(peer));
+        assert_eq!(peer_of_key(b"short"), None);
+    }
+}

@@ -1,0 +1,261 @@
+//! One network device as the kernel describes it, and the way to another machine: what the other files here ask
+//! before and after they change something.
+
+use std::net::IpAddr;
+
+use netlink_packet_route::link::{
+    InfoData, InfoKind, InfoVxlan, LinkAttribute, LinkExtentMask, LinkFlags, LinkInfo, LinkLayerType,
+    LinkMessage,
+};
+use netlink_packet_route::route::{RouteAddress, RouteAttribute, RouteMessage, RouteMetric, RouteType};
+use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
+use nix::errno::Errno;
+
+use super::Error;
+use super::netlink::{self, Client};
+
+/// A device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Link {
+    pub(crate) index: u32,
+    pub(crate) name: String,
+    /// The hardware address, where it is an Ethernet one.
+    pub(crate) mac: Option<[u8; 6]>,
+    pub(crate) mtu: u32,
+    pub(crate) up: bool,
+    pub(crate) loopback: bool,
+    pub(crate) alias: Option<String>,
+    /// What it is as a VXLAN device, where it is one.
+    pub(crate) vxlan: Option<Vxlan>,
+}
+
+/// A VXLAN device's settings.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Vxlan {
+    pub(crate) vni: u32,
+    pub(crate) port: u16,
+    pub(crate) remote: Option<IpAddr>,
+    pub(crate) local: Option<IpAddr>,
+    pub(crate) udp_checksum: bool,
+    pub(crate) collect_metadata: bool,
+}
+
+impl Vxlan {
+    /// A device without any address counts as IPv4.
+    pub(crate) fn is_v6(&self) -> bool {
+        self.remote.or(self.local).is_some_and(|a| a.is_ipv6())
+    }
+}
+
+/// The device of this name, or `None`.
+pub(crate) fn by_name(client: &mut Client, name: &str) -> Result<Option<Link>, netlink::Error> {
+    let mut message = LinkMessage::default();
+    message.attributes.push(LinkAttribute::IfName(name.to_owned()));
+    one(client, message)
+}
+
+/// The device of this index, or `None`.
+pub(crate) fn by_index(client: &mut Client, index: u32) -> Result<Option<Link>, netlink::Error> {
+    let mut message = LinkMessage::default();
+    message.header.index = index;
+    one(client, message)
+}
+
+fn one(client: &mut Client, mut message: LinkMessage) -> Result<Option<Link>, netlink::Error> {
+    message.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
+    match client.ask(RouteNetlinkMessage::GetLink(message)) {
+        Ok(RouteNetlinkMessage::NewLink(link)) => Ok(Some(read(link))),
+        Ok(_) => Err(netlink::Error::Garbled("another answer than a link".to_owned())),
+        Err(e) if e.is_gone() => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+/// All devices of the namespace, at most `limit`.
+pub(crate) fn all(client: &mut Client, limit: usize) -> Result<Vec<Link>, netlink::Error> {
+    let mut message = LinkMessage::default();
+    message.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
+    client.dump(&RouteNetlinkMessage::GetLink(message), limit, |answer| match answer {
+        RouteNetlinkMessage::NewLink(link) => Some(read(link)),
+        _ => None,
+    })
+}
+
+fn read(message: LinkMessage) -> Link {
+    let header = &message.header;
+    let mut link = Link {
+        index: header.index,
+        name: String::new(),
+        mac: None,
+        mtu: 0,
+        up: header.flags.contains(LinkFlags::Up),
+        loopback: header.flags.contains(LinkFlags::Loopback),
+        alias: None,
+        vxlan: None,
+    };
+    let ethernet = header.link_layer_type == LinkLayerType::Ether;
+    for attribute in message.attributes {
+        match attribute {
+            LinkAttribute::IfName(name) => link.name = name,
+            LinkAttribute::Mtu(mtu) => link.mtu = mtu,
+            LinkAttribute::Address(bytes) if ethernet => link.mac = bytes.try_into().ok(),
+            LinkAttribute::IfAlias(alias) => link.alias = Some(alias),
+            LinkAttribute::LinkInfo(infos) => link.vxlan = infos.into_iter().find_map(vxlan),
+            _ => {}
+        }
+    }
+    link
+}
+
+fn vxlan(info: LinkInfo) -> Option<Vxlan> {
+    let LinkInfo::Data(InfoData::Vxlan(settings)) = info else { return None };
+    let mut vxlan = Vxlan::default();
+    for setting in settings {
+        match setting {
+            InfoVxlan::Id(vni) => vxlan.vni = vni,
+            InfoVxlan::Port(port) => vxlan.port = port,
+            InfoVxlan::Group(a) if !a.is_unspecified() => vxlan.remote = Some(a.into()),
+            InfoVxlan::Group6(a) if !a.is_unspecified() => vxlan.remote = Some(a.into()),
+            InfoVxlan::Local(a) if !a.is_unspecified() => vxlan.local = Some(a.into()),
+            InfoVxlan::Local6(a) if !a.is_unspecified() => vxlan.local = Some(a.into()),
+            InfoVxlan::UDPCsum(on) => vxlan.udp_checksum = on,
+            InfoVxlan::CollectMetadata(on) => vxlan.collect_metadata = on,
+            _ => {}
+        }
+    }
+    Some(vxlan)
+}
+
+/// `LinkInfo` of a VXLAN device with these settings.
+pub(crate) fn vxlan_info(settings: Vec<InfoVxlan>) -> LinkAttribute {
+    LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Vxlan), LinkInfo::Data(InfoData::Vxlan(settings))])
+}
+
+/// The remote and the local address of a tunnel, as settings.
+pub(crate) fn endpoints(remote: IpAddr, local: Option<IpAddr>) -> Vec<InfoVxlan> {
+    let mut settings = vec![match remote {
+        IpAddr::V4(a) => InfoVxlan::Group(a),
+        IpAddr::V6(a) => InfoVxlan::Group6(a),
+    }];
+    settings.extend(local.map(|local| match local {
+        IpAddr::V4(a) => InfoVxlan::Local(a),
+        IpAddr::V6(a) => InfoVxlan::Local6(a),
+    }));
+    settings
+}
+
+/// A message that deletes a device.
+pub(crate) fn delete(index: u32) -> RouteNetlinkMessage {
+    let mut message = LinkMessage::default();
+    message.header.index = index;
+    RouteNetlinkMessage::DelLink(message)
+}
+
+/// How this machine reaches another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Way {
+    /// The source address the kernel would use.
+    pub(crate) source: IpAddr,
+    /// What fits through: the route's or the device's MTU, in bytes.
+    pub(crate) mtu: u32,
+}
+
+/// Asks the kernel for the way to `peer`: source address and path MTU, never a guess.
+pub(crate) fn way_to(client: &mut Client, peer: IpAddr) -> Result<Way, Error> {
+    let broken = |why: &str| Error::Path { peer, why: why.to_owned() };
+    if peer.is_unspecified() || peer.is_loopback() || peer.is_multicast() {
+        return Err(broken("this is no address of another machine"));
+    }
+    let mut message = RouteMessage::default();
+    message.header.address_family = family(peer);
+    message.header.destination_prefix_length = bits(peer);
+    message.attributes.push(RouteAttribute::Destination(peer.into()));
+    let answer = client.ask(RouteNetlinkMessage::GetRoute(message)).map_err(|e| match e.errno() {
+        Some(Errno::ENETUNREACH | Errno::EHOSTUNREACH) => broken("there is no route to it"),
+        _ => Error::kernel(format!("ask for the route to {peer}"))(e),
+    })?;
+    let RouteNetlinkMessage::NewRoute(route) = answer else {
+        return Err(broken("the kernel's answer is no route"));
+    };
+    match route.header.kind {
+        RouteType::Unicast => {}
+        RouteType::Local => return Err(broken("it is an address of this machine itself")),
+        kind => return Err(broken(&format!("the route to it is of type {kind:?}"))),
+    }
+    let (mut source, mut device, mut mtu) = (None, None, None);
+    for attribute in &route.attributes {
+        match attribute {
+            RouteAttribute::PrefSource(RouteAddress::Inet(a)) => source = Some(IpAddr::V4(*a)),
+            RouteAttribute::PrefSource(RouteAddress::Inet6(a)) => source = Some(IpAddr::V6(*a)),
+            RouteAttribute::Oif(index) => device = Some(*index),
+            RouteAttribute::Metrics(metrics) => {
+                mtu = metrics.iter().find_map(|m| match m {
+                    RouteMetric::Mtu(mtu) => Some(*mtu),
+                    _ => None,
+                });
+            }
+            _ => {}
+        }
+    }
+    let source = source.ok_or_else(|| broken("no address of this machine is fit to talk to it"))?;
+    let device = device.ok_or_else(|| broken("the route to it has no device"))?;
+    let link = by_index(client, device)
+        .map_err(Error::kernel(format!("look at the device towards {peer}")))?
+        .ok_or_else(|| broken("the device towards it vanished"))?;
+    let mtu = mtu.filter(|mtu| *mtu > 0).map_or(link.mtu, |mtu| mtu.min(link.mtu));
+    Ok(Way { source, mtu })
+}
+
+pub(crate) fn family(address: IpAddr) -> AddressFamily {
+    match address {
+        IpAddr::V4(_) => AddressFamily::Inet,
+        IpAddr::V6(_) => AddressFamily::Inet6,
+    }
+}
+
+/// The bits of a whole address.
+pub(crate) fn bits(address: IpAddr) -> u8 {
+    match address {
+        IpAddr::V4(_) => 32,
+        IpAddr::V6(_) => 128,
+    }
+}
+
+/// A MAC address as text.
+pub(crate) fn mac_text(mac: [u8; 6]) -> String {
+    let [a, b, c, d, e, f] = mac;
+    format!("{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{f:02x}")
+}
+
+/// A MAC address from text, exactly as [`mac_text`] writes it or with capitals.
+pub(crate) fn mac_of(text: &str) -> Option<[u8; 6]> {
+    let mut mac = [0; 6];
+    let mut parts = text.split(':');
+    for byte in &mut mac {
+        let part = parts.next().filter(|p| p.len() == 2 && p.bytes().all(|b| b.is_ascii_hexdigit()))?;
+        *byte = u8::from_str_radix(part, 16).ok()?;
+    }
+    parts.next().is_none().then_some(mac)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mac_address_is_read_as_it_is_written_and_nothing_else_is() {
+        let mac = [0x02, 0x00, 0xab, 0xcd, 0xef, 0x09];
+        assert_eq!(mac_text(mac), "02:00:ab:cd:ef:09");
+        assert_eq!(mac_of("02:00:AB:cd:ef:09"), Some(mac));
+        for wrong in [
+            "",
+            "02:00:ab:cd:ef",
+            "02:00:ab:cd:ef:09:11",
+            "2:0:ab:cd:ef:9",
+            "+2:00:ab:cd:ef:09",
+            "zz:00:ab:cd:ef:09",
+        ] {
+            assert_eq!(mac_of(wrong), None, "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,213 @@
+//! A node, a pod, another pod and a VM, each a network namespace of its own, for the tests of `net`. Made and looked
+//! at with `ip` and `tc`: witnesses that share no code with what is tested. Names carry the process id and a counter;
+//! everything goes on drop. No packet leaves these namespaces.
+
+#![allow(dead_code, unreachable_pub)] // each test file uses its part
+
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::process::{Command, Output};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use peerpod_link::net::look::{Seen, look};
+use peerpod_link::net::netns::{self, Netns};
+use peerpod_link::net::nft::{Filter, Peer};
+use peerpod_link::net::plan::{self, Underlay};
+use peerpod_link::net::tunnel::{self, Connection};
+use peerpod_link::net::vxlan::{self, Held, Shape};
+use peerpod_link::net::{Error, guest};
+use peerpod_proto::guest::NetworkPlan;
+
+static COUNTER: AtomicU32 = AtomicU32::new(0);
+
+pub const SHAPE4: Shape = Shape { port: 4789, v6: false, udp_checksum: false };
+pub const SHAPE6: Shape = Shape { port: 4789, v6: true, udp_checksum: false };
+
+/// Runs a witness and returns what it says; fails the test when it fails.
+pub fn run(line: &str) -> String {
+    let out = attempt(line);
+    assert!(out.status.success(), "{line}: {}", String::from_utf8_lossy(&out.stderr));
+    String::from_utf8_lossy(&out.stdout).into_owned()
+}
+
+pub fn attempt(line: &str) -> Output {
+    let mut words = line.split_whitespace();
+    Command::new(words.next().unwrap()).args(words).output().unwrap()
+}
+
+pub struct World {
+    prefix: String,
+    names: Vec<String>,
+}
+
+impl World {
+    /// Node with bridge `cni0`, an underlay to the VM, one ordinary pod (`other`, 10.244.1.20); no peer pod yet.
+    pub fn new() -> World {
+        assert!(nix::unistd::geteuid().is_root(), "these tests make network namespaces: run them as root");
+        let number = COUNTER.fetch_add(1, Ordering::Relaxed);
+        let mut world = World { prefix: format!("ppt{}-{number}-", std::process::id()), names: Vec::new() };
+        for name in ["node", "vm", "other"] {
+            world.add(name);
+        }
+        let (node, vm) = (world.name("node"), world.name("vm"));
+        run(&format!("ip -n {node} link add cni0 type bridge forward_delay 0"));
+        run(&format!("ip -n {node} addr add 10.244.1.1/24 dev cni0"));
+        run(&format!("ip -n {node} addr add fd10:244:1::1/64 dev cni0 nodad"));
+        run(&format!("ip -n {node} link set cni0 up"));
+        run(&format!("ip -n {node} link add ul0 type veth peer name eth0 netns {vm}"));
+        for (ns, device, end) in [(&node, "ul0", 1), (&vm, "eth0", 2)] {
+            run(&format!("ip -n {ns} addr add 10.77.0.{end}/24 dev {device}"));
+            run(&format!("ip -n {ns} addr add fd77::{end}/64 dev {device} nodad"));
+            run(&format!("ip -n {ns} link set {device} up"));
+        }
+        world.connect_pod("other", 20);
+        world
+    }
+
+    fn add(&mut self, name: &str) {
+        let full = self.name(name);
+        run(&format!("ip netns add {full}"));
+        run(&format!("ip -n {full} link set lo up"));
+        self.names.push(full);
+    }
+
+    /// A pod as a CNI makes it: `eth0` with both families, MTU 1450, default routes and a static one each.
+    pub fn pod(&mut self, name: &str, number: u8) -> Netns {
+        self.add(name);
+        self.connect_pod(name, number);
+        self.open(name)
+    }
+
+    fn connect_pod(&mut self, name: &str, number: u8) {
+        let (pod, node) = (self.name(name), self.name("node"));
+        run(&format!(
+            "ip -n {node} link add veth{number} mtu 1450 type veth peer name eth0 mtu 1450 netns {pod}"
+        ));
+        run(&format!("ip -n {node} link set veth{number} master cni0 up"));
+        run(&format!("ip -n {pod} addr add 10.244.1.{number}/24 dev eth0"));
+        run(&format!("ip -n {pod} addr add fd10:244:1::{number}/64 dev eth0 nodad"));
+        run(&format!("ip -n {pod} link set eth0 up"));
+        run(&format!("ip -n {pod} route add default via 10.244.1.1"));
+        run(&format!("ip -n {pod} route add default via fd10:244:1::1"));
+        run(&format!("ip -n {pod} route add 10.96.0.0/16 via 10.244.1.1 metric 50"));
+        run(&format!("ip -n {pod} route add fd96::/64 via fd10:244:1::1 metric 50"));
+    }
+
+    /// An empty namespace.
+    pub fn empty(&mut self, name: &str) -> Netns {
+        self.add(name);
+        self.open(name)
+    }
+
+    pub fn name(&self, name: &str) -> String {
+        format!("{}{name}", self.prefix)
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        PathBuf::from(format!("/run/netns/{}", self.name(name)))
+    }
+
+    pub fn open(&self, name: &str) -> Netns {
+        Netns::open(self.path(name)).unwrap()
+    }
+
+    /// Runs in one of the namespaces.
+    pub fn within<T: Send>(&self, name: &str, f: impl FnOnce() -> T + Send) -> T {
+        self.open(name).run(f).unwrap()
+    }
+
+    /// `ip -n <name> <rest>`
+    pub fn ip(&self, name: &str, rest: &str) -> String {
+        run(&format!("ip -n {} {rest}", self.name(name)))
+    }
+
+    pub fn reserve(
+        &self,
+        pod: &Netns,
+        sandbox: &str,
+        shape: Shape,
+        wanted: Option<u32>,
+    ) -> Result<Held, Error> {
+        let mut host = self.open("node").netlink().unwrap();
+        vxlan::reserve(&mut host, pod, sandbox, shape, wanted)
+    }
+
+    /// What the node does at StartVM, without its filter.
+    pub fn connect(&self, pod: &Netns, held: Held, shape: Shape, seen: &Seen) -> Result<NetworkPlan, Error> {
+        let vm: IpAddr = if shape.v6 { "fd77::2" } else { "10.77.0.2" }.parse().unwrap();
+        let mut host = self.open("node").netlink().unwrap();
+        let way = tunnel::way(&mut host, shape, vm)?;
+        let connection = Connection {
+            held,
+            remote: vm,
+            local: way.source,
+            pod_interface: seen.interface.index,
+            mtu: seen.interface.mtu,
+        };
+        tunnel::connect(pod, &connection)?;
+        let underlay = Underlay {
+            node: way.source,
+            port: shape.port,
+            udp_checksum: shape.udp_checksum,
+            overhead: shape.overhead(),
+        };
+        Ok(plan::write(seen, held.vni, way.pod_mtu(seen)?, &underlay))
+    }
+
+    /// What the guest does: apply in the VM's namespace.
+    pub fn apply(&mut self, plan: &NetworkPlan) -> Result<guest::Applied, Error> {
+        let path = self.path("podns");
+        if !path.exists() {
+            let full = self.name("podns");
+            netns::create_named(&path).unwrap();
+            self.names.push(full);
+        }
+        self.within("vm", || guest::apply(plan, &path))
+    }
+
+    /// Pod `10.244.1.7` with its tunnel to the VM, all of it.
+    pub fn whole(&mut self, shape: Shape) -> (Netns, Seen, Held, NetworkPlan) {
+        let pod = self.pod("pod", 7);
+        let seen = look(&pod).unwrap();
+        let held = self.reserve(&pod, "sandbox", shape, None).unwrap();
+        let plan = self.connect(&pod, held, shape, &seen).unwrap();
+        self.apply(&plan).unwrap();
+        (pod, seen, held, plan)
+    }
+
+    /// Everything in the namespaces that a tunnel could leave behind, as the witnesses print it.
+    pub fn traces(&self, pod: &str) -> String {
+        let name = self.name(pod);
+        let mut all = run(&format!("ip -n {name} -o link show"));
+        all += &run(&format!("tc -n {name} qdisc show"));
+        all += &run(&format!("tc -n {name} filter show dev eth0 ingress"));
+        // Counters of the veth's carrier and the like do not appear in these forms.
+        all
+    }
+
+    pub fn tables(&self, name: &str) -> Vec<Peer> {
+        let mut client = self.open(name).netfilter().unwrap();
+        Filter::new(4789).list(&mut client).unwrap()
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        for name in self.names.iter().rev() {
+            // The devices of the others go with their namespaces.
+            if let Err(e) = netns::delete_named(format!("/run/netns/{name}")) {
+                eprintln!("left behind: {e}");
+            }
+        }
+    }
+}
+
+/// The namespace of every thread of this process.
+pub fn threads() -> Vec<PathBuf> {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let mut all: Vec<PathBuf> =
+        tasks.filter_map(|task| std::fs::read_link(task.ok()?.path().join("ns/net")).ok()).collect();
+    all.sort();
+    all.dedup();
+    all
+}
