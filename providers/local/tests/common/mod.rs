@@ -89,9 +89,13 @@ impl Drop for Place {
         // After a failed test: the VMs of this place.
         for pid in self.machines() {
             let pid = nix::unistd::Pid::from_raw(i32::try_from(pid).unwrap());
-            drop(nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL));
+            let _gone = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
         }
-        drop(fs::remove_dir_all(&self.dir));
+        // Their hypervisor processes still write how they ended.
+        let deadline = Instant::now() + Duration::from_secs(2);
+        while fs::remove_dir_all(&self.dir).is_err() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(10));
+        }
     }
 }
 
