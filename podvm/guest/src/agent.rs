@@ -263,15 +263,20 @@ impl Agent {
         if let Some(folder) = self.socket.parent() {
             std::fs::create_dir_all(folder)?;
         }
-        let child = Command::new(program)
+        let mut child = Command::new(program)
             .args(arguments)
             .current_dir("/")
             .stdin(Stdio::null())
             .process_group(0) // a signal for our group is not for the agent
             .spawn()?;
-        let dead = || io::Error::other("it ended at once");
-        let process = ProcessId::of(child.id()).ok_or_else(dead)?;
-        let exit = process.watch()?.ok_or_else(dead)?;
+        let watched = match ProcessId::of(child.id()) {
+            Some(process) => process.watch()?.map(|exit| (process, exit)),
+            None => None,
+        };
+        let Some((process, exit)) = watched else {
+            let status = child.wait()?; // a zombie already
+            return Err(io::Error::other(format!("it ended at once: {status}")));
+        };
         tracing::info!(pid = process.pid, program, "started the agent");
         Ok(Running { process, exit, child: Some(child) })
     }

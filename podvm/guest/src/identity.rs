@@ -31,6 +31,8 @@ pub(crate) enum Error {
     Key(#[from] rcgen::Error),
     #[error("the certificate from the node cannot be used: {0}")]
     Tls(#[from] tls::TlsError),
+    #[error("the node says sandbox {theirs}, this VM belongs to {ours} already")]
+    OtherSandbox { ours: String, theirs: String },
     #[error("the node sent {0} certificates and {1} trusted CAs; 1 to {MAX_CERTIFICATES} of each make sense")]
     Count(usize, usize),
 }
@@ -113,6 +115,9 @@ impl Identity {
         let wrong_count = certificates.is_empty() || certificates.len() > MAX_CERTIFICATES;
         if wrong_count || trusted.len() > MAX_CERTIFICATES {
             return Err(Error::Count(certificates.len(), trusted.len()));
+        }
+        if !self.sandbox_id.is_empty() && self.sandbox_id != sandbox_id {
+            return Err(Error::OtherSandbox { ours: self.sandbox_id.clone(), theirs: sandbox_id.to_owned() });
         }
         let chain: Vec<_> = certificates.iter().map(|der| CertificateDer::from(der.clone())).collect();
         tls::client_config(&[[0; 32]], Some((chain.clone(), self.private_key())))?;
@@ -248,6 +253,8 @@ mod tests {
         assert!(again.is_granted());
         assert_eq!(again.sandbox_id(), "sandbox-1");
         assert!(again.tls(&[[1; 32]], true).is_ok());
+
+        assert!(matches!(again.grant("sandbox-2", &chain, &[]), Err(Error::OtherSandbox { .. })));
 
         // A roll-over's trust is kept too, and alone is enough.
         assert!(again.pins.is_empty());

@@ -183,6 +183,9 @@ pub(crate) fn make_bind_source(source: &str) {
 
 /// Whether anything had to be made. The root itself must be there.
 fn make_below(root: &Path, relative: &Path) -> nix::Result<bool> {
+    if relative.as_os_str().is_empty() {
+        return Ok(false);
+    }
     let flags = OFlag::O_PATH | OFlag::O_CLOEXEC;
     let mut folder = open(root, flags | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW, Mode::empty())?;
     let how =

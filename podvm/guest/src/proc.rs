@@ -1,14 +1,11 @@
 //! What `/proc` says about a process, and a handle that cannot come to mean another one.
 
-use std::{
-    io,
-    os::fd::{FromRawFd, OwnedFd},
-    time::Duration,
-};
+use std::{io, os::fd::OwnedFd, time::Duration};
 
-use nix::{
-    libc,
-    unistd::{SysconfVar, sysconf},
+use nix::unistd::{SysconfVar, sysconf};
+use rustix::{
+    io::Errno,
+    process::{Pid, PidfdFlags, pidfd_open},
 };
 use tokio::io::{Interest, unix::AsyncFd};
 
@@ -30,8 +27,9 @@ impl ProcessId {
 
     /// A handle that becomes readable when this very process ends; `None` when it is gone already.
     pub(crate) fn watch(self) -> io::Result<Option<Exit>> {
-        let fd = match pidfd_open(self.pid) {
-            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => return Ok(None),
+        let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else { return Ok(None) };
+        let fd = match pidfd_open(pid, PidfdFlags::NONBLOCK) {
+            Err(Errno::SRCH) => return Ok(None),
             other => other?,
         };
         // Only now the number cannot be given to another process unnoticed.
@@ -74,20 +72,6 @@ fn parse_stat(stat: &str) -> Option<(char, u64)> {
 fn readable(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an `OwnedFd` gives out the same open descriptor for as long as it lives, and it lives in the `AsyncFd`.
     Ok(unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }?)
-}
-
-/// `pidfd_open(2)`. Neither std nor nix offers it, and nothing else tells the end of a process that is not our child
-/// without polling.
-#[allow(unsafe_code)]
-fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
-    let flags = libc::PIDFD_NONBLOCK;
-    // SAFETY: the call takes two integers and touches no memory of ours.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid as libc::pid_t, flags) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel has just given us this descriptor (close-on-exec), nobody else has it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
 #[cfg(test)]

@@ -56,7 +56,11 @@ impl Status {
             .map(|id| id.trim().to_owned())
             .unwrap_or_default();
         let status = Status { zero, inner: Mutex::new(inner) };
-        status.done(Stage { name: if restarted { "restart" } else { "boot" }, began: zero });
+        let own_start = || proc::started(std::process::id()).unwrap_or_else(since_boot);
+        status.done(match restarted {
+            false => Stage { name: "boot", began: zero },
+            true => Stage { name: "restart", began: own_start() },
+        });
         status
     }
 

@@ -34,7 +34,7 @@ use tokio::{
 };
 use tokio_rustls::TlsAcceptor;
 
-pub const SECRET: [u8; 32] = [9; 32];
+pub(crate) const SECRET: [u8; 32] = [9; 32];
 const PATIENCE: Duration = Duration::from_secs(30);
 
 struct Trust {
@@ -46,7 +46,7 @@ struct Trust {
     bound: Mutex<Option<Vec<u8>>>,
 }
 
-pub struct Relay {
+pub(crate) struct Relay {
     trust: Arc<Trust>,
     handle: Option<EndpointHandle>,
     links: Option<mpsc::UnboundedReceiver<LinkEvent>>,
@@ -56,7 +56,7 @@ pub struct Relay {
 }
 
 impl Relay {
-    pub fn new(sandbox: &str) -> Relay {
+    pub(crate) fn new(sandbox: &str) -> Relay {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
@@ -74,20 +74,20 @@ impl Relay {
         }
     }
 
-    pub fn ca_sha256(&self) -> [u8; 32] {
+    pub(crate) fn ca_sha256(&self) -> [u8; 32] {
         tls::fingerprint(&self.trust.ca)
     }
 
-    pub fn claims(&self) -> u32 {
+    pub(crate) fn claims(&self) -> u32 {
         self.trust.claims.load(Ordering::Relaxed)
     }
 
     /// Signs a guest's request.
-    pub fn sign(&self, csr: &[u8]) -> Vec<Vec<u8>> {
+    pub(crate) fn sign(&self, csr: &[u8]) -> Vec<Vec<u8>> {
         self.trust.sign(csr)
     }
 
-    pub async fn listen(mut self, address: &str) -> Relay {
+    pub(crate) async fn listen(mut self, address: &str) -> Relay {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(vec![tls::SERVER_NAME.to_owned()]).unwrap();
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
@@ -123,7 +123,7 @@ impl Relay {
     }
 
     /// The next link that comes up.
-    pub fn up(&mut self, runtime: &Runtime) -> LinkEvent {
+    pub(crate) fn up(&mut self, runtime: &Runtime) -> LinkEvent {
         let links = self.links.as_mut().unwrap();
         runtime.block_on(async {
             loop {
@@ -137,7 +137,7 @@ impl Relay {
     }
 
     /// Asks the guest over the control stream.
-    pub fn ask(&mut self, runtime: &Runtime, body: Body) -> Reply {
+    pub(crate) fn ask(&mut self, runtime: &Runtime, body: Body) -> Reply {
         let mut request = Request::new();
         request.id = self.next.fetch_add(1, Ordering::Relaxed);
         request.body = Some(body);
@@ -152,7 +152,7 @@ impl Relay {
     }
 
     /// Waits until the guest says such a status without being asked.
-    pub fn told(&mut self, runtime: &Runtime, what: impl Fn(&Status) -> bool) -> Status {
+    pub(crate) fn told(&mut self, runtime: &Runtime, what: impl Fn(&Status) -> bool) -> Status {
         loop {
             let reply = self.reply(runtime);
             if reply.id == 0 && what(&reply.status) {
@@ -167,7 +167,7 @@ impl Relay {
     }
 
     /// A new connection of a shim.
-    pub fn shim(&self) -> StdUnixStream {
+    pub(crate) fn shim(&self) -> StdUnixStream {
         let (ours, theirs) = StdUnixStream::pair().unwrap();
         ours.set_read_timeout(Some(PATIENCE)).unwrap();
         theirs.set_nonblocking(true).unwrap();
