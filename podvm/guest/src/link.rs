@@ -32,8 +32,10 @@ use crate::{
 
 /// How long the node may think about a claim.
 const CLAIM: Duration = Duration::from_secs(15);
-/// After a refusal that will probably be one again; the lease ends it.
-const REFUSED: Duration = Duration::from_secs(5);
+/// After a refusal; doubled with each up to the maximum. The first may only mean that the node does not know this VM's
+/// address yet, the tenth is final, and the lease ends it.
+const REFUSED: Duration = Duration::from_millis(250);
+const LONGEST_REFUSED: Duration = Duration::from_secs(5);
 /// So many connections in a row that did not become a link: perhaps the certificate is no longer known, and the
 /// ticket gives it again to the same key.
 const CLAIM_AGAIN: u32 = 20;
@@ -189,6 +191,7 @@ impl Keeper {
 
     /// Shows the ticket until the node grants a certificate.
     async fn claim(&self, dialler: &mut Dialler, said: &mut Said) {
+        let mut refused_pause = REFUSED;
         loop {
             let pause = match self.claim_once(dialler).await {
                 Ok(()) => return,
@@ -196,7 +199,13 @@ impl Keeper {
                     let refused = matches!(error, ClaimError::Refused { .. });
                     said.once("claim failed", error.to_string());
                     self.status.error(&error.to_string());
-                    if refused { REFUSED } else { dial::beat() }
+                    if refused {
+                        let pause = refused_pause;
+                        refused_pause = (pause * 2).min(LONGEST_REFUSED);
+                        pause
+                    } else {
+                        dial::beat()
+                    }
                 }
             };
             sleep(pause).await;
