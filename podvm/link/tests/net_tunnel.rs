@@ -6,7 +6,7 @@ use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::time::Duration;
 
-use net_world::{SHAPE4, SHAPE6, World, attempt, run, threads};
+use net_world::{SHAPE4, SHAPE6, World, attempt, run};
 use peerpod_link::net::look::look;
 use peerpod_link::net::netns::{self, Netns, NetnsId};
 use peerpod_link::net::nft::{Filter, Peer};
@@ -15,8 +15,11 @@ use peerpod_link::net::{Error, guest, tunnel};
 
 const DEADLINE: Duration = Duration::from_secs(10);
 
+/// Two echoes there and back, of a size that fills a small packet.
 fn ping(world: &World, from: &str, to: &str) {
-    run(&format!("ip netns exec {} ping -c 2 -i 0.2 -W 3 {to}", world.name(from)));
+    for _ in 0..2 {
+        world.ping(from, to, 56);
+    }
 }
 
 /// Fetches through TCP from a server in `podns`, and returns whom the server saw.
@@ -44,7 +47,6 @@ fn fetch(world: &World, from: &str, address: &str) -> IpAddr {
 
 #[test]
 fn both_families_pass_the_tunnel_both_ways() {
-    let before = threads();
     let mut world = World::new();
     let (_pod, seen, _held, plan) = world.whole(SHAPE4);
     assert_eq!(plan.interfaces[0].mtu, 1450);
@@ -55,17 +57,20 @@ fn both_families_pass_the_tunnel_both_ways() {
     for address in ["10.244.1.20", "fd10:244:1::20", "10.244.1.1", "fd10:244:1::1"] {
         ping(&world, "podns", address);
     }
-    // Full packets, unfragmented: 1450 = 1422 + 28.
-    run(&format!("ip netns exec {} ping -c 1 -W 3 -M do -s 1422 10.244.1.7", world.name("other")));
+    // Full packets: 1450 = 1422 + 28.
+    world.ping("other", "10.244.1.7", 1422);
+    world.ping("other", "fd10:244:1::7", 1402);
     assert_eq!(fetch(&world, "other", "10.244.1.7:8080"), "10.244.1.20".parse::<IpAddr>().unwrap());
     assert_eq!(fetch(&world, "other", "[fd10:244:1::7]:8080"), "fd10:244:1::20".parse::<IpAddr>().unwrap());
+    for end in ["node", "vm"] {
+        assert_eq!(world.fragments(end), "0", "{end} cuts the tunnel's packets");
+    }
     // The VM's copy is what the pod has.
     let copy = look(&world.open("podns")).unwrap();
     assert_eq!(copy.interface.mac, seen.interface.mac);
     assert_eq!(copy.interface.mtu, 1450);
     assert_eq!(sorted(&copy.interface.addresses), sorted(&seen.interface.addresses));
     assert_eq!(sorted(&copy.interface.routes), sorted(&seen.interface.routes));
-    assert_eq!(threads(), before, "a thread is in another namespace");
 }
 
 fn sorted<T: std::fmt::Debug>(all: &[T]) -> Vec<String> {
@@ -211,7 +216,7 @@ fn what_others_put_on_the_interface_stays() {
     let name = world.name("pod");
     run(&format!("tc -n {name} qdisc add dev eth0 clsact"));
     run(&format!(
-        "tc -n {name} filter add dev eth0 ingress prio 9 protocol ip u32 match ip dst 192.0.2.1 action drop"
+        "tc -n {name} filter add dev eth0 ingress prio 9 protocol ip u32 match ip dst 192.0.2.1 flowid 1:1"
     ));
     let before = world.traces("pod");
     let seen = look(&pod).unwrap();
@@ -328,8 +333,9 @@ fn a_port_that_another_device_holds_is_refused_by_its_name() {
     assert_ne!(world.reserve(&pod, "sandbox", SHAPE4, Some(1)).unwrap().vni, 1);
 }
 
-/// Sends VXLAN packets from one address of the VM and says how many the pod's device took in.
-fn taken(world: &World, from: &str, vni: u32) -> u64 {
+/// Sends 100 VXLAN packets from one address of the VM and says whether the pod's device took them in. (Now and then
+/// the VM's own neighbour discovery adds one.)
+fn taken(world: &World, from: &str, vni: u32) -> bool {
     let received = || -> u64 {
         let all = world.ip("pod", "-s -o link show pp-vx0");
         let numbers = all.split("RX:").nth(1).unwrap().split('\\').nth(1).unwrap();
@@ -349,7 +355,11 @@ fn taken(world: &World, from: &str, vni: u32) -> u64 {
             socket.send_to(&packet, to).unwrap();
         }
     });
-    received() - before
+    match received() - before {
+        0..10 => false,
+        100..110 => true,
+        some => panic!("{some} of 100"),
+    }
 }
 
 #[test]
@@ -358,7 +368,7 @@ fn only_the_vm_itself_may_send_into_its_tunnel() {
         let mut world = World::new();
         world.ip("vm", &format!("addr add {stranger}/{} dev eth0 nodad", if shape.v6 { 64 } else { 24 }));
         let (_pod, _seen, held, _plan) = world.whole(shape);
-        assert_eq!(taken(&world, stranger, held.vni), 100, "without the filter");
+        assert!(taken(&world, stranger, held.vni), "without the filter");
         let mut client = world.open("node").netfilter().unwrap();
         let filter = Filter::new(4789);
         let peer = Peer { address: vm.parse().unwrap(), vni: held.vni };
@@ -366,9 +376,9 @@ fn only_the_vm_itself_may_send_into_its_tunnel() {
             filter.add(&mut client, &[peer], &[]).unwrap();
         }
         assert_eq!(world.tables("node"), [peer]);
-        assert_eq!(taken(&world, stranger, held.vni), 0);
-        assert_eq!(taken(&world, vm, held.vni ^ 1), 0);
-        assert_eq!(taken(&world, vm, held.vni), 100);
+        assert!(!taken(&world, stranger, held.vni));
+        assert!(!taken(&world, vm, held.vni ^ 1));
+        assert!(taken(&world, vm, held.vni));
         ping(&world, "other", "10.244.1.7");
         // The guest has its own filter: a stranger on the node's network does not reach the pod either.
         assert_eq!(world.tables("vm").len(), 1);
@@ -376,7 +386,7 @@ fn only_the_vm_itself_may_send_into_its_tunnel() {
         filter.remove(&mut client, peer).unwrap();
         assert!(filter.remove_if_empty(&mut client).unwrap());
         assert!(!filter.remove_if_empty(&mut client).unwrap());
-        assert_eq!(taken(&world, stranger, held.vni), 100, "the table is gone");
+        assert!(taken(&world, stranger, held.vni), "the table is gone");
     }
 }
 

@@ -57,6 +57,11 @@ pub fn apply(plan: &NetworkPlan, podns: &Path) -> Result<Applied, Error> {
     let host = &mut Client::route().map_err(socket)?;
     let way = link::way_to(host, planned.underlay.node)?;
     let room = way.mtu.saturating_sub(planned.underlay.overhead);
+    // A VM may have several addresses, and the node accepts packets from one. Behind a NAT the VM does not have it.
+    let source = match planned.underlay.vm {
+        Some(vm) if vm.is_ipv6() == way.source.is_ipv6() && link::is_own(host, vm) => vm,
+        _ => way.source,
+    };
     let netns = Netns::open(podns)?;
     let pod = &mut netns.netlink()?;
     loopback_up(pod)?;
@@ -68,7 +73,7 @@ pub fn apply(plan: &NetworkPlan, podns: &Path) -> Result<Applied, Error> {
         if applied.mtu == 0 {
             applied.mtu = wanted.mtu;
         }
-        match ensure(host, pod, &netns, &planned.underlay, way.source, &wanted) {
+        match ensure(host, pod, &netns, &planned.underlay, source, &wanted) {
             Ok(Outcome::Made(index)) => made.push(index),
             Ok(Outcome::Mended) => applied.changed = true,
             Ok(Outcome::AsPlanned) => {}
@@ -156,7 +161,7 @@ fn ensure(
     let there =
         link::by_name(pod, &wanted.name).map_err(Error::kernel(format!("look for {}", wanted.name)))?;
     if let Some(link) = there {
-        if is_same_tunnel(&link, underlay, wanted) {
+        if is_same_tunnel(&link, underlay, source, wanted) {
             return mend(pod, &link, wanted);
         }
         if link.vxlan.is_none() {
@@ -179,12 +184,13 @@ fn ensure(
     }
 }
 
-fn is_same_tunnel(link: &Link, underlay: &Underlay, wanted: &Interface) -> bool {
+fn is_same_tunnel(link: &Link, underlay: &Underlay, source: IpAddr, wanted: &Interface) -> bool {
     link.mac == Some(wanted.mac)
         && link.vxlan.as_ref().is_some_and(|vxlan| {
             vxlan.vni == wanted.vni
                 && vxlan.port == underlay.port
                 && vxlan.remote == Some(underlay.node)
+                && vxlan.local == Some(source)
                 && (underlay.node.is_ipv6() || vxlan.udp_checksum == underlay.udp_checksum)
         })
 }

@@ -160,23 +160,32 @@ pub(crate) struct Way {
     pub(crate) mtu: u32,
 }
 
+/// Whether an address is one of this namespace's own.
+pub(crate) fn is_own(client: &mut Client, address: IpAddr) -> bool {
+    matches!(route_to(client, address), Ok(route) if route.header.kind == RouteType::Local)
+}
+
+fn route_to(client: &mut Client, peer: IpAddr) -> Result<RouteMessage, netlink::Error> {
+    let mut message = RouteMessage::default();
+    message.header.address_family = family(peer);
+    message.header.destination_prefix_length = bits(peer);
+    message.attributes.push(RouteAttribute::Destination(peer.into()));
+    match client.ask(RouteNetlinkMessage::GetRoute(message))? {
+        RouteNetlinkMessage::NewRoute(route) => Ok(route),
+        _ => Err(netlink::Error::Garbled("another answer than a route".to_owned())),
+    }
+}
+
 /// Asks the kernel for the way to `peer`: source address and path MTU, never a guess.
 pub(crate) fn way_to(client: &mut Client, peer: IpAddr) -> Result<Way, Error> {
     let broken = |why: &str| Error::Path { peer, why: why.to_owned() };
     if peer.is_unspecified() || peer.is_loopback() || peer.is_multicast() {
         return Err(broken("this is no address of another machine"));
     }
-    let mut message = RouteMessage::default();
-    message.header.address_family = family(peer);
-    message.header.destination_prefix_length = bits(peer);
-    message.attributes.push(RouteAttribute::Destination(peer.into()));
-    let answer = client.ask(RouteNetlinkMessage::GetRoute(message)).map_err(|e| match e.errno() {
+    let route = route_to(client, peer).map_err(|e| match e.errno() {
         Some(Errno::ENETUNREACH | Errno::EHOSTUNREACH) => broken("there is no route to it"),
         _ => Error::kernel(format!("ask for the route to {peer}"))(e),
     })?;
-    let RouteNetlinkMessage::NewRoute(route) = answer else {
-        return Err(broken("the kernel's answer is no route"));
-    };
     match route.header.kind {
         RouteType::Unicast => {}
         RouteType::Local => return Err(broken("it is an address of this machine itself")),

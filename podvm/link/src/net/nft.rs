@@ -105,13 +105,8 @@ impl Filter {
             all.append(&mut self.elements(others, true));
             result = client.transaction(&begin(None), &all, &end());
             match result.as_ref().map_err(netlink::Error::errno) {
-                // Somebody else made it meanwhile, or what is there is not whole.
-                Err(Some(Errno::EEXIST)) => {
-                    if self.is_whole(client)? {
-                        continue;
-                    }
-                    self.repair(client)?;
-                }
+                // Somebody else made it meanwhile, or took a part of it away.
+                Err(Some(Errno::EEXIST)) => self.repair(client)?,
                 Err(Some(Errno::EAGAIN | Errno::EINTR)) => {}
                 _ => break,
             }
@@ -188,15 +183,29 @@ impl Filter {
         Error::kernel(format!("remove from the nftables table {}", self.table))
     }
 
-    /// Makes the table anew with the tunnels that are still in it: somebody took a set or a rule away.
+    /// Makes the table anew with the tunnels that are in it, if somebody took a set away. Does nothing when the rules
+    /// change meanwhile; the caller looks again.
     fn repair(&self, client: &mut Client) -> Result<(), Error> {
+        let attempt = || Error::kernel(format!("make the nftables table {} anew", self.table));
+        let generation = generation(client).map_err(attempt())?;
+        if self.is_whole(client)? {
+            return Ok(());
+        }
         let peers = self.list(client)?;
         let mut all = vec![(0, self.delete_table())];
         all.append(&mut self.skeleton());
         all.append(&mut self.elements(&peers, true));
-        client
-            .transaction(&begin(None), &all, &end())
-            .map_err(Error::kernel(format!("make the nftables table {} anew", self.table)))
+        match client.transaction(&begin(Some(generation)), &all, &end()) {
+            Err(e)
+                if matches!(
+                    e.errno(),
+                    Some(Errno::ERESTART | Errno::EAGAIN | Errno::EINTR | Errno::ENOENT)
+                ) =>
+            {
+                Ok(())
+            }
+            other => other.map_err(attempt()),
+        }
     }
 
     fn is_whole(&self, client: &mut Client) -> Result<bool, Error> {

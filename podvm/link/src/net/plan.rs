@@ -20,6 +20,8 @@ const MAX_OVERHEAD: u32 = 256;
 pub struct Underlay {
     /// The node's address as the VM reaches it.
     pub node: IpAddr,
+    /// The VM's address as the node reaches it, and the only source the node accepts.
+    pub vm: Option<IpAddr>,
     /// UDP port of both ends.
     pub port: u16,
     /// Whether IPv4 packets carry a UDP checksum.
@@ -93,6 +95,7 @@ pub fn write(seen: &Seen, vni: u32, mtu: u32, underlay: &Underlay) -> wire::Netw
     let mut end = wire::Underlay::new();
     end.kind = KIND.to_owned();
     end.node_address = underlay.node.to_string();
+    end.vm_address = text(underlay.vm);
     end.port = underlay.port.into();
     end.udp_checksum = underlay.udp_checksum;
     end.overhead = underlay.overhead;
@@ -117,6 +120,7 @@ pub fn read(plan: &wire::NetworkPlan) -> Result<Planned, Error> {
     }
     let underlay = Underlay {
         node: address("the node's address", &end.node_address)?,
+        vm: optional("the VM's address", &end.vm_address)?,
         port: small("the port", end.port)?,
         udp_checksum: end.udp_checksum,
         overhead: end.overhead,
@@ -267,7 +271,13 @@ mod tests {
     }
 
     fn underlay() -> Underlay {
-        Underlay { node: "10.0.0.1".parse().unwrap(), port: 4789, udp_checksum: false, overhead: 50 }
+        Underlay {
+            node: "10.0.0.1".parse().unwrap(),
+            vm: "10.0.0.2".parse().ok(),
+            port: 4789,
+            udp_checksum: false,
+            overhead: 50,
+        }
     }
 
     #[test]

@@ -136,7 +136,10 @@ fn undo_on(client: &mut Client, device: u32, kind: &str, targets: &[u32]) -> Res
         return patient(client, 0, &RouteNetlinkMessage::DelQueueDiscipline(qdisc(device)), gone)
             .map_err(Error::kernel(attempt()));
     }
-    for filter in ours {
+    for mut filter in ours {
+        if others.iter().all(|other| other.info != filter.info) {
+            filter.handle = 0; // with the empty table that u32 would leave
+        }
         patient(client, 0, &RouteNetlinkMessage::DelTrafficFilter(filter.deletion(device)), gone)
             .map_err(Error::kernel(attempt()))?;
     }

@@ -76,7 +76,7 @@ pub struct Connection {
     pub mtu: u32,
 }
 
-/// Gives the device its ends, takes it up, and redirects the pod's interface into it and back: one datagram of five
+/// Gives the device its ends, takes it up, and redirects the pod's interface into it and back: one datagram of six
 /// messages. Again with the same values it changes nothing.
 ///
 /// # Errors
@@ -84,13 +84,14 @@ pub struct Connection {
 pub fn connect(netns: &Netns, connection: &Connection) -> Result<(), Error> {
     let Connection { held, remote, local, pod_interface, mtu } = *connection;
     let mut pod = netns.netlink()?;
-    let mut messages = vec![(0, vxlan::connection(held, remote, local, mtu))];
+    let mut messages = vec![(0, vxlan::connection(held, remote, local))];
+    messages.push((0, vxlan::with_mtu(held.ifindex, mtu)));
     messages.extend(redirect::messages(pod_interface, held.ifindex));
     let attempt = || format!("connect the tunnel in {}", netns.path().display());
     for left in (0..BUSY_TRIES).rev() {
         let mut answers = pod.batch(&messages).map_err(Error::kernel(attempt()))?;
-        let redirects = answers.split_off(1.min(answers.len()));
-        match answers.pop() {
+        let redirects = answers.split_off(2.min(answers.len()));
+        match answers.into_iter().find(Result::is_err) {
             None | Some(Ok(())) => {
                 return redirect::complete(&mut pod, pod_interface, held.ifindex, redirects);
             }

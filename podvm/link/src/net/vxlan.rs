@@ -206,17 +206,25 @@ pub(crate) fn settings(vni: u32, shape: Shape) -> Vec<InfoVxlan> {
     settings
 }
 
-/// The message that gives a reserved device its ends and its MTU and takes it up. Refused by the kernel unless the
-/// device has this VNI.
-pub(crate) fn connection(held: Held, remote: IpAddr, local: IpAddr, mtu: u32) -> RouteNetlinkMessage {
+/// The message that gives a reserved device its ends and takes it up. Refused by the kernel unless the device has this
+/// VNI.
+pub(crate) fn connection(held: Held, remote: IpAddr, local: IpAddr) -> RouteNetlinkMessage {
     let mut settings = vec![InfoVxlan::Id(held.vni)];
     settings.append(&mut endpoints(remote, Some(local)));
     let mut message = LinkMessage::default();
     message.header.index = held.ifindex;
     message.header.flags = LinkFlags::Up;
     message.header.change_mask = LinkFlags::Up;
-    message.attributes = vec![LinkAttribute::Mtu(mtu), vxlan_info(settings)];
+    message.attributes = vec![vxlan_info(settings)];
     RouteNetlinkMessage::NewLink(message)
+}
+
+/// The message that sets a device's MTU; with VXLAN settings in one message the kernel refuses it.
+pub(crate) fn with_mtu(index: u32, mtu: u32) -> RouteNetlinkMessage {
+    let mut message = LinkMessage::default();
+    message.header.index = index;
+    message.attributes.push(LinkAttribute::Mtu(mtu));
+    RouteNetlinkMessage::SetLink(message)
 }
 
 /// Deletes a device; takes some 20 ms. Gone is fine.

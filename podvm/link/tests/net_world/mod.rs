@@ -5,10 +5,17 @@
 #![allow(dead_code, unreachable_pub)] // each test file uses its part
 
 use std::net::IpAddr;
+use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
+use nix::sys::socket::{
+    AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, SockaddrStorage, recv, sendto, setsockopt,
+    socket, sockopt,
+};
+use nix::sys::time::TimeVal;
 use peerpod_link::net::look::{Seen, look};
 use peerpod_link::net::netns::{self, Netns};
 use peerpod_link::net::nft::{Filter, Peer};
@@ -147,6 +154,7 @@ impl World {
         tunnel::connect(pod, &connection)?;
         let underlay = Underlay {
             node: way.source,
+            vm: Some(vm),
             port: shape.port,
             udp_checksum: shape.udp_checksum,
             overhead: shape.overhead(),
@@ -175,6 +183,22 @@ impl World {
         (pod, seen, held, plan)
     }
 
+    /// An ICMP echo with so many bytes of data, answered whole, or the test fails.
+    pub fn ping(&self, from: &str, to: &str, size: usize) {
+        let to: IpAddr = to.parse().unwrap();
+        let answered = self.within(from, || echo(to, size));
+        assert!(answered, "no echo from {to} in {from}");
+    }
+
+    /// How many IPv4 fragments a namespace's stack has made.
+    pub fn fragments(&self, name: &str) -> String {
+        let all = self.within(name, || std::fs::read_to_string("/proc/thread-self/net/snmp").unwrap());
+        let mut lines = all.lines().filter(|line| line.starts_with("Ip:"));
+        let (names, values) = (lines.next().unwrap(), lines.next().unwrap());
+        let found = names.split(' ').zip(values.split(' ')).find(|(name, _)| *name == "FragCreates");
+        found.unwrap().1.to_owned()
+    }
+
     /// Everything in the namespaces that a tunnel could leave behind, as the witnesses print it.
     pub fn traces(&self, pod: &str) -> String {
         let name = self.name(pod);
@@ -200,6 +224,44 @@ impl Drop for World {
             }
         }
     }
+}
+
+/// Sends one echo request from the calling thread's namespace and waits for its answer; again while a neighbour or
+/// a bridge port is still becoming ready.
+fn echo(to: IpAddr, size: usize) -> bool {
+    let (family, protocol, request, reply) = match to {
+        IpAddr::V4(_) => (AddressFamily::Inet, SockProtocol::Icmp, 8, 0),
+        IpAddr::V6(_) => (AddressFamily::Inet6, SockProtocol::IcmpV6, 128, 129),
+    };
+    let socket = socket(family, SockType::Raw, SockFlag::SOCK_CLOEXEC, protocol).unwrap();
+    setsockopt(&socket, sockopt::ReceiveTimeout, &TimeVal::new(0, 300_000)).unwrap();
+    let mark = std::process::id().to_ne_bytes();
+    let mut packet = vec![request, 0, 0, 0, mark[0], mark[1], 0, 1];
+    packet.resize(8 + size, 0x5a);
+    if to.is_ipv4() {
+        let sum: u32 =
+            packet.chunks(2).map(|p| u32::from(p[0]) << 8 | p.get(1).map_or(0, |b| u32::from(*b))).sum();
+        let sum = (sum & 0xffff) + (sum >> 16);
+        let sum = !((sum & 0xffff) + (sum >> 16)) as u16;
+        packet[2..4].copy_from_slice(&sum.to_be_bytes());
+    }
+    let address = SockaddrStorage::from(std::net::SocketAddr::from((to, 0)));
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while Instant::now() < deadline {
+        if sendto(socket.as_raw_fd(), &packet, &address, MsgFlags::empty()).is_err() {
+            std::thread::sleep(Duration::from_millis(20)); // no route or no answer to ARP yet
+            continue;
+        }
+        let mut buffer = [0; 4096];
+        while let Ok(length) = recv(socket.as_raw_fd(), &mut buffer, MsgFlags::empty()) {
+            // IPv4 raw sockets show the IP header too.
+            let message = &buffer[if to.is_ipv4() { 20 } else { 0 }..length];
+            if message[0] == reply && message[4..] == packet[4..] {
+                return true;
+            }
+        }
+    }
+    false
 }
 
 /// The namespace of every thread of this process.

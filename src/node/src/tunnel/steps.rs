@@ -86,6 +86,7 @@ impl Steps {
         tunnel::connect(netns, &connection)?;
         let underlay = Underlay {
             node: way.source,
+            vm: Some(vm),
             port: reserved.port,
             udp_checksum: self.config.udp_checksum,
             overhead: shape.overhead(),
