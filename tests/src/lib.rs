@@ -1,1 +1,145 @@
-//! Drives the real binaries from outside.
+//! Drives the real binaries from outside. This library holds what the tests in `tests/` have in common: a sandbox that
+//! runs, and what is asked of it again and again.
+
+use std::{
+    path::PathBuf,
+    sync::atomic::{AtomicU32, Ordering},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, ensure};
+use peerpod_client::{AgentClient, Annotations, ContainerSpec, Output, ShimClient, exec_request};
+use peerpod_proto::agent::CreateSandboxRequest;
+use peerpod_world::{Daemons, Namespace, Pod, Sight, World, eventually};
+
+/// How long anything may take on a machine that is busy with other tests.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// The container every [`Sandbox`] has.
+pub const CONTAINER: &str = "main";
+
+static COUNTER: AtomicU32 = AtomicU32::new(0);
+
+/// Whether the long versions were asked for (`make test-long`).
+pub fn long() -> bool {
+    std::env::var_os("PEERPOD_TEST_LONG").is_some()
+}
+
+/// An id that no other test has.
+pub fn fresh_id(name: &str) -> String {
+    format!("{name}-{}-{}", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed))
+}
+
+/// A running sandbox with one container that sleeps, and the shim's connections to it.
+pub struct Sandbox {
+    /// The sandbox's id.
+    pub id: String,
+    /// The agent socket's path.
+    pub socket: PathBuf,
+    /// The shim's connection to `hypervisor.sock`.
+    pub shim: ShimClient,
+    /// The shim's connections to the agent.
+    pub agent: AgentClient,
+    /// The pod's network.
+    pub pod: Pod,
+}
+
+impl Sandbox {
+    /// CreateVM, StartVM, agent, CreateSandbox and a container named [`CONTAINER`].
+    pub async fn start(world: &World, daemons: &Daemons, name: &str) -> anyhow::Result<Sandbox> {
+        let sandbox = Sandbox::boot(world, daemons, name).await.with_context(|| daemons.log_tails())?;
+        sandbox.create_container(CONTAINER, &["sleep", "infinity"]).await?;
+        Ok(sandbox)
+    }
+
+    async fn boot(world: &World, daemons: &Daemons, name: &str) -> anyhow::Result<Sandbox> {
+        let (id, pod) = (fresh_id(name), world.pod()?);
+        let shim = daemons.shim().await?;
+        let socket = shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await?;
+        let started = tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await;
+        started.with_context(|| format!("StartVM of {id} was not answered within {PATIENCE:?}"))??;
+        let agent = AgentClient::connect(&socket).await?;
+        let mut request = CreateSandboxRequest::new();
+        request.sandbox_id = id.clone();
+        agent.create_sandbox(&request).await?;
+        Ok(Sandbox { id, socket, shim, agent, pod })
+    }
+
+    /// Creates and starts a container.
+    pub async fn create_container(&self, container: &str, arguments: &[&str]) -> anyhow::Result<()> {
+        self.agent.create_container(&ContainerSpec::new(container, arguments).request()).await?;
+        Ok(self.agent.start_container(container).await?)
+    }
+
+    /// Runs a shell script in the container, to its end.
+    pub async fn shell(&self, exec: &str, script: &str) -> anyhow::Result<Output> {
+        Ok(self.agent.exec(&exec_request(CONTAINER, exec, &["/bin/sh", "-c", script])).await?)
+    }
+
+    /// An exec that answers, as the shortest proof of life.
+    pub async fn lives(&self) -> anyhow::Result<()> {
+        let output = self.shell(&fresh_id("alive"), "echo alive").await?;
+        ensure!(output.status == 0 && output.stdout == b"alive\n", "{output:?}");
+        Ok(())
+    }
+
+    /// StopVM in its second, and everything of it gone.
+    pub async fn stop(self, daemons: &Daemons) -> anyhow::Result<()> {
+        stop_in_time(&self.shim, &self.id).await?;
+        let Sandbox { id, pod: _pod, .. } = self;
+        daemons.gone(&id, PATIENCE).await
+    }
+}
+
+/// StopVM, answered well inside the shim's second.
+pub async fn stop_in_time(shim: &ShimClient, id: &str) -> anyhow::Result<()> {
+    let began = Instant::now();
+    shim.stop_vm(id).await?;
+    ensure!(began.elapsed() < Duration::from_millis(900), "StopVM took {:?}", began.elapsed());
+    Ok(())
+}
+
+/// Resident memory of a process, in bytes.
+pub fn resident(pid: u32) -> anyhow::Result<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("a process has VmRSS")?;
+    Ok(line.trim().trim_end_matches(" kB").trim().parse::<u64>()? << 10)
+}
+
+/// Waits until the witnesses see nothing more than before, daemons that were started again aside.
+pub async fn nothing_beyond(
+    world: &World,
+    namespaces: &[&Namespace],
+    daemons: &Daemons,
+    before: &Sight,
+    running: &Sight,
+) -> anyhow::Result<()> {
+    let mut left = Vec::new();
+    let clean = eventually("nothing is left", PATIENCE, async || {
+        let now = Sight::of(world, namespaces, daemons).ok()?;
+        // A node or relay that was started again is another process than before, and meant to be there.
+        let expected: Vec<String> = [daemons.node_pid(), daemons.relay_pid()]
+            .into_iter()
+            .flatten()
+            .map(|pid| format!("process {pid} "))
+            .collect();
+        left = now.beyond(before, Some(running));
+        left.retain(|line| !expected.iter().any(|process| line.starts_with(process)));
+        left.is_empty().then_some(())
+    })
+    .await;
+    clean.with_context(|| format!("{}\n{}", left.join("\n"), daemons.log_tails()))
+}
+
+/// Small numbers that differ from call to call and are the same in every run.
+pub struct Dice(pub u64);
+
+impl Dice {
+    /// The next one, below a bound.
+    pub fn roll(&mut self, below: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % below
+    }
+}

@@ -1,3 +1,35 @@
-//! The command line for people.
+//! The command line for people: `peerpod demo` shows one pod's whole road on this machine, `peerpod config` looks at
+//! the configuration that the node's programs share.
 
-fn main() {}
+mod config;
+mod demo;
+
+use std::process::ExitCode;
+
+const USAGE: &str = "usage: peerpod COMMAND
+  demo    runs one pod from CreateVM to a running exec and away again, in namespaces of this machine (needs root)
+  config  looks at the configuration: check, print, schema";
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let outcome = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["demo"] => demo::run(),
+        ["config", ..] => config::run(&arguments[1..]),
+        ["help" | "--help" | "-h"] => {
+            println!("{USAGE}");
+            return ExitCode::SUCCESS;
+        }
+        ["--version" | "-V"] => {
+            println!("peerpod {}", env!("CARGO_PKG_VERSION"));
+            return ExitCode::SUCCESS;
+        }
+        _ => {
+            eprintln!("{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    outcome.unwrap_or_else(|error| {
+        eprintln!("peerpod: {error:#}");
+        ExitCode::FAILURE
+    })
+}

@@ -12,7 +12,7 @@ use std::{
 use anyhow::Context;
 
 use crate::{Settings, World};
-pub use steps::Walk;
+pub use steps::{Walk, transfer};
 
 /// Sees the stages as they happen.
 pub trait Progress: Send {

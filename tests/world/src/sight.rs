@@ -8,6 +8,10 @@ use std::{
 };
 
 use anyhow::Context;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 
 use crate::{
     Daemons, Namespace, World,
@@ -66,6 +70,20 @@ impl Sight {
             }
         }
         left
+    }
+
+    /// SIGKILL to every seen process with this name and an argument that ends with `argument`; how many there were.
+    pub fn kill(&self, name: &str, argument: &str) -> anyhow::Result<usize> {
+        let mut count = 0;
+        for (pid, process) in &self.processes {
+            let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            let named = arguments.split(|byte| *byte == 0).any(|word| word.ends_with(argument.as_bytes()));
+            if process.name == name && named && read_process(*pid).as_ref() == Some(process) {
+                kill(Pid::from_raw(*pid as i32), Signal::SIGKILL)?;
+                count += 1;
+            }
+        }
+        Ok(count)
     }
 
     /// How many processes were seen.

@@ -366,12 +366,7 @@ impl Walk {
 }
 
 /// Sends `total` bytes through a `cat` in the container and back, and compares them as they come.
-pub(crate) async fn transfer(
-    agent: &AgentClient,
-    container: &str,
-    exec: &str,
-    total: usize,
-) -> anyhow::Result<()> {
+pub async fn transfer(agent: &AgentClient, container: &str, exec: &str, total: usize) -> anyhow::Result<()> {
     const PIECE: usize = 256 << 10;
     agent.exec_process(&exec_request(container, exec, &["cat"])).await?;
     let write = async {

@@ -1,0 +1,105 @@
+//! `peerpod demo`: the road of one pod, a line for each stage as it happens and a table at the end. The stages are those
+//! of `peerpod_world::road`, which the tests walk too. It makes everything it needs, under names of its own, and takes
+//! all of it away again, also when a check fails and at Ctrl-C.
+
+use std::{
+    io::{IsTerminal, Write},
+    process::ExitCode,
+    time::{Duration, Instant},
+};
+
+use peerpod_world::{
+    Settings,
+    road::{self, Passed, Progress},
+};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+/// What a shell reports for a program that Ctrl-C ended.
+const INTERRUPTED: u8 = 130;
+
+/// How wide the names of the stages are.
+const NAME_WIDTH: usize = 46;
+
+/// Runs the demo. A stage that does not hold is an error.
+pub(crate) fn run() -> anyhow::Result<ExitCode> {
+    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(demo())
+}
+
+async fn demo() -> anyhow::Result<ExitCode> {
+    println!("One pod's road: a VM beside its node, all in namespaces of this machine.\n");
+    let began = Instant::now();
+    let mut lines = Lines { live: std::io::stdout().is_terminal() };
+    // Kept for as long as the clean-up takes, so that a second Ctrl-C does not leave half of it undone.
+    let mut signals = Signals::new()?;
+    let outcome = tokio::select! {
+        outcome = road::walk(Settings::none(), &mut lines) => outcome,
+        name = signals.next() => {
+            // The walk is dropped at the end of this statement's other branch; from here on it is clean-up.
+            println!("\n\n{name}: everything that was made is being taken away");
+            return Ok(ExitCode::from(INTERRUPTED));
+        }
+    };
+    let passed = outcome?;
+    table(&passed, began.elapsed());
+    Ok(ExitCode::SUCCESS)
+}
+
+struct Signals {
+    interrupt: Signal,
+    terminate: Signal,
+    hangup: Signal,
+}
+
+impl Signals {
+    fn new() -> std::io::Result<Signals> {
+        Ok(Signals {
+            interrupt: signal(SignalKind::interrupt())?,
+            terminate: signal(SignalKind::terminate())?,
+            hangup: signal(SignalKind::hangup())?,
+        })
+    }
+
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.interrupt.recv() => "Ctrl-C",
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.hangup.recv() => "SIGHUP",
+        }
+    }
+}
+
+/// Prints the stages as they happen.
+struct Lines {
+    live: bool,
+}
+
+impl Progress for Lines {
+    fn begin(&mut self, number: usize, of: usize, name: &str) {
+        print!("{number:>2}/{of}  {name:<NAME_WIDTH$}");
+        if self.live {
+            // Nobody to see it: then it need not be seen.
+            std::io::stdout().flush().ok();
+        }
+    }
+
+    fn done(&mut self, took: Duration, seen: &str) {
+        println!("{:>8}  {seen}", seconds(took));
+    }
+}
+
+fn table(passed: &[Passed], total: Duration) {
+    println!("\n{:<NAME_WIDTH$}{:>10}{:>8}", "stage", "took", "share");
+    for stage in passed {
+        let share = stage.took.as_secs_f64() / total.as_secs_f64() * 100.0;
+        println!("{:<NAME_WIDTH$}{:>10}{share:>7.1}%", stage.name, seconds(stage.took));
+    }
+    println!("{:<NAME_WIDTH$}{:>10}", "all of it", seconds(total));
+}
+
+fn seconds(duration: Duration) -> String {
+    if duration < Duration::from_secs(1) {
+        format!("{:.1} ms", duration.as_secs_f64() * 1e3)
+    } else {
+        format!("{:.2} s", duration.as_secs_f64())
+    }
+}

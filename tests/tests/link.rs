@@ -1,0 +1,108 @@
+//! The link between relay and guest, broken in every way it can be.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use std::{
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+    time::Duration,
+};
+
+use peerpod_tests::{CONTAINER, PATIENCE, Sandbox, stop_in_time};
+use peerpod_world::{Daemons, Settings, Sight, World, eventually, proxy::Proxy, road};
+use ttrpc::Code;
+
+/// Daemons whose guests come through a proxy.
+async fn with_proxy(world: &World) -> (Daemons, Arc<Proxy>) {
+    let relay: SocketAddr = "127.0.0.1:15151".parse().unwrap();
+    let proxy = Arc::new(Proxy::start(world.node(), 15_152, relay).unwrap());
+    let settings = Settings::none().set("node.relay-addresses", vec!["10.99.0.1:15152"]);
+    (Daemons::start(world, settings).await.unwrap(), proxy)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_link_cut_a_hundred_times_loses_and_doubles_nothing() {
+    const CUTS: u64 = 100;
+    const TOTAL: usize = 1 << 30;
+    let world = World::new().unwrap();
+    let (daemons, proxy) = with_proxy(&world).await;
+    let sandbox = Sandbox::start(&world, &daemons, "cut").await.unwrap();
+    assert!(proxy.connections() > 0, "the guest came through the proxy");
+    let cuts = Arc::new(AtomicU32::new(0));
+    let began = proxy.bytes();
+    let cutter = tokio::spawn({
+        let (proxy, cuts) = (proxy.clone(), cuts.clone());
+        async move {
+            // Evenly over what passes, in both directions, wherever in a record that is.
+            for cut in 1..=CUTS {
+                let next = began + cut * (2 * TOTAL as u64 / (CUTS + 2));
+                while proxy.bytes() < next {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+                proxy.cut();
+                cuts.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+    });
+    let transfer = road::transfer(&sandbox.agent, CONTAINER, "transfer", TOTAL);
+    let outcome = tokio::time::timeout(Duration::from_secs(600), transfer).await;
+    let stands = || format!("{} cuts, {} bytes", cuts.load(Ordering::Relaxed), proxy.bytes());
+    outcome.unwrap_or_else(|_| panic!("{}\n{}", stands(), daemons.log_tails())).unwrap();
+    cutter.await.unwrap();
+    assert!(proxy.connections() >= CUTS, "{} connections", proxy.connections());
+    sandbox.lives().await.unwrap();
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_guest_program_that_is_killed_comes_back_and_says_what_was_lost() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "guest").await.unwrap();
+    let oom = tokio::spawn({
+        let agent = sandbox.agent.clone();
+        async move { agent.oom_event().await }
+    });
+    let waiting = tokio::spawn({
+        let agent = sandbox.agent.clone();
+        async move { agent.wait_process(CONTAINER, "").await }
+    });
+    sandbox.lives().await.unwrap();
+    let sight = Sight::of(&world, &[], &daemons).unwrap();
+    let killed = sight.kill("peerpod-guest", "serve").unwrap();
+    assert_eq!(killed, 1, "{sight}");
+    // What was in flight is answered, not left hanging; what a shim would repeat at once is not.
+    let answer = tokio::time::timeout(PATIENCE, waiting).await.unwrap().unwrap();
+    assert_eq!(answer.unwrap_err().code(), Some(Code::UNAVAILABLE));
+    eventually("the agent answers again on the shim's old connection", PATIENCE, async || {
+        sandbox.agent.check().await.ok()
+    })
+    .await
+    .unwrap();
+    sandbox.lives().await.unwrap();
+    assert!(!oom.is_finished(), "GetOOMEvent stays pending");
+    oom.abort();
+    let log = std::fs::read_to_string(daemons.log("node")).unwrap();
+    assert!(log.contains("lost"), "the node says what was lost\n{}", daemons.log_tails());
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_relay_that_is_killed_costs_its_pods_and_nothing_else() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "relay").await.unwrap();
+    daemons.kill_relay().unwrap();
+    assert!(sandbox.agent.check().await.is_err());
+    daemons.start_relay().unwrap();
+    daemons.ready().await.unwrap();
+    // The shim's connections are gone with the relay; a clean-up process makes new ones, and a stop still works.
+    let shim = daemons.shim().await.unwrap();
+    stop_in_time(&shim, &sandbox.id).await.unwrap();
+    daemons.gone(&sandbox.id, PATIENCE).await.unwrap();
+    let next = Sandbox::start(&world, &daemons, "after").await.unwrap();
+    next.stop(&daemons).await.unwrap();
+}

@@ -1,0 +1,87 @@
+//! The main road, as `peerpod demo` shows it, as tests.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use std::{
+    io::{BufRead, BufReader},
+    path::Path,
+    process::{Command, Stdio},
+    time::Duration,
+};
+
+use nix::{
+    sys::signal::{Signal, killpg},
+    unistd::Pid,
+};
+use peerpod_tests::{Sandbox, stop_in_time};
+use peerpod_world::{Daemons, Settings, World, binary, eventually_blocking, road};
+
+#[tokio::test]
+async fn one_pod_from_create_to_exec_and_away_again() {
+    road::walk(Settings::none(), &mut road::Silent).await.unwrap();
+}
+
+#[tokio::test]
+async fn two_roads_at_once_do_not_meet() {
+    let (mut one, mut other) = (road::Silent, road::Silent);
+    tokio::try_join!(road::walk(Settings::none(), &mut one), road::walk(Settings::none(), &mut other))
+        .unwrap();
+}
+
+#[tokio::test]
+async fn pods_of_one_node_come_and_go_beside_each_other() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let (one, two, three) = tokio::try_join!(
+        Sandbox::start(&world, &daemons, "one"),
+        Sandbox::start(&world, &daemons, "two"),
+        Sandbox::start(&world, &daemons, "three"),
+    )
+    .unwrap();
+    two.stop(&daemons).await.unwrap();
+    one.lives().await.unwrap();
+    three.lives().await.unwrap();
+    let four = Sandbox::start(&world, &daemons, "four").await.unwrap();
+    stop_in_time(&one.shim, "an-id-nobody-knows").await.unwrap();
+    for sandbox in [one, three, four] {
+        sandbox.stop(&daemons).await.unwrap();
+    }
+    let live: Vec<_> = daemons.ledger().unwrap().into_iter().filter(|entry| !entry.is_tombstone()).collect();
+    assert!(live.is_empty(), "{live:?}");
+}
+
+/// Interrupts `peerpod demo` after so many of its lines, and waits until everything of it is gone.
+fn interrupted_after(lines: usize) {
+    use std::os::unix::process::CommandExt;
+    let mut demo = Command::new(binary("peerpod").unwrap())
+        .arg("demo")
+        .stdout(Stdio::piped())
+        .process_group(0)
+        .spawn()
+        .unwrap();
+    let pid = demo.id();
+    let output = BufReader::new(demo.stdout.take().unwrap());
+    let seen: Vec<String> = output.lines().take(lines).map_while(Result::ok).collect();
+    // As a terminal does it: to the whole group.
+    killpg(Pid::from_raw(pid as i32), Signal::SIGINT).unwrap();
+    let status = demo.wait().unwrap();
+    assert_eq!(status.code(), Some(130), "after {lines} lines: {seen:?}");
+    let left = || {
+        let names = std::fs::read_dir("/run/netns").unwrap().flatten();
+        let prefix = format!("pp{pid}n");
+        names.filter(|entry| entry.file_name().to_string_lossy().starts_with(&prefix)).count()
+    };
+    assert_eq!(left(), 0, "after {lines} lines: {seen:?}");
+    eventually_blocking("the folder is gone", Duration::from_secs(5), || {
+        (!Path::new(&format!("/tmp/pp{pid}n0")).exists()).then_some(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn an_interrupted_demo_leaves_nothing_wherever_it_was() {
+    // Two lines come before the first stage's.
+    for lines in [2, 3, 4, 5, 6, 9, 11, 15] {
+        interrupted_after(lines);
+    }
+}

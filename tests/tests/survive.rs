@@ -1,0 +1,239 @@
+//! The promises of a node that may die at any time: nothing is lost, and the pods do not notice.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use peerpod_client::{AgentClient, Annotations, ShimClient, exec_request};
+use peerpod_tests::{CONTAINER, Dice, PATIENCE, Sandbox, fresh_id, long, nothing_beyond, stop_in_time};
+use peerpod_world::{Daemons, Settings, Sight, World};
+use ttrpc::Code;
+
+/// Execs whose output must be complete and in order, one after another until told to end; how many there were.
+async fn stream_execs(agent: AgentClient, name: String, ending: Arc<AtomicBool>) -> anyhow::Result<u32> {
+    const NUMBERS: usize = 20_000;
+    let expected: String = (1..=NUMBERS).map(|number| format!("{number}\n")).collect();
+    let mut count = 0;
+    while !ending.load(Ordering::Relaxed) {
+        let exec = exec_request(CONTAINER, &format!("{name}-{count}"), &["seq", &NUMBERS.to_string()]);
+        let output = agent.exec(&exec).await?;
+        anyhow::ensure!(output.status == 0, "exec {name}-{count} ended with {}", output.status);
+        anyhow::ensure!(
+            output.stdout == expected.as_bytes(),
+            "exec {name}-{count}: {} bytes",
+            output.stdout.len()
+        );
+        count += 1;
+    }
+    Ok(count)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_killed_again_and_again_is_not_noticed_by_running_execs() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "killed").await.unwrap();
+    let vm = sandbox.shim.vm_id("default", &sandbox.id, true, PATIENCE).await.unwrap();
+    let ending = Arc::new(AtomicBool::new(false));
+    let streams: Vec<_> = (0..3)
+        .map(|index| tokio::spawn(stream_execs(sandbox.agent.clone(), format!("s{index}"), ending.clone())))
+        .collect();
+    let mut dice = Dice(7);
+    for kill in 0..if long() { 1000 } else { 200 } {
+        // At any instruction: also before it is up again.
+        tokio::time::sleep(Duration::from_millis(dice.roll(120))).await;
+        daemons.kill_node().unwrap();
+        daemons.start_node().unwrap();
+        if kill % 20 == 0 {
+            daemons.ready().await.unwrap();
+        }
+        assert!(streams.iter().all(|stream| !stream.is_finished()), "a stream ended after {kill} kills");
+    }
+    daemons.ready().await.unwrap();
+    ending.store(true, Ordering::Relaxed);
+    for stream in streams {
+        assert!(stream.await.unwrap().unwrap() > 0);
+    }
+    assert_eq!(sandbox.shim.vm_id("default", &sandbox.id, true, PATIENCE).await.unwrap(), vm);
+    assert_eq!(daemons.ledger().unwrap()[0].phase(), "running");
+    sandbox.lives().await.unwrap();
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_killed_in_any_phase_picks_the_sandbox_up() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let mut dice = Dice(11);
+    for round in 0..if long() { 100 } else { 25 } {
+        let pod = world.pod().unwrap();
+        let before = Sight::of(&world, &[pod.namespace()], &daemons).unwrap();
+        let (id, shim) = (fresh_id("phase"), daemons.shim().await.unwrap());
+        let start = tokio::spawn({
+            let (id, shim, netns) = (id.clone(), shim.clone(), pod.namespace().path());
+            async move {
+                let socket = shim.create_vm(&id, Annotations::new("default", &id), &netns).await?;
+                shim.start_vm(&id).await.map(|()| socket)
+            }
+        });
+        for _ in 0..1 + dice.roll(3) {
+            tokio::time::sleep(Duration::from_millis(dice.roll(250))).await;
+            daemons.kill_node().unwrap();
+            daemons.start_node().unwrap();
+        }
+        let answered = tokio::time::timeout(PATIENCE, start).await;
+        let socket = answered.unwrap_or_else(|_| panic!("round {round}\n{}", daemons.log_tails())).unwrap();
+        let socket = socket.unwrap_or_else(|error| panic!("round {round}: {error}\n{}", daemons.log_tails()));
+        let agent = AgentClient::connect(&socket).await.unwrap();
+        agent.check().await.unwrap();
+        let running = Sight::of(&world, &[pod.namespace()], &daemons).unwrap();
+        stop_in_time(&shim, &id).await.unwrap();
+        drop((agent, shim));
+        // And in the middle of taking it away.
+        tokio::time::sleep(Duration::from_millis(dice.roll(60))).await;
+        daemons.kill_node().unwrap();
+        daemons.start_node().unwrap();
+        daemons.ready().await.unwrap();
+        daemons.gone(&id, PATIENCE).await.unwrap();
+        nothing_beyond(&world, &[pod.namespace()], &daemons, &before, &running).await.unwrap();
+    }
+}
+
+/// CreateVM and StartVM on a connection of their own, to be waited for.
+fn begin(
+    daemons: &Daemons,
+    id: &str,
+    pod: &peerpod_world::Pod,
+) -> tokio::task::JoinHandle<Result<(ShimClient, std::path::PathBuf), peerpod_client::Error>> {
+    let (id, socket, netns) = (id.to_owned(), daemons.hypervisor_socket(), pod.namespace().path());
+    tokio::spawn(async move {
+        let shim = ShimClient::connect(&socket).await?;
+        let socket = shim.create_vm(&id, Annotations::new("default", &id), &netns).await?;
+        shim.start_vm(&id).await.map(|()| (shim, socket))
+    })
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn calls_for_a_dead_node_wait_in_their_order_and_a_stop_does_not() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let running = Sandbox::start(&world, &daemons, "running").await.unwrap();
+    daemons.kill_node().unwrap();
+
+    let (waiting, unwanted) = (world.pod().unwrap(), world.pod().unwrap());
+    let (waiting_id, unwanted_id) = (fresh_id("waiting"), fresh_id("unwanted"));
+    let started = begin(&daemons, &waiting_id, &waiting);
+    let cancelled = begin(&daemons, &unwanted_id, &unwanted);
+    // The call has to be in the relay before the StopVM that cancels it is; nothing outside of it shows when it is.
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    assert!(!started.is_finished() && !cancelled.is_finished());
+
+    let other = daemons.shim().await.unwrap();
+    stop_in_time(&other, &unwanted_id).await.unwrap();
+    let answer = tokio::time::timeout(PATIENCE, cancelled).await.unwrap().unwrap();
+    let error = answer.map(|_| ()).unwrap_err();
+    assert_eq!(error.code(), Some(Code::CANCELLED), "{error}");
+    stop_in_time(&running.shim, &running.id).await.unwrap();
+    assert!(!started.is_finished());
+
+    daemons.start_node().unwrap();
+    let (shim, socket) = tokio::time::timeout(PATIENCE, started).await.unwrap().unwrap().unwrap();
+    AgentClient::connect(&socket).await.unwrap().check().await.unwrap();
+    daemons.gone(&unwanted_id, PATIENCE).await.unwrap();
+    daemons.gone(&running.id, PATIENCE).await.unwrap();
+    // Stopped before it was known: a CreateVM that comes late makes nothing.
+    let late = Annotations::new("default", &unwanted_id);
+    other.create_vm(&unwanted_id, late, &unwanted.namespace().path()).await.unwrap();
+    assert!(other.start_vm(&unwanted_id).await.is_err());
+    assert!(daemons.ledger().unwrap().iter().any(|entry| entry.id == unwanted_id && entry.is_tombstone()));
+    stop_in_time(&shim, &waiting_id).await.unwrap();
+    daemons.gone(&waiting_id, PATIENCE).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_stopped_id_stays_stopped_across_a_restart() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "stopped").await.unwrap();
+    let (id, socket, pod) = (sandbox.id, sandbox.socket, sandbox.pod);
+    stop_in_time(&sandbox.shim, &id).await.unwrap();
+    daemons.gone(&id, PATIENCE).await.unwrap();
+    assert!(daemons.terminate_node().unwrap().success());
+    daemons.start_node().unwrap();
+    let shim = daemons.shim().await.unwrap();
+    let again = shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
+    assert_eq!(again, socket);
+    assert!(shim.start_vm(&id).await.is_err());
+    let entries = daemons.ledger().unwrap();
+    assert!(entries.len() == 1 && entries[0].is_tombstone(), "{entries:?}");
+}
+
+#[tokio::test]
+async fn a_node_that_ends_in_order_leaves_its_pods_running() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "upgrade").await.unwrap();
+    for _ in 0..3 {
+        let status = daemons.terminate_node().unwrap();
+        assert!(status.success(), "{status}\n{}", daemons.log_tails());
+        sandbox.lives().await.unwrap();
+        daemons.start_node().unwrap();
+        daemons.ready().await.unwrap();
+    }
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_sandbox_that_is_never_started_is_reaped() {
+    let world = World::new().unwrap();
+    let settings = Settings::none().set("node.never-started-grace", "1s");
+    let daemons = Daemons::start(&world, settings).await.unwrap();
+    let pod = world.pod().unwrap();
+    let before = Sight::of(&world, &[pod.namespace()], &daemons).unwrap();
+    let shim = daemons.shim().await.unwrap();
+    let id = fresh_id("never");
+    shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
+    daemons.gone(&id, PATIENCE).await.unwrap();
+    nothing_beyond(&world, &[pod.namespace()], &daemons, &before, &before).await.unwrap();
+    assert!(shim.start_vm(&id).await.is_err());
+}
+
+#[tokio::test]
+async fn a_sandbox_whose_network_namespace_vanished_is_reaped() {
+    let world = World::new().unwrap();
+    let settings = Settings::none().set("node.netns-gone-grace", "1s");
+    let daemons = Daemons::start(&world, settings).await.unwrap();
+    let before = Sight::of(&world, &[], &daemons).unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "vanished").await.unwrap();
+    let running = Sight::of(&world, &[], &daemons).unwrap();
+    let id = sandbox.id.clone();
+    // As a CNI does it behind our back: dropping the pod deletes its namespace. The shim is gone too.
+    drop(sandbox);
+    daemons.gone(&id, PATIENCE).await.unwrap();
+    nothing_beyond(&world, &[], &daemons, &before, &running).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_container_restarts_while_the_node_is_dead() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "restart").await.unwrap();
+    daemons.kill_node().unwrap();
+    for round in 0..3 {
+        sandbox.agent.signal_process(CONTAINER, "", 9).await.unwrap();
+        assert_eq!(sandbox.agent.wait_process(CONTAINER, "").await.unwrap(), 137, "round {round}");
+        sandbox.agent.remove_container(CONTAINER).await.unwrap();
+        sandbox.create_container(CONTAINER, &["sleep", "infinity"]).await.unwrap();
+        sandbox.lives().await.unwrap();
+    }
+    daemons.start_node().unwrap();
+    daemons.ready().await.unwrap();
+    sandbox.lives().await.unwrap();
+    sandbox.stop(&daemons).await.unwrap();
+}
