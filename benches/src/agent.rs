@@ -15,6 +15,7 @@ use protobuf::Message;
 /// Serves for ever, a thread per connection.
 pub fn serve(path: &Path) -> io::Result<()> {
     let listener = UnixListener::bind(path)?;
+    println!("ready");
     for socket in listener.incoming() {
         let socket = socket?;
         std::thread::spawn(move || {

@@ -29,7 +29,7 @@ const MAX_WAITING_ANSWERS: usize = 1 << 20;
 const SERVICE: &str = "grpc.AgentService";
 
 /// What the requests mean to the rest of the guest. Called from the link's task: must be quick.
-pub(crate) trait Notice: Send + Sync {
+pub trait Notice: Send + Sync {
     /// A container is about to be made; from now on a dead agent means dead containers.
     fn container(&self);
     /// The container binds this path of the VM, which may have to be made first.
@@ -63,7 +63,7 @@ enum State {
 }
 
 /// The [`Filter`] of one connection.
-pub(crate) struct Intercept {
+pub struct Intercept {
     notice: Arc<dyn Notice>,
     podns: String,
     requests: FrameReader,
@@ -76,7 +76,7 @@ pub(crate) struct Intercept {
 
 impl Intercept {
     /// `podns` is the path that containers join.
-    pub(crate) fn new(notice: Arc<dyn Notice>, podns: String) -> Intercept {
+    pub fn new(notice: Arc<dyn Notice>, podns: String) -> Intercept {
         Intercept {
             notice,
             podns,

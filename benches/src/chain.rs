@@ -1,0 +1,274 @@
+//! The chains that are compared: a bare socket, two `copy_bidirectional` processes, two processes with our endpoints;
+//! the last two plain and with TLS. Each process is this very program in another role, so that CPU time can be told
+//! apart.
+
+use std::{
+    fs,
+    io::{BufRead, BufReader},
+    net::{Ipv4Addr, SocketAddr},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::Arc,
+    time::Duration,
+};
+
+use anyhow::{Context, bail};
+use bytes::Bytes;
+use futures_util::future::BoxFuture;
+use peerpod_guest::intercept::{Intercept, Notice};
+use peerpod_link::{
+    endpoint::{Endpoint, Filter, Handler, Limits, LinkEvent, Role, Transport, tune},
+    tls,
+};
+use peerpod_relay::agent::filter::{AgentFilter, Bounds, Shared};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, copy_bidirectional_with_sizes},
+    net::{TcpListener, TcpStream, UnixListener, UnixStream},
+};
+use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+/// What lies between the client and the agent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Two processes that copy bytes, one TCP connection per client connection, 64 KiB buffers.
+    Splice,
+    /// Our endpoints with the relay's and the guest's filters.
+    Relay,
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Kind::Splice => "splice",
+            Kind::Relay => "relay",
+        }
+    }
+}
+
+/// A running pair of processes; both die with it.
+pub struct Pair {
+    near: Child,
+    far: Child,
+    /// Where the client connects.
+    pub socket: PathBuf,
+}
+
+impl Pair {
+    /// Starts both in front of the agent at `agent`.
+    pub fn start(kind: Kind, with_tls: bool, folder: &Path, agent: &Path) -> anyhow::Result<Pair> {
+        let tls = if with_tls { "tls" } else { "plain" };
+        let socket = folder.join(format!("{}-{tls}.sock", kind.name()));
+        let (mut near, address) = role(&["near", kind.name(), tls], folder, &socket)?;
+        match role(&["far", kind.name(), tls, &address], folder, agent) {
+            Ok((far, _)) => Ok(Pair { near, far, socket }),
+            Err(error) => {
+                near.kill()?;
+                near.wait()?;
+                Err(error)
+            }
+        }
+    }
+
+    /// CPU time of both so far.
+    pub fn cpu(&self) -> anyhow::Result<Duration> {
+        Ok(cpu_of(self.near.id())? + cpu_of(self.far.id())?)
+    }
+}
+
+impl Drop for Pair {
+    fn drop(&mut self) {
+        for child in [&mut self.near, &mut self.far] {
+            child.kill().ok(); // It may be gone already.
+            child.wait().ok();
+        }
+    }
+}
+
+/// CPU time of a process and its threads, from the scheduler's own books.
+pub fn cpu_of(pid: u32) -> anyhow::Result<Duration> {
+    let mut total = 0;
+    for task in fs::read_dir(format!("/proc/{pid}/task"))? {
+        let path = task?.path().join("schedstat");
+        let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+        total += text.split_whitespace().next().context("empty schedstat")?.parse::<u64>()?;
+    }
+    Ok(Duration::from_nanos(total))
+}
+
+/// Starts this program in a role and waits for its one line, which says that it is ready.
+pub fn role(words: &[&str], folder: &Path, socket: &Path) -> anyhow::Result<(Child, String)> {
+    let mut child = Command::new(std::env::current_exe()?)
+        .arg("role")
+        .args(words)
+        .env("BENCH_FOLDER", folder)
+        .env("BENCH_SOCKET", socket)
+        .stdout(Stdio::piped())
+        .spawn()?;
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().context("no stdout")?).read_line(&mut line)?;
+    if line.is_empty() {
+        bail!("role {words:?} ended at once: {}", child.wait()?);
+    }
+    Ok((child, line.trim().to_owned()))
+}
+
+/// Keys and certificates for the TLS chains, left in the folder.
+pub fn make_certificates(folder: &Path) -> anyhow::Result<()> {
+    use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+    let ca_key = KeyPair::generate()?;
+    let mut ca = CertificateParams::new(Vec::<String>::new())?;
+    ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let ca_certificate = ca.self_signed(&ca_key)?;
+    fs::write(folder.join("ca.der"), ca_certificate.der())?;
+    let issuer = Issuer::new(ca, ca_key);
+    for (name, host) in [("near", tls::SERVER_NAME), ("far", "guest.peerpod.internal")] {
+        let key = KeyPair::generate()?;
+        let certificate = CertificateParams::new(vec![host.to_owned()])?.signed_by(&key, &issuer)?;
+        fs::write(folder.join(format!("{name}.der")), certificate.der())?;
+        fs::write(folder.join(format!("{name}.key")), key.serialize_der())?;
+    }
+    Ok(())
+}
+
+type Identity = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
+
+fn identity(folder: &Path, name: &str) -> anyhow::Result<(Identity, CertificateDer<'static>)> {
+    let certificate = |name: &str| -> anyhow::Result<CertificateDer<'static>> {
+        Ok(CertificateDer::from(fs::read(folder.join(format!("{name}.der")))?))
+    };
+    let ca = certificate("ca")?;
+    let key = PrivatePkcs8KeyDer::from(fs::read(folder.join(format!("{name}.key")))?);
+    Ok(((vec![certificate(name)?, ca.clone()], key.into()), ca))
+}
+
+/// The process's part when it was started as `role …`.
+pub async fn play(words: &[String]) -> anyhow::Result<()> {
+    let folder = PathBuf::from(std::env::var_os("BENCH_FOLDER").context("BENCH_FOLDER")?);
+    let socket = PathBuf::from(std::env::var_os("BENCH_SOCKET").context("BENCH_SOCKET")?);
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    match words[..] {
+        ["near", kind, tls] => near(kind == "relay", (tls == "tls").then_some(&folder), &socket).await,
+        ["far", kind, tls, address] => {
+            let to: SocketAddr = address.parse()?;
+            far(kind == "relay", (tls == "tls").then_some(&folder), to, socket).await
+        }
+        _ => bail!("no such role: {words:?}"),
+    }
+}
+
+trait Stream: AsyncRead + AsyncWrite + Unpin + Send {}
+impl<T: AsyncRead + AsyncWrite + Unpin + Send> Stream for T {}
+
+async fn near(relay: bool, folder: Option<&PathBuf>, socket: &Path) -> anyhow::Result<()> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
+    let shims = UnixListener::bind(socket)?;
+    let acceptor = match folder {
+        Some(folder) => {
+            let ((chain, key), ca) = identity(folder, "near")?;
+            Some(TlsAcceptor::from(tls::server_config(chain, key, &[ca])?))
+        }
+        None => None,
+    };
+    println!("{}", listener.local_addr()?);
+    if relay {
+        let (endpoint, handle) = Endpoint::new(Role::Relay, Near(Arc::default()), Limits::default());
+        tokio::spawn(endpoint.run());
+        let (tcp, peer) = listener.accept().await?;
+        tune(&tcp)?;
+        handle.attach(match &acceptor {
+            Some(acceptor) => acceptor.accept(tcp).await?.into(),
+            None => Transport::new(tcp, peer),
+        });
+        loop {
+            handle.adopt(shims.accept().await?.0);
+        }
+    }
+    loop {
+        let (mut shim, _) = shims.accept().await?;
+        let (tcp, _) = listener.accept().await?;
+        tcp.set_nodelay(true)?;
+        let mut far: Box<dyn Stream> = match &acceptor {
+            Some(acceptor) => Box::new(acceptor.accept(tcp).await?),
+            None => Box::new(tcp),
+        };
+        tokio::spawn(
+            async move { copy_bidirectional_with_sizes(&mut shim, &mut far, 64 << 10, 64 << 10).await },
+        );
+    }
+}
+
+async fn far(relay: bool, folder: Option<&PathBuf>, to: SocketAddr, agent: PathBuf) -> anyhow::Result<()> {
+    let connector = match folder {
+        Some(folder) => {
+            let (identity, ca) = identity(folder, "far")?;
+            Some(TlsConnector::from(tls::client_config(&[tls::fingerprint(&ca)], Some(identity))?))
+        }
+        None => None,
+    };
+    let name = ServerName::try_from(tls::SERVER_NAME)?;
+    println!("ready");
+    if relay {
+        let (endpoint, handle) = Endpoint::new(Role::Guest, Far(agent), Limits::default());
+        let tcp = TcpStream::connect(to).await?;
+        tune(&tcp)?;
+        handle.attach(match &connector {
+            Some(connector) => connector.connect(name, tcp).await?.into(),
+            None => Transport::new(tcp, to),
+        });
+        endpoint.run().await;
+        return Ok(());
+    }
+    // One connection is always waiting for the next client of the near end.
+    loop {
+        let tcp = TcpStream::connect(to).await?;
+        tcp.set_nodelay(true)?;
+        let mut near: Box<dyn Stream> = match &connector {
+            Some(connector) => Box::new(connector.connect(name.clone(), tcp).await?),
+            None => {
+                tcp.readable().await?;
+                Box::new(tcp)
+            }
+        };
+        let mut agent = UnixStream::connect(&agent).await?;
+        tokio::spawn(async move {
+            copy_bidirectional_with_sizes(&mut near, &mut agent, 64 << 10, 64 << 10).await
+        });
+    }
+}
+
+struct Near(Arc<Shared>);
+
+impl Handler for Near {
+    fn filter(&mut self) -> Box<dyn Filter> {
+        Box::new(AgentFilter::new(self.0.clone(), Bounds::default()))
+    }
+    fn dial(&mut self) -> BoxFuture<'static, std::io::Result<UnixStream>> {
+        Box::pin(async { Err(std::io::Error::other("the relay dials nothing")) })
+    }
+    fn on_control(&mut self, _: Bytes) {}
+    fn on_link(&mut self, _: LinkEvent) {}
+    fn on_connections(&mut self, _: usize) {}
+}
+
+struct Far(PathBuf);
+
+struct Unnoticed;
+
+impl Notice for Unnoticed {
+    fn container(&self) {}
+    fn bind_source(&self, _: &str) {}
+    fn sandbox_ends(&self) {}
+}
+
+impl Handler for Far {
+    fn filter(&mut self) -> Box<dyn Filter> {
+        Box::new(Intercept::new(Arc::new(Unnoticed), "/run/netns/podns".to_owned()))
+    }
+    fn dial(&mut self) -> BoxFuture<'static, std::io::Result<UnixStream>> {
+        Box::pin(UnixStream::connect(self.0.clone()))
+    }
+    fn on_control(&mut self, _: Bytes) {}
+    fn on_link(&mut self, _: LinkEvent) {}
+    fn on_connections(&mut self, _: usize) {}
+}

@@ -1,0 +1,124 @@
+//! The relay's figures: the same calls over the bare socket, the splice pair and our pair, in short interleaved bursts,
+//! so that whatever else the machine does hits all of them alike.
+
+use std::{path::Path, time::Duration};
+
+use anyhow::Context;
+
+use crate::{
+    chain::{Kind, Pair, make_certificates, role},
+    load::{Call, Client, median},
+    report::{Goal, Report},
+};
+
+const ROUNDS: usize = 8;
+const BURST: Duration = Duration::from_millis(200);
+const K64: u32 = 64 << 10;
+const M1: u32 = 1 << 20;
+
+/// The chains by index: 0 direct, 1 splice, 2 relay, 3 splice with TLS, 4 relay with TLS.
+const DIRECT: usize = 0;
+const SPLICE: usize = 1;
+const RELAY: usize = 2;
+const SPLICE_TLS: usize = 3;
+const RELAY_TLS: usize = 4;
+
+/// Runs all of it.
+pub fn run(folder: &Path, report: &mut Report) -> anyhow::Result<()> {
+    make_certificates(folder)?;
+    let agent = folder.join("agent.sock");
+    let (mut agent_process, _) = role(&["agent"], folder, &agent)?;
+    let outcome = chains(folder, &agent, report);
+    agent_process.kill()?;
+    agent_process.wait()?;
+    outcome
+}
+
+fn chains(folder: &Path, agent: &Path, report: &mut Report) -> anyhow::Result<()> {
+    let pairs = [(Kind::Splice, false), (Kind::Relay, false), (Kind::Splice, true), (Kind::Relay, true)]
+        .into_iter()
+        .map(|(kind, tls)| Pair::start(kind, tls, folder, agent))
+        .collect::<anyhow::Result<Vec<_>>>()?;
+    let mut clients = vec![Client::connect(agent)?];
+    for pair in &pairs {
+        clients.push(Client::connect(&pair.socket)?);
+    }
+    for client in &mut clients {
+        client.burst(Call::Check, BURST)?; // Warm: connections, pages, pools.
+    }
+
+    let small = latencies(&mut clients, Call::Check)?;
+    let k64 = latencies(&mut clients, Call::Read(K64))?;
+    let m1 = latencies(&mut clients, Call::Read(M1))?;
+    let ratio = |of: &[f64], a: usize, b: usize| of[a] / of[b];
+    report.figure("relay_small_vs_direct", ratio(&small, RELAY, DIRECT), Goal::None, "Check, p50, plain TCP");
+    report.figure(
+        "splice_small_vs_direct",
+        ratio(&small, SPLICE, DIRECT),
+        Goal::None,
+        "copy_bidirectional pair",
+    );
+    report.figure("relay_small_vs_splice", ratio(&small, RELAY, SPLICE), Goal::None, "");
+    report.figure(
+        "relay_small_tls_vs_direct",
+        ratio(&small, RELAY_TLS, DIRECT),
+        Goal::AtMost(4.0),
+        "Check, p50, TLS 1.3",
+    );
+    report.figure("splice_small_tls_vs_direct", ratio(&small, SPLICE_TLS, DIRECT), Goal::None, "");
+    report.figure(
+        "relay_64k_tls_vs_direct",
+        ratio(&k64, RELAY_TLS, DIRECT),
+        Goal::None,
+        "ReadStdout 64 KiB, p50",
+    );
+    report.figure("splice_64k_tls_vs_direct", ratio(&k64, SPLICE_TLS, DIRECT), Goal::None, "");
+    report.figure(
+        "relay_1m_tls_vs_direct",
+        ratio(&m1, RELAY_TLS, DIRECT),
+        Goal::AtMost(5.7),
+        "ReadStdout 1 MiB, p50",
+    );
+    report.figure("splice_1m_tls_vs_direct", ratio(&m1, SPLICE_TLS, DIRECT), Goal::None, "");
+    report.figure("direct_small_us", small[DIRECT] * 1e6, Goal::None, "the 1x of this run");
+
+    let (mut direct, mut relay) = (Vec::new(), Vec::new());
+    for _ in 0..ROUNDS {
+        direct.push(clients[DIRECT].flood(16, BURST)?);
+        relay.push(clients[RELAY_TLS].flood(16, BURST)?);
+    }
+    let c16 = median(&mut relay).context("no rounds")? / median(&mut direct).context("no rounds")?;
+    report.figure("relay_c16_vs_direct", c16, Goal::AtLeast(0.45), "calls/s, 16 in flight, TLS");
+
+    let relay_tls = &pairs[RELAY_TLS - 1];
+    let before = relay_tls.cpu()?;
+    let calls = clients[RELAY_TLS].burst(Call::Check, Duration::from_secs(2))?.len();
+    let spent = relay_tls.cpu()? - before;
+    let per_100k = spent.as_secs_f64() * 1e5 / calls as f64;
+    report.figure(
+        "relay_cpu_s_per_100k",
+        per_100k,
+        Goal::AtMost(4.0),
+        "CPU s per 100k Checks, both ends, TLS",
+    );
+    Ok(())
+}
+
+/// p50 per chain in seconds: median over the better half of the rounds.
+fn latencies(clients: &mut [Client], call: Call) -> anyhow::Result<Vec<f64>> {
+    let mut rounds = vec![Vec::new(); clients.len()];
+    for _ in 0..ROUNDS {
+        for (client, rounds) in clients.iter_mut().zip(&mut rounds) {
+            let mut all: Vec<f64> =
+                client.burst(call, BURST)?.into_iter().map(|took| took.as_secs_f64()).collect();
+            rounds.push(median(&mut all).context("an empty burst")?);
+        }
+    }
+    rounds
+        .iter_mut()
+        .map(|rounds| {
+            rounds.sort_by(f64::total_cmp);
+            median(&mut rounds[..ROUNDS / 2]).context("no rounds")
+        })
+        .collect()
+}

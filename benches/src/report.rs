@@ -1,0 +1,56 @@
+//! What a run found: a table for people, a flat JSON file for machines.
+
+use std::{collections::BTreeMap, fs, path::Path};
+
+/// A goal, and on which side of it one wants to be.
+#[derive(Clone, Copy, Debug)]
+pub enum Goal {
+    /// No more than.
+    AtMost(f64),
+    /// No less than.
+    AtLeast(f64),
+    /// Just a figure.
+    None,
+}
+
+impl Goal {
+    fn verdict(self, value: f64) -> (String, &'static str) {
+        match self {
+            Goal::AtMost(goal) => (format!("<= {goal}"), if value <= goal { "ok" } else { "MISSED" }),
+            Goal::AtLeast(goal) => (format!(">= {goal}"), if value >= goal { "ok" } else { "MISSED" }),
+            Goal::None => (String::new(), ""),
+        }
+    }
+}
+
+/// Collects figures in the order they come, prints each as it does.
+#[derive(Default)]
+pub struct Report {
+    figures: BTreeMap<String, f64>,
+    lines: Vec<String>,
+}
+
+impl Report {
+    /// A figure with its goal and a word about it.
+    pub fn figure(&mut self, key: &str, value: f64, goal: Goal, about: &str) {
+        let (wanted, verdict) = goal.verdict(value);
+        let line = format!("{key:28} {value:>10.3}  {wanted:>9}  {verdict:7} {about}");
+        eprintln!("  {line}");
+        self.figures.insert(key.to_owned(), value);
+        self.lines.push(line);
+    }
+
+    /// Prints the table and writes the file.
+    pub fn finish(&self, path: &Path) -> anyhow::Result<()> {
+        println!("{:28} {:>10}  {:>9}", "figure", "value", "goal");
+        for line in &self.lines {
+            println!("{line}");
+        }
+        if let Some(folder) = path.parent() {
+            fs::create_dir_all(folder)?;
+        }
+        fs::write(path, serde_json::to_vec_pretty(&self.figures)?)?;
+        println!("written: {}", path.display());
+        Ok(())
+    }
+}

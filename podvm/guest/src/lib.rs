@@ -1,0 +1,75 @@
+//! The only program of ours in the pod VM. It dials home, proves with a ticket that the node made this VM, gets to
+//! know which pod the VM is, makes the pod's network, and carries the shim's conversation to the kata-agent.
+//!
+//! `peerpod-guest` as pid 1 is a small init that keeps `peerpod-guest serve` running; under systemd `serve` is the
+//! service itself (with `KillMode=process`: the agent is a child of it, and survives it). Nothing here knows a cloud,
+//! and nothing listens on the network.
+
+use std::{path::Path, process::ExitCode};
+
+use tracing_subscriber::EnvFilter;
+
+mod agent;
+mod birth;
+mod config;
+mod control;
+mod dial;
+mod files;
+mod identity;
+mod init;
+pub mod intercept;
+mod link;
+mod personalise;
+mod power;
+mod proc;
+mod serve;
+mod status;
+
+const USAGE: &str = "usage: peerpod-guest [serve [--supervised] | --version]
+  without arguments: init when it is pid 1, else serve";
+
+/// The whole program: init when it is pid 1, else what the arguments say.
+pub fn run() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let run = match arguments[..] {
+        // The kernel hands words of its command line that it does not know to pid 1.
+        _ if std::process::id() == 1 => Run::Init,
+        [] | ["serve"] => Run::Serve { supervised: false },
+        ["serve", "--supervised"] => Run::Serve { supervised: true },
+        ["--version"] => {
+            println!("peerpod-guest {}", env!("CARGO_PKG_VERSION"));
+            return ExitCode::SUCCESS;
+        }
+        _ => {
+            eprintln!("{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    let settings = config::Settings::load(Path::new(config::PATH));
+    let log = settings.as_ref().map_or("info", |settings| settings.log.as_str());
+    let filter = EnvFilter::try_new(log).unwrap_or_else(|_| EnvFilter::new("info"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false).with_writer(std::io::stderr).init();
+    tracing::info!(version = env!("CARGO_PKG_VERSION"), pid = std::process::id(), "peerpod-guest");
+
+    let result = match (settings, run) {
+        (Ok(settings), Run::Init) => init::run(&settings),
+        (Ok(settings), Run::Serve { supervised }) => serve::run(&settings, supervised),
+        // Pid 1 must not end for a mistake in a file: it goes on with the defaults, `serve` says what is wrong, and
+        // the lease ends it.
+        (Err(error), Run::Init) => {
+            tracing::error!(%error, "settings");
+            init::run(&config::Settings::default())
+        }
+        (Err(error), Run::Serve { .. }) => Err(error.into()),
+    };
+    result.unwrap_or_else(|error| {
+        tracing::error!(error = format!("{error:#}"), "peerpod-guest ends");
+        ExitCode::FAILURE
+    })
+}
+
+enum Run {
+    Init,
+    Serve { supervised: bool },
+}
