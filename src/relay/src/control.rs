@@ -71,6 +71,17 @@ impl From<Gone> for ttrpc::Error {
     }
 }
 
+/// How long a call may take: a little less than its caller waits, so that the caller hears the reason and not silence.
+fn patience(context: &TtrpcContext, without: Duration) -> Duration {
+    match u64::try_from(context.timeout_nano) {
+        Ok(nanos) if nanos > 0 => {
+            let whole = Duration::from_nanos(nanos);
+            whole - (whole / 10).min(Duration::from_secs(1))
+        }
+        _ => without,
+    }
+}
+
 fn id_of(text: &str) -> ttrpc::Result<SandboxId> {
     SandboxId::parse(text).map_err(|error| status(Code::INVALID_ARGUMENT, error))
 }
@@ -171,10 +182,7 @@ impl Relay for Control {
             .control(Bytes::from(bytes))
             .map_err(|full| status(Code::RESOURCE_EXHAUSTED, full))?;
         self.metrics.guest_calls.inc();
-        let patience = match u64::try_from(context.timeout_nano) {
-            Ok(nanos) if nanos > 0 => Duration::from_nanos(nanos).min(CALL_AT_MOST),
-            _ => CALL,
-        };
+        let patience = patience(context, CALL).min(CALL_AT_MOST);
         tracing::debug!(sandbox = %id, pod = attached.guest.pod(), call = waiting.id, bytes = size, "call to the guest");
         match tokio::time::timeout(patience, &mut waiting.answer).await {
             Ok(Ok(answer)) => Ok(GuestCallResponse { reply: answer?.to_vec(), ..Default::default() }),
@@ -187,11 +195,7 @@ impl Relay for Control {
     }
 
     async fn watch(&self, context: &TtrpcContext, request: WatchRequest) -> ttrpc::Result<WatchResponse> {
-        // A little before the caller's own deadline, so that it gets an answer and not an error.
-        let patience = match u64::try_from(context.timeout_nano) {
-            Ok(nanos) if nanos > 0 => WATCH.min(Duration::from_nanos(nanos).mul_f32(0.9)),
-            _ => WATCH,
-        };
+        let patience = patience(context, WATCH).min(WATCH);
         let newer = self.states.newer(&request.epoch, request.since);
         Ok(tokio::time::timeout(patience, newer).await.unwrap_or_else(|_| self.states.nothing(request.since)))
     }

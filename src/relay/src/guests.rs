@@ -19,6 +19,7 @@ use peerpod_proto::{
 };
 use thiserror::Error;
 use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
     sync::watch,
     task::JoinSet,
@@ -220,14 +221,17 @@ async fn answer_claim(
     let ticket: String = claim.ticket_id.chars().filter(char::is_ascii_hexdigit).take(32).collect();
     let (outcome, reply) = judge(claim, peer, &parts.door).await;
     parts.metrics.claim(outcome);
-    // The ticket's id is no secret; what it is worth is.
-    tracing::info!(%peer, ticket, outcome, sandbox = reply.sandbox_id, error = reply.error, "ticket shown");
+    // The ticket's id is no secret; what it is worth is. A guest that is told to wait asks again many times a second.
+    if reply.retry {
+        tracing::debug!(%peer, ticket, error = reply.error, "ticket shown; the guest is told to come again");
+    } else {
+        tracing::info!(%peer, ticket, outcome, sandbox = reply.sandbox_id, error = reply.error, "ticket shown");
+    }
     timeout(REPLY, claim::reply(&mut stream, &reply))
         .await
         .map_err(|_| Refused::Silent)?
         .map_err(Refused::FirstRecord)?;
     // The guest closes when it has read; a close that is not heard must not cut the answer off.
-    use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let closed = async {
         stream.shutdown().await?;
         stream.read(&mut [0; 64]).await

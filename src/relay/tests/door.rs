@@ -2,9 +2,16 @@
 
 mod common;
 
-use std::{sync::Arc, time::{Duration, Instant}};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
-use common::{Raw, World, header, node::{Memory, Node}, resident_kib, until};
+use common::{
+    Raw, World, header,
+    node::{Memory, Node},
+    resident_kib, until,
+};
 use peerpod_link::frame;
 use peerpod_proto::hypervisor::CreateVMResponse;
 use protobuf::Message;
@@ -96,6 +103,7 @@ async fn a_stop_a_hanging_node_does_not_answer_goes_to_the_inbox_and_the_node_is
     memory.hang.lock().unwrap().extend(["StopVM".to_owned(), "StartVM".to_owned()]);
     let mut shim = world.shim().await;
     let start = shim.start("a").await;
+    until("the start", || memory.calls().contains(&"StartVM a".into())).await;
     let begun = Instant::now();
     let stop = shim.stop("a").await;
     let first = shim.answer().await;

@@ -300,97 +300,6 @@ impl Queue {
         }
     }
 
-    /// Cancels the CreateVM and StartVM of a sandbox that came before `stop`; those the node has, only on `all`.
-    fn cancel_before(&mut self, id: &SandboxId, stop: CallId, all: bool) {
-        let Some(lane) = self.lanes.get(id) else { return };
-        let doomed: Vec<CallId> = lane
-            .iter()
-            .copied()
-            .filter(|&other| other < stop)
-            .filter(|other| {
-                self.calls
-                    .get(other)
-                    .is_some_and(|call| !matches!(call.kind, Kind::Stop(_)) && (all || call.sent.is_none()))
-            })
-            .collect();
-        for call in doomed {
-            self.finish(call, call::status(code::CANCELLED, "cancelled by a StopVM of the same sandbox"));
-        }
-    }
-
-    /// Gives a StopVM to the inbox.
-    fn fall_back(&mut self, stop: CallId) {
-        let Some(call) = self.calls.get_mut(&stop) else { return };
-        if call.in_inbox {
-            return;
-        }
-        call.in_inbox = true;
-        let Kind::Stop(id) = call.kind.clone() else { return };
-        self.cancel_before(&id, stop, true);
-        if self.writing.insert(id.clone()) {
-            self.outputs.push_back(Output::WriteInbox(id));
-        }
-    }
-
-    /// The stop of `id` is durable (or could not be made so, with the reason).
-    pub(crate) fn inbox_written(&mut self, id: &SandboxId, result: Result<(), String>, now: Instant) {
-        let stops: Vec<CallId> = self
-            .lanes
-            .get(id)
-            .into_iter()
-            .flatten()
-            .copied()
-            .filter(|call| self.calls.get(call).is_some_and(|call| call.in_inbox))
-            .collect();
-        self.writing.remove(id);
-        match result {
-            Ok(()) => {
-                self.writings += 1;
-                self.unread.insert(id.clone(), self.writings);
-                for stop in stops {
-                    self.finish(stop, call::done());
-                }
-                self.read_inbox(now);
-            }
-            Err(why) => {
-                let why = format!("record the stop of sandbox {id}: {why}; the node did not answer either");
-                for stop in stops {
-                    self.finish(stop, call::status(code::INTERNAL, &why));
-                }
-            }
-        }
-        self.advance(id, now);
-    }
-
-    /// Asks the node to read the inbox, when it is there and not asked already.
-    fn read_inbox(&mut self, now: Instant) {
-        if self.node == Node::Away || self.reading.is_some() {
-            return;
-        }
-        let request = Request {
-            service: "peerpod.node.v1.Node".into(),
-            method: "ReadInbox".into(),
-            ..Default::default()
-        };
-        if let Some(stream) = self.send(&request) {
-            self.reading = Some((stream, self.writings));
-            self.timers.insert((now + self.limits.hang, Timer::Hang));
-        }
-    }
-
-    fn send(&mut self, request: &Request) -> Option<u32> {
-        let stream = self.next_stream;
-        if stream >= u32::MAX - 2 {
-            // Stream ids only grow on one connection; a new one begins again.
-            self.outputs.push_back(Output::Reconnect("the connection has no stream ids left"));
-            return None;
-        }
-        let body = request.write_to_bytes().ok()?;
-        self.next_stream += 2;
-        self.outputs.push_back(Output::Send { stream, body: body.into() });
-        Some(stream)
-    }
-
     fn send_if_due(&mut self, id: CallId, now: Instant) {
         if self.node != Node::Ready {
             return;
@@ -438,79 +347,6 @@ impl Queue {
     /// Sends what the end of another call of this sandbox lets go.
     fn advance(&mut self, id: &SandboxId, now: Instant) {
         let waiting: Vec<CallId> = self.lanes.get(id).into_iter().flatten().copied().collect();
-        for call in waiting {
-            self.send_if_due(call, now);
-        }
-    }
-
-    /// A new connection to the node stands. Nothing but ReadInbox is sent before that is answered.
-    pub(crate) fn node_connected(&mut self, now: Instant) {
-        self.node = Node::Greeting;
-        self.next_stream = 1;
-        self.last_heard = now;
-        self.read_inbox(now);
-    }
-
-    /// The node's connection is gone: what was sent there will be sent again.
-    pub(crate) fn node_lost(&mut self) {
-        self.node = Node::Away;
-        self.reading = None;
-        self.sent.clear();
-        self.probing = false;
-        self.timers.retain(|(_, timer)| !matches!(timer, Timer::Probe | Timer::Hang));
-        let mut stops = Vec::new();
-        let mut internal = Vec::new();
-        for (id, call) in &mut self.calls {
-            call.sent = None;
-            match call.caller {
-                Some(Caller::Internal(_)) => internal.push(*id),
-                _ if matches!(call.kind, Kind::Stop(_)) => stops.push(*id),
-                _ => {}
-            }
-        }
-        for stop in stops {
-            self.fall_back(stop);
-        }
-        for call in internal {
-            self.finish(call, call::status(code::UNAVAILABLE, "peerpod-node is away"));
-        }
-    }
-
-    /// The node answered on `stream` with this response envelope.
-    pub(crate) fn answer(&mut self, stream: u32, body: Bytes, now: Instant) {
-        self.last_heard = now;
-        if let Some((reading, covers)) = self.reading
-            && reading == stream
-        {
-            self.inbox_read(covers, &body, now);
-            return;
-        }
-        let Some(id) = self.sent.remove(&stream) else { return };
-        let Some(call) = self.calls.get_mut(&id) else { return };
-        call.sent = None;
-        let sandbox = call.kind.id().cloned();
-        self.finish(id, body);
-        if let Some(sandbox) = sandbox {
-            self.advance(&sandbox, now);
-        }
-    }
-
-    fn inbox_read(&mut self, covers: u64, body: &[u8], now: Instant) {
-        self.reading = None;
-        self.timers.retain(|(_, timer)| !matches!(timer, Timer::Hang));
-        let ok = peerpod_proto::ttrpc_frame::Response::parse_from_bytes(body)
-            .is_ok_and(|response| response.status.code == 0);
-        if !ok {
-            self.outputs.push_back(Output::Reconnect("the node could not read the inbox"));
-            return;
-        }
-        self.unread.retain(|_, writing| *writing > covers);
-        self.node = Node::Ready;
-        if !self.unread.is_empty() {
-            self.read_inbox(now);
-        }
-        let waiting: Vec<CallId> =
-            self.calls.iter().filter(|(_, call)| call.sent.is_none()).map(|(id, _)| *id).collect();
         for call in waiting {
             self.send_if_due(call, now);
         }
@@ -568,20 +404,9 @@ impl Queue {
             self.advance(&sandbox, now);
         }
     }
-
-    /// A node that owes answers and says nothing is asked for something quick.
-    fn probe(&mut self, now: Instant) {
-        if self.node != Node::Ready || self.sent.is_empty() {
-            self.probing = false;
-            return;
-        }
-        let silent_until = self.last_heard + self.limits.probe_after;
-        if silent_until <= now {
-            self.read_inbox(now);
-        }
-        self.timers.insert((silent_until.max(now + self.limits.probe_after), Timer::Probe));
-    }
 }
 
+mod node;
+mod stop;
 #[cfg(test)]
 mod tests;

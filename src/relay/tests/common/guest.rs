@@ -1,1 +1,176 @@
-//! guests
+//! A guest: dials the relay with TLS, runs the link's other end, and has an agent behind it that answers by rules.
+
+use std::{
+    io,
+    net::SocketAddr,
+    sync::{
+        Arc, Mutex, OnceLock,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use bytes::{Bytes, BytesMut};
+use futures_util::future::BoxFuture;
+use peerpod_link::{
+    endpoint::{Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role},
+    frame::{self, Header},
+    tls,
+};
+use peerpod_proto::{
+    guest::{Reply, Request, Status},
+    ttrpc_frame,
+};
+use protobuf::Message;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpStream, UnixStream},
+};
+use tokio_rustls::{TlsConnector, client::TlsStream};
+
+use super::{Identity, soon};
+
+/// Connects with TLS, with or without a certificate.
+pub async fn dial(
+    to: SocketAddr,
+    ca: [u8; 32],
+    identity: Option<&Identity>,
+) -> io::Result<TlsStream<TcpStream>> {
+    let identity = identity.map(|(chain, key)| (chain.clone(), key.clone_key()));
+    let config = tls::client_config(&[ca], identity).map_err(io::Error::other)?;
+    let tcp = TcpStream::connect(to).await?;
+    TlsConnector::from(config).connect(tls::server_name(), tcp).await
+}
+
+/// What the guest saw.
+#[derive(Default)]
+pub struct Seen {
+    pub up: AtomicUsize,
+    pub dials: AtomicUsize,
+    /// Calls the agent got, like `grpc.AgentService/WaitProcess`.
+    pub calls: Mutex<Vec<String>>,
+    pub handle: OnceLock<EndpointHandle>,
+}
+
+pub struct Guest {
+    pub seen: Arc<Seen>,
+    pub handle: EndpointHandle,
+    to: SocketAddr,
+    ca: [u8; 32],
+}
+
+struct Ours(Arc<Seen>);
+
+struct Transparent;
+
+impl Filter for Transparent {
+    fn from_local(&mut self, input: &[u8], peer: &mut BytesMut, _: &mut BytesMut) {
+        peer.extend_from_slice(input);
+    }
+    fn from_peer(&mut self, input: &[u8], _: &mut BytesMut, local: &mut BytesMut) {
+        local.extend_from_slice(input);
+    }
+    fn stream_lost(&mut self, _: &mut BytesMut) -> bool {
+        false
+    }
+}
+
+impl Handler for Ours {
+    fn filter(&mut self) -> Box<dyn Filter> {
+        Box::new(Transparent)
+    }
+    fn dial(&mut self) -> BoxFuture<'static, io::Result<UnixStream>> {
+        self.0.dials.fetch_add(1, Ordering::Relaxed);
+        let seen = self.0.clone();
+        Box::pin(async move {
+            let (ours, agents) = UnixStream::pair()?;
+            tokio::spawn(agent(agents, seen));
+            Ok(ours)
+        })
+    }
+    fn on_control(&mut self, message: Bytes) {
+        let request = Request::parse_from_bytes(&message).unwrap();
+        if request.has_flush() {
+            return; // Never answered.
+        }
+        let status = Status { stage: "running".into(), ready: true, ..Default::default() };
+        let reply = Reply { id: request.id, status: Some(status).into(), ..Default::default() };
+        self.0.handle.get().unwrap().control(reply.write_to_bytes().unwrap().into()).unwrap();
+    }
+    fn on_link(&mut self, event: LinkEvent) {
+        if matches!(event, LinkEvent::Up { .. }) {
+            self.0.up.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+    fn on_connections(&mut self, _: usize) {}
+}
+
+impl Guest {
+    /// A guest program, connected.
+    pub async fn start(to: SocketAddr, ca: [u8; 32], identity: &Identity) -> Guest {
+        let seen = Arc::new(Seen::default());
+        let (endpoint, handle) = Endpoint::new(Role::Guest, Ours(seen.clone()), Limits::default());
+        assert!(seen.handle.set(handle.clone()).is_ok());
+        tokio::spawn(endpoint.run());
+        let guest = Guest { seen, handle, to, ca };
+        guest.connect(identity).await;
+        guest
+    }
+
+    /// Dials (again) until the link is up once more.
+    pub async fn connect(&self, identity: &Identity) {
+        let before = self.seen.up.load(Ordering::Relaxed);
+        soon("the link", async {
+            loop {
+                if let Ok(stream) = dial(self.to, self.ca, Some(identity)).await {
+                    self.handle.attach(stream.into());
+                    for _ in 0..200 {
+                        if self.seen.up.load(Ordering::Relaxed) > before {
+                            return;
+                        }
+                        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+                    }
+                }
+                tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+            }
+        })
+        .await;
+    }
+
+    pub fn calls(&self) -> Vec<String> {
+        self.seen.calls.lock().unwrap().clone()
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.handle.close();
+    }
+}
+
+/// Echoes the payload of `Check` and `WriteStdin`, answers `Big` with as many bytes as asked for, nothing else.
+async fn agent(mut stream: UnixStream, seen: Arc<Seen>) {
+    loop {
+        let mut header = [0; frame::HEADER_LEN];
+        if stream.read_exact(&mut header).await.is_err() {
+            return;
+        }
+        let header = Header::decode(&header);
+        let mut body = vec![0; header.length as usize];
+        stream.read_exact(&mut body).await.unwrap();
+        let request = ttrpc_frame::Request::parse_from_bytes(&body).unwrap();
+        seen.calls.lock().unwrap().push(format!("{}/{}", request.service, request.method));
+        let payload = match request.method.as_str() {
+            "Check" | "WriteStdin" => request.payload,
+            "Big" => {
+                let size = u32::from_be_bytes(request.payload.try_into().unwrap());
+                (0..size).map(|n| n as u8).collect()
+            }
+            _ => continue,
+        };
+        let response = ttrpc_frame::Response { payload, ..Default::default() }.write_to_bytes().unwrap();
+        let answer =
+            Header { length: response.len() as u32, stream: header.stream, kind: frame::RESPONSE, flags: 0 };
+        stream.write_all(&answer.encode()).await.unwrap();
+        stream.write_all(&response).await.unwrap();
+    }
+}

@@ -28,7 +28,8 @@ use peerpod_relay::{
 };
 use protobuf::Message;
 use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose,
 };
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use tokio::{
@@ -195,7 +196,8 @@ impl World {
             let mut request = WatchRequest::new();
             loop {
                 let answer = client.watch(Default::default(), &request).await.unwrap();
-                if let Some(state) = answer.changed.into_iter().find(|state| state.id == id && wanted(state)) {
+                if let Some(state) = answer.changed.into_iter().find(|state| state.id == id && wanted(state))
+                {
                     return state;
                 }
                 (request.epoch, request.since) = (answer.epoch, answer.version);
@@ -273,7 +275,8 @@ impl Raw {
 
     pub async fn create(&mut self, id: &str) -> u32 {
         let request = CreateVMRequest { id: id.into(), ..Default::default() };
-        self.send("hypervisor.Hypervisor", "CreateVM", request.write_to_bytes().unwrap(), Duration::ZERO).await
+        self.send("hypervisor.Hypervisor", "CreateVM", request.write_to_bytes().unwrap(), Duration::ZERO)
+            .await
     }
 
     pub async fn start(&mut self, id: &str) -> u32 {

@@ -141,7 +141,10 @@ fn take(path: &Path, memory: &Memory) -> bool {
     let name = path.file_name().unwrap().to_str().unwrap();
     let Some(id) = name.strip_suffix(".json") else { return false };
     let text = std::fs::read_to_string(path).unwrap();
-    assert!(text.starts_with(&format!("{{\"version\":1,\"op\":\"stop\",\"id\":\"{id}\",\"at_ms\":")), "{text}");
+    assert!(
+        text.starts_with(&format!("{{\"version\":1,\"op\":\"stop\",\"id\":\"{id}\",\"at_ms\":")),
+        "{text}"
+    );
     memory.calls.lock().unwrap().push(format!("inbox {id}"));
     std::fs::remove_file(path).unwrap();
     true
