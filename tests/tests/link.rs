@@ -18,8 +18,8 @@ use ttrpc::Code;
 /// Daemons whose guests come through a proxy.
 async fn with_proxy(world: &World) -> (Daemons, Arc<Proxy>) {
     let relay: SocketAddr = "127.0.0.1:15151".parse().unwrap();
-    let proxy = Arc::new(Proxy::start(world.node(), 15_152, relay).unwrap());
-    let settings = Settings::none().set("node.relay-addresses", vec!["10.99.0.1:15152"]);
+    let proxy = Arc::new(Proxy::start(world.node(), 25_151, relay).unwrap());
+    let settings = Settings::none().set("node.relay-addresses", vec!["10.99.0.1:25151"]);
     (Daemons::start(world, settings).await.unwrap(), proxy)
 }
 

@@ -1,0 +1,454 @@
+//! What a wrong or hostile caller can do to a node: nothing but hear why not.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use peerpod_client::{AgentClient, Annotations, Error, ShimClient, exec_request};
+use peerpod_proto::{
+    agent::{ReadStreamRequest, WaitProcessRequest},
+    ttrpc_frame,
+};
+use peerpod_tests::{CONTAINER, Dice, PATIENCE, Sandbox, fresh_id, nothing_beyond, resident, stop_in_time};
+use peerpod_world::{Daemons, Settings, Sight, World, binary, eventually};
+use protobuf::Message;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::UnixStream,
+};
+use ttrpc::Code;
+
+/// A whole ttrpc frame, or one that lies about its length.
+fn frame(announced: usize, stream: u32, kind: u8, payload: &[u8]) -> Vec<u8> {
+    let mut frame = u32::try_from(announced).unwrap().to_be_bytes().to_vec();
+    frame.extend(stream.to_be_bytes());
+    frame.extend([kind, 0]);
+    frame.extend(payload);
+    frame
+}
+
+/// A request frame as a shim would write it.
+fn request(stream: u32, service: &str, method: &str, message: &impl Message) -> Vec<u8> {
+    let mut request = ttrpc_frame::Request::new();
+    request.service = service.into();
+    request.method = method.into();
+    request.payload = message.write_to_bytes().unwrap();
+    let payload = request.write_to_bytes().unwrap();
+    frame(payload.len(), stream, 1, &payload)
+}
+
+/// Reads one frame: stream id, and the response in it.
+async fn response(stream: &mut UnixStream) -> std::io::Result<(u32, ttrpc_frame::Response)> {
+    let mut header = [0; 10];
+    stream.read_exact(&mut header).await?;
+    let length = u32::from_be_bytes(header[..4].try_into().unwrap());
+    let mut payload = vec![0; length as usize];
+    stream.read_exact(&mut payload).await?;
+    let id = u32::from_be_bytes(header[4..8].try_into().unwrap());
+    Ok((id, ttrpc_frame::Response::parse_from_bytes(&payload).unwrap()))
+}
+
+async fn create(shim: &ShimClient, id: &str, netns: &Path) -> Result<PathBuf, Error> {
+    shim.create_vm(id, Annotations::new("default", "pod"), netns).await
+}
+
+#[tokio::test]
+async fn an_id_that_is_no_id_is_refused_before_anything_is_made() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let pod = world.pod().unwrap();
+    let netns = pod.namespace().path();
+    let before = Sight::of(&world, &[pod.namespace()], &daemons).unwrap();
+    let shim = daemons.shim().await.unwrap();
+    let long = "x".repeat(129);
+    let huge = "x".repeat(100_000);
+    for id in
+        ["", ".", "..", "../escape", "a/b", "/abs", "a b", "-a", ".hidden", "a\0b", "a\nb", "ü", &long, &huge]
+    {
+        let shown = &id[..id.len().min(20)];
+        let error = create(&shim, id, &netns).await.expect_err(shown);
+        assert_eq!(error.code(), Some(Code::INVALID_ARGUMENT), "{shown:?}: {error}");
+        assert!(error.answer().len() < 1000, "{shown:?}: the answer does not repeat it all");
+        assert!(shim.start_vm(id).await.is_err(), "{shown:?}");
+        // Refused or ignored, but answered at once and without a trace.
+        let began = Instant::now();
+        drop(shim.stop_vm(id).await);
+        assert!(began.elapsed() < Duration::from_millis(900), "{shown:?}");
+    }
+    // Fits the rule, but no socket could have its path.
+    let unfit = "x".repeat(128);
+    assert_eq!(create(&shim, &unfit, &netns).await.unwrap_err().code(), Some(Code::INVALID_ARGUMENT));
+    nothing_beyond(&world, &[pod.namespace()], &daemons, &before, &before).await.unwrap();
+    assert_eq!(daemons.ledger().unwrap().iter().filter(|entry| !entry.is_tombstone()).count(), 0);
+}
+
+#[tokio::test]
+async fn a_pod_without_a_name_and_numbers_that_are_none_are_named() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let pod = world.pod().unwrap();
+    let shim = daemons.shim().await.unwrap();
+    const NAME: &str = "io.kubernetes.cri.sandbox-name";
+    const VCPUS: &str = "io.katacontainers.config.hypervisor.default_vcpus";
+    let fine = || Annotations::new("default", "pod");
+    for (annotations, named) in [
+        (fine().raw(NAME, Some("")), NAME),
+        (fine().raw(NAME, None), NAME),
+        (fine().raw(VCPUS, Some("many")), VCPUS),
+        (fine().raw(VCPUS, Some("-1")), VCPUS),
+        (fine().raw("io.katacontainers.config.hypervisor.default_memory", Some("1e99")), "default_memory"),
+    ] {
+        let answer = shim.create_vm(&fresh_id("bad"), annotations, &pod.namespace().path()).await;
+        let error = answer.unwrap_err();
+        assert_eq!(error.code(), Some(Code::INVALID_ARGUMENT), "{error}");
+        assert!(error.answer().contains(named), "{error} names {named}");
+    }
+    assert!(daemons.ledger().unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn a_network_namespace_that_is_none_is_refused() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let shim = daemons.shim().await.unwrap();
+    let fifo = world.folder().join("fifo");
+    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let relative = PathBuf::from("relative/path");
+    for path in [
+        Path::new(""),
+        Path::new("/nonexistent"),
+        Path::new("/etc/passwd"),
+        Path::new("/etc"),
+        Path::new("/proc/self/ns/uts"),
+        &fifo,
+        &relative,
+    ] {
+        let began = Instant::now();
+        let id = fresh_id("netns");
+        // Refused at once, or at StartVM, which then answers at once.
+        let outcome = match create(&shim, &id, path).await {
+            Ok(_) => shim.start_vm(&id).await,
+            Err(error) => Err(error),
+        };
+        let error = outcome.expect_err(&path.display().to_string());
+        assert!(error.answer().contains("namespace"), "{}: {error}", path.display());
+        assert!(began.elapsed() < Duration::from_secs(5), "{}: {:?}", path.display(), began.elapsed());
+    }
+    eventually("nothing lives", PATIENCE, async || {
+        daemons.ledger().ok()?.iter().all(|entry| entry.is_tombstone()).then_some(())
+    })
+    .await
+    .unwrap();
+}
+
+#[tokio::test]
+async fn a_network_namespace_that_vanishes_between_the_calls_ends_the_start() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let before = Sight::of(&world, &[], &daemons).unwrap();
+    let pod = world.pod().unwrap();
+    let shim = daemons.shim().await.unwrap();
+    let id = fresh_id("vanishing");
+    create(&shim, &id, &pod.namespace().path()).await.unwrap();
+    drop(pod);
+    let error = tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap_err();
+    assert!(error.answer().contains("namespace"), "{error}");
+    stop_in_time(&shim, &id).await.unwrap();
+    daemons.gone(&id, PATIENCE).await.unwrap();
+    nothing_beyond(&world, &[], &daemons, &before, &before).await.unwrap();
+}
+
+#[tokio::test]
+async fn two_sandboxes_cannot_have_one_network_namespace() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let first = Sandbox::start(&world, &daemons, "first").await.unwrap();
+    let second = fresh_id("second");
+    let netns = first.pod.namespace().path();
+    let error = create(&first.shim, &second, &netns).await.unwrap_err();
+    assert!(error.answer().contains(&first.id), "{error} names the other");
+    first.lives().await.unwrap();
+    stop_in_time(&first.shim, &first.id).await.unwrap();
+    daemons.gone(&first.id, PATIENCE).await.unwrap();
+    // Free again.
+    create(&first.shim, &second, &netns).await.unwrap();
+    first.shim.start_vm(&second).await.unwrap();
+    stop_in_time(&first.shim, &second).await.unwrap();
+    daemons.gone(&second, PATIENCE).await.unwrap();
+}
+
+/// Everything wrong that can be written to a ttrpc socket.
+fn garbage(dice: &mut Dice) -> Vec<Vec<u8>> {
+    let noise: Vec<u8> = (0..4096).map(|_| dice.roll(256) as u8).collect();
+    vec![
+        noise.clone(),
+        b"GET / HTTP/1.1\r\n\r\n".to_vec(),
+        frame(0, 1, 1, &[]),                    // an empty request
+        frame(noise.len(), 1, 1, &noise),       // a request that is none
+        frame(noise.len(), 0, 1, &noise),       // stream 0
+        frame(noise.len(), 2, 2, &noise),       // an answer that nobody waits for
+        frame(noise.len(), 3, 3, &noise),       // data of no stream
+        frame(noise.len(), 5, 99, &noise),      // a kind that is none
+        frame(u32::MAX as usize, 1, 1, &noise), // 4 GiB announced
+        frame(4 << 20, 1, 1, &noise),           // 4 MiB announced, half sent
+        frame(1000, 1, 1, &noise[..10]),        // the beginning of a frame
+        vec![0; 3],                             // the beginning of a header
+    ]
+}
+
+#[tokio::test]
+async fn garbage_on_either_socket_hurts_only_its_sender() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "garbage").await.unwrap();
+    let relay = daemons.relay_pid();
+    let mut dice = Dice(3);
+    for socket in [daemons.hypervisor_socket(), sandbox.socket.clone()] {
+        for bytes in garbage(&mut dice) {
+            for hold in [false, true] {
+                let mut stream = UnixStream::connect(&socket).await.unwrap();
+                // The other side may close in the middle; that is its right.
+                drop(stream.write_all(&bytes).await);
+                if hold {
+                    // Whatever it answers, it does not wait for ever in a way that others feel.
+                    let mut answer = [0; 256];
+                    drop(tokio::time::timeout(Duration::from_millis(50), stream.read(&mut answer)).await);
+                }
+            }
+        }
+    }
+    assert_eq!(daemons.relay_pid(), relay);
+    sandbox.shim.version().await.unwrap();
+    sandbox.agent.check().await.unwrap();
+    sandbox.lives().await.unwrap();
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test]
+async fn an_oversize_frame_is_answered_and_the_connection_goes_on() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "oversize").await.unwrap();
+    for (socket, service, method) in [
+        (daemons.hypervisor_socket(), "hypervisor.Hypervisor", "Version"),
+        (sandbox.socket.clone(), "grpc.Health", "Check"),
+    ] {
+        let mut stream = UnixStream::connect(&socket).await.unwrap();
+        let size = (4 << 20) + 1;
+        stream.write_all(&frame(size, 7, 1, &[])).await.unwrap();
+        let body = vec![7; 1 << 20];
+        for _ in 0..4 {
+            stream.write_all(&body).await.unwrap();
+        }
+        stream.write_all(&[7]).await.unwrap();
+        let (id, answer) = tokio::time::timeout(PATIENCE, response(&mut stream)).await.unwrap().unwrap();
+        assert_eq!((id, answer.status.code), (7, 3), "{answer}");
+        let expected = format!("message length {size} exceed maximum message size of 4194304");
+        assert!(answer.status.message.contains(&expected), "{answer}");
+        stream.write_all(&request(9, service, method, &peerpod_proto::agent::Empty::new())).await.unwrap();
+        let (id, answer) = tokio::time::timeout(PATIENCE, response(&mut stream)).await.unwrap().unwrap();
+        assert_eq!((id, answer.status.code), (9, 0), "{answer}");
+    }
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn five_hundred_announcements_cost_no_memory() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "announce").await.unwrap();
+    let relay = daemons.relay_pid().unwrap();
+    let idle = resident(relay).unwrap();
+    for socket in [daemons.hypervisor_socket(), sandbox.socket.clone()] {
+        let mut streams = Vec::new();
+        for _ in 0..500 {
+            let mut stream = UnixStream::connect(&socket).await.unwrap();
+            stream.write_all(&frame(4 << 20, 1, 1, &[])).await.unwrap();
+            streams.push(stream);
+        }
+        sandbox.agent.check().await.unwrap();
+        eventually("memory is within twice the idle", Duration::from_secs(5), async || {
+            (resident(relay).ok()? < 2 * idle).then_some(())
+        })
+        .await
+        .unwrap_or_else(|error| panic!("{error}: {} of {idle}", resident(relay).unwrap()));
+    }
+    sandbox.lives().await.unwrap();
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn twenty_thousand_unanswered_calls_are_carried() {
+    const CALLS: u32 = 20_000;
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "unanswered").await.unwrap();
+    let mut wait = WaitProcessRequest::new();
+    wait.container_id = CONTAINER.into();
+    let mut stream = UnixStream::connect(&sandbox.socket).await.unwrap();
+    for call in 0..CALLS {
+        stream.write_all(&request(2 * call + 1, "grpc.AgentService", "WaitProcess", &wait)).await.unwrap();
+    }
+    let began = Instant::now();
+    sandbox.agent.check().await.unwrap();
+    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+    sandbox.lives().await.unwrap();
+    assert!(resident(daemons.relay_pid().unwrap()).unwrap() < 128 << 20);
+    // All of them are answered when there is an answer.
+    sandbox.agent.signal_process(CONTAINER, "", 9).await.unwrap();
+    for _ in 0..CALLS {
+        let (_, answer) = tokio::time::timeout(PATIENCE, response(&mut stream)).await.unwrap().unwrap();
+        assert_eq!(answer.status.code, 0, "{answer}");
+    }
+    drop(stream);
+    sandbox.agent.check().await.unwrap();
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_flood_and_a_reader_that_never_reads_do_not_delay_a_health_check() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "flood").await.unwrap();
+    // A flood of output that somebody reads as fast as he can…
+    let flood = exec_request(CONTAINER, "flood", &["yes", "a line of the flood of output"]);
+    sandbox.agent.exec_process(&flood).await.unwrap();
+    let reader = tokio::spawn({
+        let agent = AgentClient::connect(&sandbox.socket).await.unwrap();
+        async move { while agent.read_stdout(CONTAINER, "flood", 65_536).await.is_ok() {} }
+    });
+    // … and one whose answers nobody ever reads.
+    let stuck = exec_request(CONTAINER, "stuck", &["yes", "a line that nobody reads"]);
+    sandbox.agent.exec_process(&stuck).await.unwrap();
+    let mut never = UnixStream::connect(&sandbox.socket).await.unwrap();
+    let mut read = ReadStreamRequest::new();
+    (read.container_id, read.exec_id, read.len) = (CONTAINER.into(), "stuck".into(), 1 << 20);
+    for call in 0..64 {
+        never.write_all(&request(2 * call + 1, "grpc.AgentService", "ReadStdout", &read)).await.unwrap();
+    }
+    let mut times = Vec::new();
+    for _ in 0..300 {
+        let began = Instant::now();
+        sandbox.agent.check().await.unwrap();
+        times.push(began.elapsed());
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    times.sort_unstable();
+    let p99 = times[times.len() * 99 / 100];
+    assert!(
+        p99 < Duration::from_millis(50),
+        "p50 {:?}, p99 {p99:?}, worst {:?}",
+        times[times.len() / 2],
+        times[299]
+    );
+    reader.abort();
+    drop(never);
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+#[test]
+fn all_five_mistakes_of_a_configuration_are_told() {
+    let folder = std::env::temp_dir().join(format!("peerpod-mistakes-{}", std::process::id()));
+    fs::create_dir_all(&folder).unwrap();
+    let config = folder.join("peerpod.yaml");
+    fs::write(
+        &config,
+        "paths:\n  run-dir: relative\nlog:\n  level: loud\nnode:\n  ticket-ttl: 5\n  no-such-key: 1\ntunnel:\n  port: 70000\nprovider:\n  kind: local\n",
+    )
+    .unwrap();
+    let output = Command::new(binary("peerpod-node").unwrap()).arg("--config").arg(&config).output().unwrap();
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "{told}");
+    for key in ["paths.run-dir", "log.level", "node.ticket-ttl", "node.no-such-key", "tunnel.port"] {
+        assert!(told.contains(key), "{key} is named:\n{told}");
+    }
+    fs::remove_dir_all(&folder).unwrap();
+}
+
+#[tokio::test]
+async fn without_room_for_the_intent_nothing_is_begun() {
+    let world = World::new().unwrap();
+    let state = world.folder().join("state");
+    fs::create_dir_all(&state).unwrap();
+    let mount = |arguments: &[&str]| {
+        let done = Command::new("mount").args(arguments).arg(&state).status().unwrap();
+        assert!(done.success(), "{arguments:?}");
+    };
+    mount(&["-t", "tmpfs", "-o", "size=2m,mode=0700", "none"]);
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let pod = world.pod().unwrap();
+    let shim = daemons.shim().await.unwrap();
+    let before = Sight::of(&world, &[pod.namespace()], &daemons).unwrap();
+
+    // Full to the last byte.
+    let filler = state.join("filler");
+    let mut size = 2 << 20;
+    while size > 0 {
+        let mut bytes = fs::read(&filler).unwrap_or_default();
+        bytes.resize(bytes.len() + size, 0);
+        if fs::write(&filler, &bytes).is_err() {
+            bytes.truncate(bytes.len() - size);
+            drop(fs::write(&filler, &bytes));
+            size /= 2;
+        }
+    }
+    let error = create(&shim, &fresh_id("full"), &pod.namespace().path()).await.unwrap_err();
+    assert!(error.answer().contains("space"), "{error}");
+    fs::remove_file(&filler).unwrap();
+
+    mount(&["-o", "remount,ro"]);
+    let error = create(&shim, &fresh_id("read-only"), &pod.namespace().path()).await.unwrap_err();
+    assert!(error.answer().to_lowercase().contains("read-only"), "{error}");
+    nothing_beyond(&world, &[pod.namespace()], &daemons, &before, &before).await.unwrap();
+
+    // And when there is room again, it works again.
+    mount(&["-o", "remount,rw"]);
+    let sandbox = Sandbox::start(&world, &daemons, "room").await.unwrap();
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_broken_or_newer_record_is_set_aside_and_the_others_run() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let kept = Sandbox::start(&world, &daemons, "kept").await.unwrap();
+    let broken = Sandbox::start(&world, &daemons, "broken").await.unwrap();
+    daemons.kill_node().unwrap();
+    let (log, state) = (daemons.log("node"), daemons.state_dir());
+    let file = |id: &str| state.join(format!("sandboxes/{id}.json"));
+    let whole = fs::read(file(&broken.id)).unwrap();
+    fs::write(file(&broken.id), &whole[..whole.len() / 2]).unwrap();
+    let newer = String::from_utf8(whole.clone()).unwrap().replacen("\"version\":1", "\"version\":99", 1);
+    let newer = newer.replacen("\"version\": 1", "\"version\": 99", 1).replace(&broken.id, "newer-1");
+    fs::write(file("newer-1"), newer).unwrap();
+    fs::write(file("empty-1"), "").unwrap();
+    daemons.start_node().unwrap();
+    daemons.ready().await.unwrap();
+    kept.lives().await.unwrap();
+    let quarantined = || {
+        let listing = fs::read_dir(state.join("quarantine")).unwrap().flatten();
+        listing.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect::<Vec<_>>()
+    };
+    eventually("three records are in quarantine", PATIENCE, async || {
+        (quarantined().len() >= 3).then_some(())
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}: {:?}", quarantined()));
+    let log = fs::read_to_string(&log).unwrap();
+    for id in [&broken.id, "newer-1", "empty-1"] {
+        assert!(log.contains(id), "{id} is reported");
+    }
+    // Nothing was lost with it: put back whole, it is picked up.
+    daemons.kill_node().unwrap();
+    fs::write(file(&broken.id), &whole).unwrap();
+    daemons.start_node().unwrap();
+    daemons.ready().await.unwrap();
+    broken.lives().await.unwrap();
+    broken.stop(&daemons).await.unwrap();
+    kept.stop(&daemons).await.unwrap();
+}
