@@ -1,1 +1,68 @@
-//! The room `ledger`.
+//! What is intended for each sandbox, on disk before it is done.
+//!
+//! One versioned JSON file per sandbox below `<state-dir>/sandboxes`, written whole: temporary file, fsync, rename,
+//! fsync of the folder. Files 0600 in a folder 0700, because a record holds a ticket. A file that cannot be understood
+//! (torn, or from a newer version) is moved to `quarantine/` and reported; the other sandboxes run.
+//!
+//! Touches nothing but the state directory. All calls block; the caller keeps them off the async threads.
+
+mod disk;
+mod inbox;
+mod record;
+
+use std::{io, path::PathBuf};
+
+pub use disk::{Ledger, Loaded, Quarantined};
+pub use inbox::{Inbox, Note};
+pub use record::{Binding, MAX_FILE, NetnsRef, Network, Record, Stage, VERSION};
+
+/// Why the ledger could not do what it was asked. The text names the file; it reaches the user of the call.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The state directory cannot be used at all.
+    #[error("cannot use the state directory {}: {source}; it must be writable for root and survive reboots", path.display())]
+    Directory {
+        /// The directory.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// A record could not be made durable. Nothing was done that depends on it.
+    #[error("cannot write {}: {source}; {}", path.display(), remedy(source))]
+    Write {
+        /// The record's file.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// A record could not be removed.
+    #[error("cannot remove {}: {source}", path.display())]
+    Remove {
+        /// The record's file.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+impl Error {
+    /// Whether the disk (or its quota) is full.
+    pub fn is_full(&self) -> bool {
+        let (Error::Directory { source, .. } | Error::Write { source, .. } | Error::Remove { source, .. }) =
+            self;
+        matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+    }
+}
+
+fn remedy(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            "free space on the state directory's disk"
+        }
+        io::ErrorKind::ReadOnlyFilesystem => "the state directory must be writable",
+        _ => "nothing was begun",
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,1 +1,171 @@
-//! The room `metrics`.
+//! The node's own numbers. Names begin with `peerpod_node_` once registered under that prefix.
+
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use prometheus_client::{
+    encoding::EncodeLabelSet,
+    metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
+    registry::Registry,
+};
+
+use crate::sandbox::phase::Phase;
+
+/// More stages than any guest of ours has.
+const MAX_GUEST_STAGES: usize = 32;
+
+/// Labels of one dimension.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct ByPhase {
+    /// [`Phase::name`].
+    pub phase: String,
+}
+
+/// Labels by stage of a life.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct ByStage {
+    /// The stage's name, as in the closing line.
+    pub stage: String,
+}
+
+/// Labels by reason.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct ByReason {
+    /// One word.
+    pub reason: String,
+}
+
+type Histograms = Family<ByStage, Histogram, fn() -> Histogram>;
+
+/// Cheap to clone; all clones count together.
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    phases: Family<ByPhase, Gauge>,
+    stages: Histograms,
+    guest_stages: Histograms,
+    guest_stage_names: Arc<Mutex<BTreeSet<String>>>,
+    stops: Family<ByReason, Counter>,
+    failures: Family<ByStage, Counter>,
+    claims_refused: Family<ByReason, Counter>,
+    /// Guests that got their certificate.
+    pub claims_granted: Counter,
+    /// Files that could not be understood and were set aside.
+    pub quarantined: Counter,
+    recoveries: Family<ByPhase, Counter>,
+    /// VMs of ours that no record claimed and that were deleted.
+    pub orphans: Counter,
+    /// Writes of the ledger that failed.
+    pub ledger_errors: Counter,
+    /// Relay processes met.
+    pub relay_epochs: Counter,
+    /// Tasks that ended by a panic. Anything but 0 is a bug.
+    pub panics: Counter,
+}
+
+fn seconds() -> Histogram {
+    // From a local namespace (ms) to a slow cloud (minutes).
+    Histogram::new([
+        0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0,
+        160.0, 320.0, 640.0,
+    ])
+}
+
+impl Default for Metrics {
+    fn default() -> Metrics {
+        Metrics {
+            phases: Family::default(),
+            stages: Family::new_with_constructor(seconds),
+            guest_stages: Family::new_with_constructor(seconds),
+            guest_stage_names: Arc::default(),
+            stops: Family::default(),
+            failures: Family::default(),
+            claims_refused: Family::default(),
+            claims_granted: Counter::default(),
+            quarantined: Counter::default(),
+            recoveries: Family::default(),
+            orphans: Counter::default(),
+            ledger_errors: Counter::default(),
+            relay_epochs: Counter::default(),
+            panics: Counter::default(),
+        }
+    }
+}
+
+impl Metrics {
+    /// Puts them into the registry.
+    pub fn register(&self, registry: &mut Registry) {
+        let node = registry.sub_registry_with_prefix("peerpod_node");
+        node.register("sandboxes", "Sandboxes by phase", self.phases.clone());
+        node.register("stage_seconds", "From CreateVM (or the stop) to each stage", self.stages.clone());
+        node.register("guest_stage_seconds", "What each stage took in the guest", self.guest_stages.clone());
+        node.register("stops", "Sandboxes stopped, by what stopped them", self.stops.clone());
+        node.register(
+            "failures",
+            "Sandboxes that could not be started, by the stage they failed in",
+            self.failures.clone(),
+        );
+        node.register("claims_refused", "Guests that got no certificate", self.claims_refused.clone());
+        node.register("claims_granted", "Guests that got their certificate", self.claims_granted.clone());
+        node.register("quarantined", "Ledger or inbox files set aside", self.quarantined.clone());
+        node.register("recoveries", "Sandboxes picked up from the ledger, by phase", self.recoveries.clone());
+        node.register("orphans", "VMs without a record that were deleted", self.orphans.clone());
+        node.register("ledger_errors", "Ledger writes that failed", self.ledger_errors.clone());
+        node.register("relay_epochs", "Relay processes met", self.relay_epochs.clone());
+        node.register("panics", "Tasks that panicked", self.panics.clone());
+        for phase in Phase::NAMES {
+            self.phases.get_or_create(&ByPhase { phase: phase.into() });
+        }
+    }
+
+    /// A sandbox went from one phase to another; `None` is outside of this process.
+    pub fn moved(&self, from: Option<&Phase>, to: Option<&Phase>) {
+        let by = |phase: &Phase| ByPhase { phase: phase.name().into() };
+        if let Some(from) = from {
+            self.phases.get_or_create(&by(from)).dec();
+        }
+        if let Some(to) = to {
+            self.phases.get_or_create(&by(to)).inc();
+        }
+    }
+
+    /// A stage was reached, `ms` after what it is counted from.
+    pub fn stage(&self, stage: &str, ms: u64) {
+        self.stages.get_or_create(&ByStage { stage: stage.into() }).observe(ms as f64 / 1000.0);
+    }
+
+    /// A stage in the guest took this long.
+    pub fn guest_stage(&self, stage: &str, us: u64) {
+        // The name comes from a guest, which is not trusted with the number of our time series.
+        if self.guest_stage_is_known(stage) {
+            self.guest_stages.get_or_create(&ByStage { stage: stage.into() }).observe(us as f64 / 1e6);
+        }
+    }
+
+    fn guest_stage_is_known(&self, stage: &str) -> bool {
+        let mut names = self.guest_stage_names.lock().unwrap_or_else(PoisonError::into_inner);
+        names.contains(stage)
+            || (names.len() < MAX_GUEST_STAGES && stage.len() <= 32 && names.insert(stage.to_owned()))
+    }
+
+    /// A sandbox was stopped.
+    pub fn stopped(&self, reason: &str) {
+        self.stops.get_or_create(&ByReason { reason: reason.into() }).inc();
+    }
+
+    /// A sandbox could not be started.
+    pub fn failed(&self, stage: &str) {
+        self.failures.get_or_create(&ByStage { stage: stage.into() }).inc();
+    }
+
+    /// A claim was refused.
+    pub fn claim_refused(&self, reason: &str) {
+        self.claims_refused.get_or_create(&ByReason { reason: reason.into() }).inc();
+    }
+
+    /// A sandbox was picked up from the ledger.
+    pub fn recovered(&self, phase: &Phase) {
+        self.recoveries.get_or_create(&ByPhase { phase: phase.name().into() }).inc();
+    }
+}

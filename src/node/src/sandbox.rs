@@ -1,1 +1,105 @@
-//! The room `sandbox`.
+//! The heart: one task per sandbox that owns its state, a table that finds it, and the ledger's intent before every
+//! effect.
+//!
+//! * [`phase`]: where a sandbox may go; pure.
+//! * [`effects`]: the seam to everything that is not pure.
+//! * `task` (with `steps`, `outcomes`, `claims`, `clear`, `slots`): the owner of one sandbox.
+//! * `table` ([`Sandboxes`]): id → task; the door's calls end here.
+//! * [`recover`]: what a restarted node does before it answers anybody.
+//! * `reaper`: what nobody stops.
+//!
+//! Knows nothing of ttrpc, sockets or providers' names.
+
+use std::{path::PathBuf, time::Duration};
+
+pub mod effects;
+pub mod phase;
+pub mod recover;
+
+mod claims;
+mod clear;
+mod error;
+mod outcomes;
+mod reaper;
+mod slots;
+mod steps;
+mod table;
+mod task;
+mod view;
+
+pub use claims::{Claim, Secret};
+pub use error::{ClaimRefused, Error, Granted};
+pub use reaper::Reaper;
+pub use table::{Sandboxes, Wish};
+pub use task::Stop;
+pub use view::View;
+
+use crate::spec::SandboxId;
+
+/// What all sandboxes of this node have in common.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Part of every idempotency key; the same for the life of the cluster.
+    pub cluster_id: String,
+    /// This node, for VM labels.
+    pub node_name: String,
+    /// Where `<id>/agent.ttrpc` is, absolute.
+    pub pods_dir: PathBuf,
+    /// Where guests reach this node, in words.
+    pub guest_addresses: String,
+    /// How long from CreateVM (or a restart of ours) until the guest must be ready.
+    pub boot_timeout: Duration,
+    /// How long one StartVM may wait.
+    pub start_timeout: Duration,
+    /// How long the agent in the VM may take to listen.
+    pub agent_timeout: Duration,
+    /// How long the guest may take to flush.
+    pub flush_timeout: Duration,
+    /// How long a ticket is good for, from CreateVM.
+    pub ticket_ttl: Duration,
+    /// The guest powers off when the link was silent for so long.
+    pub lease: Duration,
+    /// How long a stopped id stays known.
+    pub tombstone_ttl: Duration,
+    /// When a sandbox that StartVM never came for is taken away.
+    pub never_started_grace: Duration,
+    /// How long a sandbox's network namespace must have been gone before it is taken away.
+    pub netns_gone_grace: Duration,
+    /// Live sandboxes at once.
+    pub max_sandboxes: usize,
+}
+
+/// `sun_path` holds this many bytes, the closing NUL among them.
+const SUN_PATH: usize = 108;
+
+impl Settings {
+    /// Where the relay serves the sandbox's agent.
+    pub fn agent_socket(&self, id: &SandboxId) -> PathBuf {
+        self.pods_dir.join(id.as_str()).join("agent.ttrpc")
+    }
+
+    /// The same as text for the shim, which makes an URL of it.
+    ///
+    /// # Errors
+    /// When it does not fit a socket address, or has a character that means something in an URL.
+    pub fn agent_socket_text(&self, id: &SandboxId) -> Result<String, Error> {
+        let path = self.agent_socket(id);
+        let text = path.to_string_lossy();
+        if text.len() >= SUN_PATH {
+            return Err(Error::Invalid(format!(
+                "agent socket {text}: {} bytes, and a socket's path has at most {}; shorten paths.run-dir",
+                text.len(),
+                SUN_PATH - 1
+            )));
+        }
+        if text.contains([':', '%', '?', '#']) {
+            return Err(Error::Invalid(format!(
+                "agent socket {text}: the shim cannot parse it; choose another paths.run-dir"
+            )));
+        }
+        Ok(text.into_owned())
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,111 @@
+//! What the relay had to answer for the node: one note per stopped sandbox in `<state-dir>/inbox`.
+//!
+//! The relay writes a note (`{"version":1,"op":"stop","id":…,"at_ms":…}`, temporary file and rename) when a StopVM
+//! cannot wait for us; we carry it out durably and only then remove it.
+
+use std::{
+    ffi::OsStr,
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use serde::Deserialize;
+
+use super::{
+    Error, Quarantined,
+    disk::{make_dir, read_bounded, set_aside, sync_dir},
+};
+use crate::spec::SandboxId;
+
+/// A note is a hundred bytes; anything much larger is not one.
+const MAX_NOTE: u64 = 64 << 10;
+
+/// The folder the relay writes to.
+#[derive(Clone, Debug)]
+pub struct Inbox {
+    dir: PathBuf,
+    quarantine: PathBuf,
+}
+
+/// A stop that was promised to a shim.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Note {
+    /// Whom to stop.
+    pub id: SandboxId,
+    /// When it was asked for, ms since 1970.
+    pub at_ms: u64,
+    /// The file, for [`Inbox::done`].
+    pub file: PathBuf,
+}
+
+#[derive(Deserialize)]
+struct Written {
+    version: u32,
+    op: String,
+    id: SandboxId,
+    #[serde(default)]
+    at_ms: u64,
+}
+
+impl Inbox {
+    /// Makes the folder (0700) if the relay has not.
+    ///
+    /// # Errors
+    /// When it cannot.
+    pub fn open(state_dir: &Path) -> Result<Inbox, Error> {
+        let inbox = Inbox { dir: state_dir.join("inbox"), quarantine: state_dir.join("quarantine") };
+        make_dir(&inbox.dir)?;
+        make_dir(&inbox.quarantine)?;
+        Ok(inbox)
+    }
+
+    /// All notes, oldest first, and what was no note (out of the way now).
+    ///
+    /// # Errors
+    /// When the folder cannot be read.
+    pub fn read(&self) -> Result<(Vec<Note>, Vec<Quarantined>), Error> {
+        let unreadable = |source| Error::Directory { path: self.dir.clone(), source };
+        let (mut notes, mut bad) = (Vec::new(), Vec::new());
+        for entry in fs::read_dir(&self.dir).map_err(unreadable)? {
+            let file = entry.map_err(unreadable)?.path();
+            let name = file.file_name().and_then(OsStr::to_str).unwrap_or_default();
+            // What does not end so is a note being written; it is renamed when it is whole.
+            let Some(stem) = name.strip_suffix(".json").filter(|stem| !stem.starts_with('.')) else {
+                continue;
+            };
+            let id = stem.parse::<SandboxId>().ok();
+            match read_note(&file) {
+                Ok(Written { id, at_ms, .. }) => notes.push(Note { id, at_ms, file }),
+                Err(why) => bad.push(set_aside(&self.quarantine, file, id, why)),
+            }
+        }
+        notes.sort_by_key(|note| note.at_ms);
+        Ok((notes, bad))
+    }
+
+    /// Removes a note that was carried out.
+    ///
+    /// # Errors
+    /// When it is still there; carrying it out again does no harm.
+    pub fn done(&self, note: &Note) -> Result<(), Error> {
+        let removed = match fs::remove_file(&note.file) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            other => other,
+        };
+        removed
+            .and_then(|()| sync_dir(&self.dir))
+            .map_err(|source| Error::Remove { path: note.file.clone(), source })
+    }
+}
+
+fn read_note(file: &Path) -> Result<Written, String> {
+    let bytes = read_bounded(file, MAX_NOTE).map_err(|error| error.to_string())?;
+    let note: Written = serde_json::from_slice(&bytes).map_err(|error| format!("not a note: {error}"))?;
+    if note.version != 1 {
+        return Err(format!("version {} of a note is unknown to this program", note.version));
+    }
+    if note.op != "stop" {
+        return Err(format!("{:?} is not something a note can ask for", note.op));
+    }
+    Ok(note)
+}

@@ -1,0 +1,97 @@
+//! The way out: flush → relay → VM → network, each tried again until it holds, none holding up the others.
+
+use std::{net::IpAddr, sync::Arc, time::Duration};
+
+use peerpod_proto::guest::{Flush, Request};
+use peerpod_provider_api::InstanceId;
+
+use super::effects::Effects;
+use crate::{
+    ledger::{NetnsRef, Network},
+    spec::SandboxId,
+};
+
+/// What is still to be taken away.
+#[derive(Clone, Debug)]
+pub(super) struct Left {
+    pub(super) id: SandboxId,
+    /// Ask the guest to unmount and sync first. Asked once: the VM goes in any case.
+    pub(super) flush: Option<Duration>,
+    pub(super) relay: bool,
+    pub(super) vm: Option<InstanceId>,
+    pub(super) network: Option<Undo>,
+}
+
+/// What [`Effects::disconnect`] is told.
+#[derive(Clone, Debug)]
+pub(super) struct Undo {
+    pub(super) netns: NetnsRef,
+    pub(super) network: Option<Network>,
+    pub(super) address: Option<IpAddr>,
+}
+
+/// How far one pass came.
+#[derive(Clone, Debug)]
+pub(super) struct Pass {
+    pub(super) left: Left,
+    /// Stages reached, in order, with the wall clock's ms.
+    pub(super) reached: Vec<(&'static str, u64)>,
+    /// What did not work, in words.
+    pub(super) errors: Vec<String>,
+}
+
+impl Left {
+    pub(super) fn is_nothing(&self) -> bool {
+        self.flush.is_none() && !self.relay && self.vm.is_none() && self.network.is_none()
+    }
+}
+
+/// Tries each step that is left, once.
+pub(super) async fn pass(fx: Arc<dyn Effects>, mut left: Left) -> Pass {
+    let (mut reached, mut errors) = (Vec::new(), Vec::new());
+    if let Some(timeout) = left.flush.take() {
+        let request = flush_request();
+        // The bound is ours too: a relay that does not answer must not keep a VM alive.
+        let flushed = tokio::time::timeout(timeout, fx.call(&left.id, request, timeout)).await;
+        match flushed {
+            Ok(Ok(reply)) if reply.error.is_empty() => reached.push(("flushed", fx.now_ms())),
+            Ok(Ok(reply)) => errors.push(format!("flush: the guest says: {}", reply.error)),
+            Ok(Err(error)) => errors.push(format!("flush: {error}")),
+            Err(_) => errors.push(format!("flush: no answer within {timeout:?}")),
+        }
+    }
+    if left.relay {
+        match fx.remove(&left.id).await {
+            Ok(()) => {
+                left.relay = false;
+                reached.push(("relay_removed", fx.now_ms()));
+            }
+            Err(error) => errors.push(format!("relay: {error}")),
+        }
+    }
+    if let Some(vm) = &left.vm {
+        match fx.delete(vm).await {
+            Ok(()) => {
+                left.vm = None;
+                reached.push(("vm_deleted", fx.now_ms()));
+            }
+            Err(error) => errors.push(format!("delete of VM {vm}: {error}")),
+        }
+    }
+    if let Some(Undo { netns, network, address }) = &left.network {
+        match fx.disconnect(netns, &left.id, network.as_ref(), *address).await {
+            Ok(()) => {
+                left.network = None;
+                reached.push(("network_undone", fx.now_ms()));
+            }
+            Err(error) => errors.push(format!("network: {error}")),
+        }
+    }
+    Pass { left, reached, errors }
+}
+
+fn flush_request() -> Request {
+    let mut request = Request::new();
+    request.set_flush(Flush::new());
+    request
+}

@@ -1,0 +1,164 @@
+//! The one seam between a sandbox and everything that is not pure: clock, disk, cloud, pod network, relay, trust.
+//!
+//! Tests put a world of their own behind it, stop time, and fail or kill at every call. The real one is
+//! [`crate::effects`]. No method retries: when and whether to try again is the task's decision.
+
+use std::{net::IpAddr, path::Path, time::Duration};
+
+use async_trait::async_trait;
+use peerpod_proto::{
+    guest::{NetworkPlan, Reply, Request},
+    relay::PutSandboxRequest,
+};
+use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned};
+use tokio::sync::watch;
+
+use crate::{
+    ledger::{self, NetnsRef, Network, Record},
+    spec::SandboxId,
+    trust::Ticket,
+};
+
+pub use peerpod_provider_api::{Error as CloudError, Retry};
+
+/// What went wrong with a pod's network, and whether trying again can help.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{text}")]
+pub struct NetworkError {
+    /// For people.
+    pub text: String,
+    /// Trying again cannot help: the namespace is gone, or holds something that cannot be carried.
+    pub permanent: bool,
+}
+
+/// What went wrong between us and the relay, or behind it.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{text}")]
+pub struct RelayError {
+    /// For people.
+    pub text: String,
+}
+
+/// A certificate for a guest.
+#[derive(Clone, Debug)]
+pub struct Certificate {
+    /// SHA-256 of the public key it is for.
+    pub key_sha256: [u8; 32],
+    /// SHA-256 of the leaf's DER.
+    pub certificate_sha256: [u8; 32],
+    /// DER, leaf first.
+    pub chain: Vec<Vec<u8>>,
+}
+
+/// What the relay last said of a sandbox's guest.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Guest {
+    /// Whether its link stands.
+    pub connected: bool,
+    /// Changes when the guest program or the relay is another one; empty before the first link.
+    pub session: String,
+    /// The guest's own words, the last ones heard (`peerpod.guest.v1.Status`).
+    pub status: Vec<u8>,
+}
+
+/// Everything a sandbox does to the world. Every method may be called again after a crash.
+#[async_trait]
+pub trait Effects: Send + Sync + 'static {
+    /// Milliseconds since 1970, for records. (Waits use tokio's clock, which tests stop.)
+    fn now_ms(&self) -> u64;
+
+    /// A fresh ticket that is good for `ttl`.
+    ///
+    /// # Errors
+    /// When the kernel gives no randomness.
+    fn ticket(&self, ttl: Duration) -> Result<Ticket, String>;
+
+    /// What the VM finds when it boots.
+    ///
+    /// # Errors
+    /// When it is not known where guests can reach this node.
+    fn user_data(&self, ticket: &Ticket) -> Result<String, String>;
+
+    /// Makes the record durable.
+    async fn save(&self, record: &Record) -> Result<(), ledger::Error>;
+
+    /// Removes the record.
+    async fn forget(&self, id: &SandboxId) -> Result<(), ledger::Error>;
+
+    /// Asks the cloud for the VM; the same key gets the same VM.
+    async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError>;
+
+    /// The VM that a create with this key made, if the cloud shows one.
+    async fn find(&self, key: &IdempotencyKey) -> Result<Option<InstanceId>, CloudError>;
+
+    /// Every VM that this node made and that has not vanished.
+    async fn owned(&self) -> Result<Vec<Owned>, CloudError>;
+
+    /// The VM's addresses, best first; waits until they are known.
+    async fn addresses(&self, vm: &InstanceId) -> Result<Vec<IpAddr>, CloudError>;
+
+    /// Deletes the VM; gone is fine.
+    async fn delete(&self, vm: &InstanceId) -> Result<(), CloudError>;
+
+    /// The end of what the VM wrote to its console, where the cloud tells.
+    async fn console(&self, vm: &InstanceId) -> Option<String>;
+
+    /// Opens the path and identifies the network namespace there.
+    async fn netns(&self, path: &Path) -> Result<NetnsRef, NetworkError>;
+
+    /// Whether the very namespace is still at its path.
+    fn netns_lives(&self, netns: &NetnsRef) -> bool;
+
+    /// Looks at the pod's network and reserves its tunnel; with a recorded reservation makes it so again.
+    async fn reserve(
+        &self,
+        netns: &NetnsRef,
+        id: &SandboxId,
+        v6: bool,
+        recorded: Option<&Network>,
+    ) -> Result<Network, NetworkError>;
+
+    /// Gives the tunnel its remote and redirects the pod's traffic into it.
+    async fn connect(
+        &self,
+        netns: &NetnsRef,
+        network: &Network,
+        vm: IpAddr,
+    ) -> Result<NetworkPlan, NetworkError>;
+
+    /// Takes back whatever of the two is there; gone is fine.
+    async fn disconnect(
+        &self,
+        netns: &NetnsRef,
+        id: &SandboxId,
+        network: Option<&Network>,
+        vm: Option<IpAddr>,
+    ) -> Result<(), NetworkError>;
+
+    /// Counts relay processes; a new value means that it must be told everything again. 0: none was met yet.
+    fn relay_epoch(&self) -> watch::Receiver<u64>;
+
+    /// Makes the relay serve the sandbox; the later call wins.
+    async fn put(&self, request: PutSandboxRequest) -> Result<(), RelayError>;
+
+    /// Makes the relay forget the sandbox; unknown is fine.
+    async fn remove(&self, id: &SandboxId) -> Result<(), RelayError>;
+
+    /// What the relay says of the sandbox's guest.
+    fn guest(&self, id: &SandboxId) -> watch::Receiver<Guest>;
+
+    /// One request to the guest and its answer.
+    async fn call(&self, id: &SandboxId, request: Request, timeout: Duration) -> Result<Reply, RelayError>;
+
+    /// SHA-256 of the public key in a CSR.
+    ///
+    /// # Errors
+    /// When it is no CSR, or not signed by its key.
+    fn csr_key(&self, csr: &[u8]) -> Result<[u8; 32], String>;
+
+    /// A certificate for the sandbox's guest.
+    ///
+    /// # Errors
+    /// When it is no CSR, or not signed by its key.
+    fn sign(&self, id: &SandboxId, csr: &[u8]) -> Result<Certificate, String>;
+}

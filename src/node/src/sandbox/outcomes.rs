@@ -1,0 +1,362 @@
+//! What follows from each outcome. A change is recorded before it becomes true; an outcome that cannot be recorded is
+//! delivered again later, so that no VM is forgotten because a disk was full.
+
+use peerpod_proto::guest::{Reply, Status};
+use peerpod_provider_api::InstanceId;
+use protobuf::Message;
+use tracing::{error, info, warn};
+
+use super::{
+    clear::Pass,
+    effects::{CloudError, Retry},
+    error::Error,
+    phase::{Event, Phase, next},
+    slots::{Outcome, Which},
+    task::{Task, Unapplied},
+};
+
+impl Task {
+    pub(super) async fn outcome(&mut self, which: Which, outcome: Outcome) {
+        let result = match outcome.clone() {
+            Outcome::Rested => Ok(()),
+            Outcome::Created(Ok(vm)) | Outcome::Found { result: Ok(Some(vm)), .. } => self.made(vm).await,
+            Outcome::Created(Err(error)) => self.not_made(error).await,
+            Outcome::Found { result: Ok(None), after } => self.nothing_found(after).await,
+            Outcome::Found { result: Err(error), after } => self.not_looked(error, after).await,
+            Outcome::Located(Ok(addresses)) => {
+                let mut record = self.record.clone();
+                record.addresses = addresses;
+                record.reached("address_known", self.fx.now_ms());
+                self.save(record).await.map_err(Unapplied::Disk)
+            }
+            Outcome::Located(Err(error)) => self.not_located(error).await,
+            Outcome::Reserved(Ok(network)) => {
+                let mut record = self.record.clone();
+                record.network = Some(network);
+                record.reached("network_reserved", self.fx.now_ms());
+                self.save(record).await.map_err(Unapplied::Disk)
+            }
+            Outcome::Connected(Ok(plan)) => {
+                self.plan = Some(*plan);
+                self.reached("network_connected");
+                Ok(())
+            }
+            Outcome::Reserved(Err(error)) | Outcome::Connected(Err(error)) => {
+                self.no_network(error.text, error.permanent).await
+            }
+            Outcome::Put { version, result: Ok(()) } => {
+                self.put_done = version;
+                self.reached("relay_ready");
+                self.claims.put_done(version);
+                Ok(())
+            }
+            Outcome::Put { result: Err(error), .. } => {
+                self.later(Which::Relay, error.text);
+                Ok(())
+            }
+            Outcome::Greeted { session, result: Ok(reply) } => self.greeted(session, *reply).await,
+            Outcome::Greeted { result: Err(error), .. } => {
+                self.later(Which::Guest, error.text);
+                Ok(())
+            }
+            Outcome::Cleared(pass) => self.passed(pass).await,
+        };
+        match result {
+            Ok(()) => {}
+            Err(Unapplied::Disk(error)) => {
+                warn!(%error, "cannot record what happened; trying again");
+                self.slots.get(which).again(outcome);
+            }
+            Err(Unapplied::Refused(refused)) => error!(%refused, "dropped: this is a bug of ours"),
+        }
+    }
+
+    async fn made(&mut self, vm: InstanceId) -> Result<(), Unapplied> {
+        let now = self.fx.now_ms();
+        self.apply(Event::Made(vm), |record| record.reached("vm_made", now)).await?;
+        self.worked(Which::Cloud);
+        info!(vm = self.record.phase.vm().map(InstanceId::as_str), phase = %self.record.phase, "VM made");
+        Ok(())
+    }
+
+    /// A create failed. Unless it may be repeated, look whether it made something all the same: an earlier try of it
+    /// may have, with an answer that was lost.
+    async fn not_made(&mut self, error: CloudError) -> Result<(), Unapplied> {
+        match error.retry() {
+            Retry::After(pause) => {
+                self.trouble(Which::Cloud, error.to_string());
+                self.slots.cloud.rest(pause);
+            }
+            Retry::NextOffering | Retry::Never => {
+                self.trouble(Which::Cloud, error.to_string());
+                self.find(Some(error));
+            }
+        }
+        Ok(())
+    }
+
+    async fn nothing_found(&mut self, after: Option<CloudError>) -> Result<(), Unapplied> {
+        let Some(error) = after else {
+            match self.record.phase {
+                // The list may lag behind a create whose answer was lost: the same key tells.
+                Phase::Unwanted { .. } => self.ask_to_delete(),
+                _ => {
+                    self.not_to_be_had(Event::Refused, "the record has no request to repeat".into()).await?;
+                }
+            }
+            return Ok(());
+        };
+        if error.retry() == Retry::NextOffering {
+            let text = error.to_string();
+            let last = !matches!(next(&self.record.phase, Event::NoCapacity), Ok((Phase::Booting { .. }, _)));
+            if !last {
+                self.apply(Event::NoCapacity, |_| {}).await?;
+                warn!(error = text, "no capacity; trying the next offering");
+                return Ok(());
+            }
+            return self.not_to_be_had(Event::NoCapacity, text).await;
+        }
+        self.not_to_be_had(Event::Refused, error.to_string()).await
+    }
+
+    /// The cloud made nothing and will not.
+    async fn not_to_be_had(&mut self, event: Event, text: String) -> Result<(), Unapplied> {
+        let was_live = self.record.phase.is_live();
+        self.apply(event, |record| {
+            if was_live {
+                record.failed = true;
+                record.cause = Some(text.clone());
+            }
+        })
+        .await?;
+        if was_live {
+            error!(error = text, "the VM was refused");
+            self.metrics.failed("create");
+        }
+        Ok(())
+    }
+
+    /// Whether something was made cannot be seen. The caller hears of the failure now; the VM, if any, is looked for
+    /// until it is known.
+    async fn not_looked(&mut self, error: CloudError, after: Option<CloudError>) -> Result<(), Unapplied> {
+        self.trouble(Which::Cloud, format!("looking for the VM: {error}"));
+        let pause = match error.retry() {
+            Retry::After(pause) => pause,
+            Retry::NextOffering | Retry::Never => std::time::Duration::ZERO,
+        };
+        if let Some(after) = after
+            && after.retry() == Retry::Never
+            && self.record.phase.is_live()
+        {
+            self.fail("create", after.to_string()).await?;
+        }
+        self.slots.cloud.rest(pause);
+        Ok(())
+    }
+
+    async fn not_located(&mut self, error: CloudError) -> Result<(), Unapplied> {
+        match error.retry() {
+            Retry::After(pause) => {
+                self.trouble(Which::Cloud, error.to_string());
+                self.slots.cloud.rest(pause);
+                Ok(())
+            }
+            Retry::NextOffering | Retry::Never => self.fail("addresses", error.to_string()).await,
+        }
+    }
+
+    async fn no_network(&mut self, text: String, permanent: bool) -> Result<(), Unapplied> {
+        let running = matches!(self.record.phase, Phase::Running { .. });
+        if permanent && running {
+            error!(error = text, "the pod's network cannot be looked after any more");
+            self.network_given_up = true;
+            return Ok(());
+        }
+        if permanent && self.record.phase.is_live() {
+            return self.fail("network", text).await;
+        }
+        if self.record.phase.is_live() {
+            self.later(Which::Network, text);
+        }
+        Ok(())
+    }
+
+    async fn greeted(&mut self, session: String, reply: Reply) -> Result<(), Unapplied> {
+        let status = reply.status.unwrap_or_default();
+        let joining = matches!(self.record.phase, Phase::Joining { .. });
+        if !reply.error.is_empty() {
+            let text = clip(&reply.error);
+            if joining {
+                return self.fail("personalise", format!("the guest says: {text}")).await;
+            }
+            error!(error = text, "the guest came back and cannot go on");
+            self.refused_session = Some(session);
+            return Ok(());
+        }
+        self.worked(Which::Guest);
+        let now = self.fx.now_ms();
+        self.apply(Event::Joined, |record| {
+            record.session = Some(session.clone());
+            record.reached("running", now);
+            // Nothing asks for the VM again, and its secret has no business here any more.
+            record.request = None;
+        })
+        .await?;
+        if joining {
+            self.say_joined(&status);
+        } else {
+            let mut record = self.record.clone();
+            record.session = Some(session);
+            self.save(record).await.map_err(Unapplied::Disk)?;
+            let lost: Vec<String> = status.lost.iter().map(|what| clip(what)).collect();
+            warn!(
+                lost = lost.join("; "),
+                guest_version = clip(&status.version),
+                "the guest is another one and rejoined"
+            );
+        }
+        Ok(())
+    }
+
+    fn say_joined(&self, status: &Status) {
+        for stage in &status.stages {
+            self.metrics.guest_stage(&stage.name, stage.took_us);
+        }
+        let stages: Vec<String> =
+            self.record.stages.iter().map(|stage| format!("{}={}ms", stage.name, stage.at_ms)).collect();
+        let guest: Vec<String> = status
+            .stages
+            .iter()
+            .take(16)
+            .map(|stage| format!("{}={}us", clip(&stage.name), stage.took_us))
+            .collect();
+        info!(
+            vm = self.record.phase.vm().map(InstanceId::as_str),
+            stages = stages.join(" "),
+            guest_stages = guest.join(" "),
+            guest_version = clip(&status.version),
+            "running"
+        );
+    }
+
+    async fn passed(&mut self, pass: Pass) -> Result<(), Unapplied> {
+        for (stage, at) in &pass.reached {
+            if self.record.stage(stage).is_none() {
+                self.metrics.stage(&format!("stop_{stage}"), at.saturating_sub(self.left_ms));
+            }
+            self.record.reached(stage, *at);
+        }
+        let failed = pass.errors.join("; ");
+        self.leaving = Some(pass.left.clone());
+        self.publish();
+        if !pass.left.is_nothing() {
+            warn!(error = failed, "not everything is gone yet; trying again");
+            self.slots.clear.rest(std::time::Duration::ZERO);
+            return Ok(());
+        }
+        if !failed.is_empty() {
+            warn!(error = failed, "gone, though not in peace");
+        }
+        let now = self.fx.now_ms();
+        self.apply(Event::Cleared, |record| {
+            record.reached("gone", now);
+            record.bury(now);
+        })
+        .await?;
+        Ok(())
+    }
+
+    /// Something did not work and is tried again.
+    fn later(&mut self, which: Which, text: String) {
+        let slot = self.slots.get(which);
+        if slot.failures() == 3 {
+            warn!(error = text, step = ?which, "still does not work");
+        }
+        slot.rest(std::time::Duration::ZERO);
+        self.trouble(which, text);
+    }
+
+    fn trouble(&mut self, which: Which, text: String) {
+        tracing::debug!(error = text, step = ?which, "did not work; trying again");
+        self.trouble.retain(|(other, _)| *other != which);
+        self.trouble.push((which, text));
+    }
+
+    fn worked(&mut self, which: Which) {
+        self.slots.get(which).worked();
+        self.trouble.retain(|(other, _)| *other != which);
+    }
+
+    /// In which stage the boot hangs, and what that usually means.
+    pub(super) async fn why_late(&mut self) -> (&'static str, String) {
+        let after = |which: Which| {
+            let last = self.trouble.iter().find(|(other, _)| *other == which);
+            last.map(|(_, text)| format!("; the last error was: {text}")).unwrap_or_default()
+        };
+        let limit = self.settings.boot_timeout;
+        let vm = self.record.phase.vm();
+        let name = vm.map_or("the VM", InstanceId::as_str);
+        let (stage, mut text) = match &self.record.phase {
+            Phase::Booting { .. } => {
+                ("create", format!("the cloud did not make a VM within {limit:?}{}", after(Which::Cloud)))
+            }
+            _ if self.record.addresses.is_empty() => {
+                ("addresses", format!("{name} got no address within {limit:?}{}", after(Which::Cloud)))
+            }
+            _ if self.plan.is_none() => (
+                "network",
+                format!(
+                    "the pod's network could not be connected to {name} within {limit:?}{}",
+                    after(Which::Network)
+                ),
+            ),
+            _ if self.record.binding.is_none() => (
+                "boot",
+                format!(
+                    "{name} did not call this node within {limit:?}: it did not boot, its image has no peerpod-guest, or \
+                     a firewall between them is closed (TCP to {}){}",
+                    self.settings.guest_addresses,
+                    after(Which::Relay)
+                ),
+            ),
+            _ if !self.guest.borrow().connected => (
+                "link",
+                format!(
+                    "the guest of {name} got its certificate but did not link up within {limit:?}{}",
+                    after(Which::Relay)
+                ),
+            ),
+            _ => {
+                let stage = Status::parse_from_bytes(&self.guest.borrow().status)
+                    .map(|status| clip(&status.stage))
+                    .unwrap_or_default();
+                (
+                    "personalise",
+                    format!(
+                        "the guest of {name} did not get ready within {limit:?} (it is at {stage:?}){}",
+                        after(Which::Guest)
+                    ),
+                )
+            }
+        };
+        if let Some(vm) = vm
+            && let Ok(Some(console)) =
+                tokio::time::timeout(std::time::Duration::from_secs(2), self.fx.console(vm)).await
+        {
+            text.push_str("; its console ends with: ");
+            text.push_str(&console);
+        }
+        (stage, text)
+    }
+}
+
+impl From<Error> for Unapplied {
+    fn from(error: Error) -> Unapplied {
+        Unapplied::Disk(error)
+    }
+}
+
+/// Words of a guest, cut to what a log line should carry, on one line.
+fn clip(text: &str) -> String {
+    text.chars().take(400).map(|c| if c.is_control() { ' ' } else { c }).collect()
+}

@@ -1,0 +1,426 @@
+//! Where a sandbox stands, and where it may go: one pure, total function.
+//!
+//! Nothing here waits, writes or asks. The task (`task.rs`) applies an event, makes the new phase durable, and only
+//! then does what the phase obliges it to ([`duty`]). Because the duty follows from the phase alone, a task that
+//! recovers after a crash does the same as one that got there alive.
+//!
+//! ```text
+//! Created ─ Booting ─ Joining ─ Running ─ Leaving ─ Gone
+//!               └──── Unwanted ─────────────┘
+//! ```
+
+use std::fmt;
+
+use peerpod_provider_api::InstanceId;
+use serde::{Deserialize, Serialize};
+
+/// How many offerings are tried before a sandbox fails for want of capacity. Each attempt has a key of its own.
+pub const MAX_ATTEMPTS: u32 = 4;
+
+/// The phase of one sandbox, with what is known in it. This is what the ledger keeps.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "name")]
+pub enum Phase {
+    /// Known in memory alone; nobody was asked for anything.
+    Created,
+    /// The cloud is being asked, or may have been before a crash, under the key of `attempt`; its answer is not known.
+    Booting {
+        /// Counts from 0; part of the idempotency key.
+        attempt: u32,
+    },
+    /// The VM exists; its guest is on its way to us.
+    Joining {
+        /// The VM.
+        vm: InstanceId,
+    },
+    /// The guest has its pod's network and an agent that listens; StartVM is answered.
+    Running {
+        /// The VM.
+        vm: InstanceId,
+    },
+    /// A stop (or a failure) came while the cloud was still creating: what it makes is deleted as soon as it is known.
+    Unwanted {
+        /// The attempt whose outcome is open.
+        attempt: u32,
+    },
+    /// Everything that was made for the sandbox is being taken away, again and again until it is gone.
+    Leaving {
+        /// The VM to delete; `None` when the cloud is known to have made none.
+        vm: Option<InstanceId>,
+    },
+    /// A tombstone: the id stays known so that a late CreateVM of it makes nothing.
+    Gone,
+}
+
+/// What happened to a sandbox.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// CreateVM was accepted: the intent may be written and the cloud asked.
+    Begin,
+    /// The cloud made this VM (or found the one that an earlier call with the same key made).
+    Made(InstanceId),
+    /// The cloud made nothing because this offering is exhausted; another one may do.
+    NoCapacity,
+    /// The cloud made nothing and will not.
+    Refused,
+    /// The guest reported that the pod can run.
+    Joined,
+    /// We give up on it: a deadline passed, or the VM or its guest failed.
+    Failed,
+    /// StopVM, an inbox entry, or the reaper.
+    Stop,
+    /// Relay, VM and network of it are confirmed gone.
+    Cleared,
+    /// The tombstone has stood long enough.
+    Expired,
+}
+
+/// What whoever owns the sandbox must do as long as it is in its phase.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Nothing new.
+    Nothing,
+    /// Ask the cloud for the VM, with the key of the phase's attempt; meanwhile prepare network and relay.
+    Ask,
+    /// Learn the VM's address, connect its network, personalise its guest.
+    Join,
+    /// Answer StartVM, and look after the guest.
+    Serve,
+    /// Learn what the cloud made, in order to delete it.
+    Learn,
+    /// Take everything away.
+    Clear,
+    /// Keep the tombstone until it expires.
+    Bury,
+    /// Remove the tombstone.
+    Forget,
+}
+
+/// An event that has no meaning in this phase. The phase stays what it was.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{event:?} has no meaning for a sandbox that is {phase}")]
+pub struct Refused {
+    /// The phase it met.
+    pub phase: Phase,
+    /// What was refused.
+    pub event: Event,
+}
+
+/// The transition function. Total: every phase has a written answer to every event.
+pub fn next(phase: &Phase, event: Event) -> Result<(Phase, Action), Refused> {
+    use Phase::{Booting, Created, Gone, Joining, Leaving, Running, Unwanted};
+
+    let next = match (phase, &event) {
+        (Created, Event::Begin) => Booting { attempt: 0 },
+        // Nobody was asked for anything: a tombstone is all there is to keep.
+        (Created, Event::Stop | Event::Failed) => Gone,
+        (
+            Created,
+            Event::Made(_)
+            | Event::NoCapacity
+            | Event::Refused
+            | Event::Joined
+            | Event::Cleared
+            | Event::Expired,
+        ) => return refused(phase, event),
+
+        (Booting { .. }, Event::Made(vm)) => Joining { vm: vm.clone() },
+        (Booting { attempt }, Event::NoCapacity) if attempt + 1 < MAX_ATTEMPTS => {
+            Booting { attempt: attempt + 1 }
+        }
+        (Booting { .. }, Event::NoCapacity | Event::Refused) => Leaving { vm: None },
+        // The cloud may have made it already, or do so yet.
+        (Booting { attempt }, Event::Stop | Event::Failed) => Unwanted { attempt: *attempt },
+        (Booting { .. }, Event::Begin | Event::Joined | Event::Cleared | Event::Expired) => {
+            return refused(phase, event);
+        }
+
+        (Joining { vm }, Event::Joined) => Running { vm: vm.clone() },
+        (Joining { vm } | Running { vm }, Event::Stop | Event::Failed) => Leaving { vm: Some(vm.clone()) },
+        // A cloud that answers twice says the same; another VM under one key is nothing this sandbox may own.
+        (Joining { vm }, Event::Made(again)) if again == vm => Joining { vm: vm.clone() },
+        (Running { vm }, Event::Made(again)) if again == vm => Running { vm: vm.clone() },
+        (Running { vm }, Event::Joined) => Running { vm: vm.clone() },
+        (
+            Joining { .. },
+            Event::Begin
+            | Event::Made(_)
+            | Event::NoCapacity
+            | Event::Refused
+            | Event::Cleared
+            | Event::Expired,
+        ) => return refused(phase, event),
+        (
+            Running { .. },
+            Event::Begin
+            | Event::Made(_)
+            | Event::NoCapacity
+            | Event::Refused
+            | Event::Cleared
+            | Event::Expired,
+        ) => return refused(phase, event),
+
+        (Unwanted { .. }, Event::Made(vm)) => Leaving { vm: Some(vm.clone()) },
+        (Unwanted { .. }, Event::NoCapacity | Event::Refused) => Leaving { vm: None },
+        (Unwanted { attempt }, Event::Stop | Event::Failed) => Unwanted { attempt: *attempt },
+        (Unwanted { .. }, Event::Begin | Event::Joined | Event::Cleared | Event::Expired) => {
+            return refused(phase, event);
+        }
+
+        (Leaving { .. }, Event::Cleared) => Gone,
+        (Leaving { vm }, Event::Stop | Event::Failed) => Leaving { vm: vm.clone() },
+        (
+            Leaving { .. },
+            Event::Begin
+            | Event::Made(_)
+            | Event::NoCapacity
+            | Event::Refused
+            | Event::Joined
+            | Event::Expired,
+        ) => return refused(phase, event),
+
+        (Gone, Event::Stop | Event::Failed | Event::Cleared) => Gone,
+        (Gone, Event::Expired) => return Ok((Gone, Action::Forget)),
+        (Gone, Event::Begin | Event::Made(_) | Event::NoCapacity | Event::Refused | Event::Joined) => {
+            return refused(phase, event);
+        }
+    };
+    let action = if next == *phase { Action::Nothing } else { duty(&next) };
+    Ok((next, action))
+}
+
+/// What a phase obliges its owner to do; also how recovery re-enters it.
+pub fn duty(phase: &Phase) -> Action {
+    match phase {
+        Phase::Created => Action::Nothing,
+        Phase::Booting { .. } => Action::Ask,
+        Phase::Joining { .. } => Action::Join,
+        Phase::Running { .. } => Action::Serve,
+        Phase::Unwanted { .. } => Action::Learn,
+        Phase::Leaving { .. } => Action::Clear,
+        Phase::Gone => Action::Bury,
+    }
+}
+
+fn refused(phase: &Phase, event: Event) -> Result<(Phase, Action), Refused> {
+    Err(Refused { phase: phase.clone(), event })
+}
+
+impl Phase {
+    /// All names, in the order of a life; for metrics that must show zeros too.
+    pub const NAMES: [&'static str; 7] =
+        ["created", "booting", "joining", "running", "unwanted", "leaving", "gone"];
+
+    /// One word for logs and metrics.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Phase::Created => "created",
+            Phase::Booting { .. } => "booting",
+            Phase::Joining { .. } => "joining",
+            Phase::Running { .. } => "running",
+            Phase::Unwanted { .. } => "unwanted",
+            Phase::Leaving { .. } => "leaving",
+            Phase::Gone => "gone",
+        }
+    }
+
+    /// The VM that is known to belong to it.
+    pub fn vm(&self) -> Option<&InstanceId> {
+        match self {
+            Phase::Joining { vm } | Phase::Running { vm } => Some(vm),
+            Phase::Leaving { vm } => vm.as_ref(),
+            Phase::Created | Phase::Booting { .. } | Phase::Unwanted { .. } | Phase::Gone => None,
+        }
+    }
+
+    /// Whether somebody still wants it: neither stopped nor failed.
+    pub fn is_live(&self) -> bool {
+        match self {
+            Phase::Created | Phase::Booting { .. } | Phase::Joining { .. } | Phase::Running { .. } => true,
+            Phase::Unwanted { .. } | Phase::Leaving { .. } | Phase::Gone => false,
+        }
+    }
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn vm(name: &str) -> InstanceId {
+        InstanceId::new(name).unwrap()
+    }
+
+    fn phases() -> Vec<Phase> {
+        vec![
+            Phase::Created,
+            Phase::Booting { attempt: 0 },
+            Phase::Joining { vm: vm("a") },
+            Phase::Running { vm: vm("a") },
+            Phase::Unwanted { attempt: 0 },
+            Phase::Leaving { vm: Some(vm("a")) },
+            Phase::Leaving { vm: None },
+            Phase::Gone,
+        ]
+    }
+
+    fn events() -> Vec<Event> {
+        vec![
+            Event::Begin,
+            Event::Made(vm("a")),
+            Event::NoCapacity,
+            Event::Refused,
+            Event::Joined,
+            Event::Failed,
+            Event::Stop,
+            Event::Cleared,
+            Event::Expired,
+        ]
+    }
+
+    fn written(phase: &Phase) -> String {
+        match phase {
+            Phase::Booting { attempt } | Phase::Unwanted { attempt } => format!("{phase}#{attempt}"),
+            Phase::Leaving { vm } => format!("leaving {}", vm.as_ref().map_or("-", |vm| vm.as_str())),
+            other => match other.vm() {
+                Some(vm) => format!("{other} {vm}"),
+                None => other.to_string(),
+            },
+        }
+    }
+
+    /// One row a phase, one column an event, in the order of `events()`. `.` = stays, nothing to do; `!` = refused.
+    #[rustfmt::skip]
+    const EXPECTED: &[(&str, [&str; 9])] = &[
+        //              Begin        Made(a)      NoCapacity   Refused      Joined       Failed       Stop         Cleared Expired
+        ("created",   ["booting#0", "!",         "!",         "!",         "!",         "gone",      "gone",      "!",    "!"]),
+        ("booting#0", ["!",         "joining a", "booting#1", "leaving -", "!",         "unwanted#0","unwanted#0","!",    "!"]),
+        ("joining a", ["!",         ".",         "!",         "!",         "running a", "leaving a", "leaving a", "!",    "!"]),
+        ("running a", ["!",         ".",         "!",         "!",         ".",         "leaving a", "leaving a", "!",    "!"]),
+        ("unwanted#0",["!",         "leaving a", "leaving -", "leaving -", "!",         ".",         ".",         "!",    "!"]),
+        ("leaving a", ["!",         "!",         "!",         "!",         "!",         ".",         ".",         "gone", "!"]),
+        ("leaving -", ["!",         "!",         "!",         "!",         "!",         ".",         ".",         "gone", "!"]),
+        ("gone",      ["!",         "!",         "!",         "!",         "!",         ".",         ".",         ".",    "forget"]),
+    ];
+
+    #[test]
+    fn every_phase_answers_every_event_as_written() {
+        for (phase, (name, row)) in phases().iter().zip(EXPECTED) {
+            assert_eq!(&written(phase), name);
+            for (event, expected) in events().into_iter().zip(row) {
+                let got = match next(phase, event.clone()) {
+                    Err(refused) => {
+                        assert_eq!((&refused.phase, &refused.event), (phase, &event));
+                        "!".to_owned()
+                    }
+                    Ok((_, Action::Forget)) => "forget".to_owned(),
+                    Ok((same, Action::Nothing)) => {
+                        assert_eq!(&same, phase);
+                        ".".to_owned()
+                    }
+                    Ok((next, action)) => {
+                        assert_eq!(action, duty(&next));
+                        written(&next)
+                    }
+                };
+                assert_eq!(&got, expected, "{name} + {event:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn attempts_are_bounded() {
+        let mut phase = Phase::Booting { attempt: 0 };
+        for attempt in 1..MAX_ATTEMPTS {
+            phase = next(&phase, Event::NoCapacity).unwrap().0;
+            assert_eq!(phase, Phase::Booting { attempt });
+        }
+        assert_eq!(next(&phase, Event::NoCapacity).unwrap().0, Phase::Leaving { vm: None });
+    }
+
+    #[test]
+    fn another_vm_under_one_key_is_refused() {
+        for phase in [Phase::Joining { vm: vm("a") }, Phase::Running { vm: vm("a") }] {
+            assert!(next(&phase, Event::Made(vm("b"))).is_err());
+        }
+    }
+
+    /// What a cloud may hold for one sandbox.
+    #[derive(Clone, Debug, PartialEq)]
+    enum Cloud {
+        Nothing,
+        /// Asked, and the answer is open: there may be a VM.
+        Asked,
+        Vm(InstanceId),
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(5000))]
+
+        #[test]
+        fn no_sequence_of_events_leaves_a_vm_without_an_owner(
+            steps in prop::collection::vec(0usize..9, 1..60),
+        ) {
+            let mut phase = Phase::Created;
+            let mut cloud = Cloud::Nothing;
+            let mut stopped = false;
+            let mut made = 0;
+            for step in steps {
+                let mut event = events()[step].clone();
+                // What the world around cannot say at this moment is left out; everything else comes in any order.
+                match &mut event {
+                    Event::Made(id) if cloud == Cloud::Asked => {
+                        made += 1;
+                        *id = vm(&format!("vm{made}"));
+                        cloud = Cloud::Vm(id.clone());
+                    }
+                    Event::Made(_) => continue,
+                    Event::NoCapacity | Event::Refused => {
+                        if cloud != Cloud::Asked { continue }
+                        cloud = Cloud::Nothing;
+                    }
+                    Event::Cleared => {
+                        if !matches!(phase, Phase::Leaving { .. }) {
+                            prop_assert!(phase == Phase::Gone || next(&phase, event).is_err());
+                            continue;
+                        }
+                        // Only the VM that the phase names is deleted.
+                        match phase.vm() {
+                            Some(named) => prop_assert_eq!(&cloud, &Cloud::Vm(named.clone())),
+                            None => prop_assert_eq!(&cloud, &Cloud::Nothing),
+                        }
+                        cloud = Cloud::Nothing;
+                    }
+                    Event::Begin | Event::Joined | Event::Failed | Event::Stop | Event::Expired => {}
+                }
+                stopped |= event == Event::Stop;
+                let Ok((next, action)) = next(&phase, event) else { continue };
+                if action == Action::Ask {
+                    prop_assert!(!stopped, "asked for a VM after a stop");
+                    prop_assert_eq!(&cloud, &Cloud::Nothing);
+                    cloud = Cloud::Asked;
+                }
+                phase = next;
+                match &cloud {
+                    Cloud::Nothing => {
+                        let needs_vm = matches!(phase, Phase::Joining { .. } | Phase::Running { .. });
+                        prop_assert!(!needs_vm, "{:?}", phase);
+                    }
+                    Cloud::Asked => {
+                        let owns_key = matches!(phase, Phase::Booting { .. } | Phase::Unwanted { .. });
+                        prop_assert!(owns_key, "{:?}", phase);
+                    }
+                    Cloud::Vm(id) => prop_assert_eq!(phase.vm(), Some(id)),
+                }
+                prop_assert!(!stopped || !phase.is_live());
+            }
+        }
+    }
+}

@@ -1,0 +1,58 @@
+//! What nobody stops: sandboxes that were created and never started, sandboxes whose network namespace is gone, and
+//! tombstones whose time is over.
+
+use std::{
+    collections::{HashMap, HashSet},
+    time::Duration,
+};
+
+use tokio::time::Instant;
+use tracing::{info, warn};
+
+use super::{Sandboxes, task::Stop};
+use crate::spec::SandboxId;
+
+/// Remembers since when each sandbox is without its namespace.
+#[derive(Default)]
+pub struct Reaper {
+    missing: HashMap<SandboxId, Instant>,
+}
+
+/// How often it looks.
+const EVERY: Duration = Duration::from_secs(5);
+
+impl Reaper {
+    /// Looks now and then, for ever.
+    pub async fn run(mut self, table: Sandboxes) {
+        loop {
+            self.pass(&table).await;
+            tokio::time::sleep(EVERY).await;
+        }
+    }
+
+    /// Looks once.
+    pub async fn pass(&mut self, table: &Sandboxes) {
+        let now = table.0.fx.now_ms();
+        for id in table.expired(now) {
+            table.forget(&id).await;
+        }
+        let settings = table.0.settings.clone();
+        let mut seen = HashSet::new();
+        for (id, netns, created_ms, started) in table.live_netns() {
+            let age = Duration::from_millis(now.saturating_sub(created_ms));
+            let reason = if !table.0.fx.netns_lives(&netns) {
+                let since = *self.missing.entry(id.clone()).or_insert_with(Instant::now);
+                seen.insert(id.clone());
+                (since.elapsed() >= settings.netns_gone_grace).then_some(Stop::NetnsGone)
+            } else {
+                (!started && age >= settings.never_started_grace).then_some(Stop::NeverStarted)
+            };
+            let Some(reason) = reason else { continue };
+            info!(sandbox = %id, reason = reason.reason(), "nobody stops it; we do");
+            if let Err(error) = table.stop(&id, reason).await {
+                warn!(sandbox = %id, %error, "could not be stopped; trying again");
+            }
+        }
+        self.missing.retain(|id, _| seen.contains(id));
+    }
+}

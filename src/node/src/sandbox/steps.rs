@@ -1,0 +1,221 @@
+//! What a phase obliges its task to: starts every effect that is due and does not run yet.
+
+use std::{net::IpAddr, time::Duration};
+
+use peerpod_proto::{
+    guest::{Personalise, Request},
+    relay::PutSandboxRequest,
+};
+
+use super::{
+    claims::fingerprints,
+    clear::{self, Left, Undo},
+    phase::{Action, Phase, duty},
+    slots::Outcome,
+    task::Task,
+};
+use crate::ledger::Record;
+
+impl Task {
+    /// Starts what is due. Cheap and without waiting: called after everything that happens.
+    pub(super) fn pump(&mut self) {
+        match duty(&self.record.phase) {
+            Action::Ask => {
+                self.ask();
+                self.weave();
+                self.tell_relay();
+            }
+            Action::Join => {
+                self.locate();
+                self.weave();
+                self.tell_relay();
+                self.greet();
+            }
+            Action::Serve => {
+                self.weave();
+                self.tell_relay();
+                self.greet();
+            }
+            Action::Learn => self.learn(),
+            Action::Clear => self.clear(),
+            Action::Nothing | Action::Bury | Action::Forget => {}
+        }
+    }
+
+    /// Asks the cloud for the VM.
+    fn ask(&mut self) {
+        let Phase::Booting { attempt } = self.record.phase else { return };
+        if !self.slots.cloud.is_idle() {
+            return;
+        }
+        let (fx, key) = (self.fx.clone(), self.key(attempt));
+        match self.record.request.clone() {
+            Some(request) => {
+                self.slots.cloud.start(async move { Outcome::Created(fx.create(&request, &key).await) });
+            }
+            None => self.find(None),
+        }
+    }
+
+    /// Learns what the cloud made for a sandbox nobody wants any more: looks for it, and where nothing is shown asks
+    /// for it again with the same key, because a list may lag behind a create that nobody heard the answer of.
+    fn learn(&mut self) {
+        if self.slots.cloud.is_idle() {
+            self.find(None);
+        }
+    }
+
+    /// Looks for the VM by the key of the phase's attempt.
+    pub(super) fn find(&mut self, after: Option<super::effects::CloudError>) {
+        let (Phase::Booting { attempt } | Phase::Unwanted { attempt }) = self.record.phase else { return };
+        let (fx, key) = (self.fx.clone(), self.key(attempt));
+        self.slots.cloud.start(async move {
+            let result = fx.find(&key).await;
+            Outcome::Found { result, after }
+        });
+    }
+
+    /// Asks again with the same key, in order to have something to delete.
+    pub(super) fn ask_to_delete(&mut self) {
+        let Phase::Unwanted { attempt } = self.record.phase else { return };
+        let Some(request) = self.record.request.clone() else {
+            self.slots.cloud.rest(Duration::ZERO);
+            return;
+        };
+        let (fx, key) = (self.fx.clone(), self.key(attempt));
+        self.slots.cloud.start(async move { Outcome::Created(fx.create(&request, &key).await) });
+    }
+
+    /// Learns the VM's addresses.
+    fn locate(&mut self) {
+        let Phase::Joining { vm } = &self.record.phase else { return };
+        if self.record.addresses.is_empty() && self.slots.cloud.is_idle() {
+            let (fx, vm) = (self.fx.clone(), vm.clone());
+            self.slots.cloud.start(async move { Outcome::Located(fx.addresses(&vm).await) });
+        }
+    }
+
+    /// Reserves the pod's tunnel, and connects it once the VM's address is known.
+    fn weave(&mut self) {
+        if !self.slots.network.is_idle() || self.network_given_up {
+            return;
+        }
+        let Some(netns) = self.record.netns.clone() else { return };
+        if let Some(mut before) = self.predecessor.take() {
+            // Whoever had the namespace before us must be out of it, or it would take our device away.
+            self.slots.network.start(async move {
+                // An error means that its task is gone, and with it whatever it was doing.
+                drop(before.wait_for(|view| view.network_gone).await);
+                Outcome::Rested
+            });
+            return;
+        }
+        let (fx, id) = (self.fx.clone(), self.record.id.clone());
+        match (self.record.network.clone(), address(&self.record)) {
+            (None, _) => {
+                let v6 = self.record.addresses.first().is_some_and(IpAddr::is_ipv6);
+                self.slots
+                    .network
+                    .start(async move { Outcome::Reserved(fx.reserve(&netns, &id, v6, None).await) });
+            }
+            (Some(network), None) if !self.record.addresses.is_empty() => {
+                // Reserved for the other family than the VM has; a VNI is unique per family.
+                self.slots.network.start(async move {
+                    let undone = fx.disconnect(&netns, &id, Some(&network), None).await;
+                    Outcome::Reserved(match undone {
+                        Ok(()) => fx.reserve(&netns, &id, !network.v6, None).await,
+                        Err(error) => Err(error),
+                    })
+                });
+            }
+            (Some(network), Some(vm)) if self.plan.is_none() => {
+                self.slots.network.start(async move {
+                    Outcome::Connected(fx.connect(&netns, &network, vm).await.map(Box::new))
+                });
+            }
+            (Some(_), _) => {}
+        }
+    }
+
+    /// Tells the relay what it must know, whenever that changed or the relay is another one.
+    fn tell_relay(&mut self) {
+        if self.put_done >= self.put_wanted || !self.slots.relay.is_idle() {
+            return;
+        }
+        let (fx, version) = (self.fx.clone(), self.put_wanted);
+        let request = PutSandboxRequest {
+            id: self.record.id.to_string(),
+            agent_socket: self.settings.agent_socket(&self.record.id).to_string_lossy().into_owned(),
+            guest_certificates: fingerprints(&self.record),
+            pod: self.record.pod_name(),
+            ..Default::default()
+        };
+        self.slots.relay.start(async move { Outcome::Put { version, result: fx.put(request).await } });
+    }
+
+    /// Personalises the guest as soon as it is there; again when it is another one.
+    fn greet(&mut self) {
+        if self.plan.is_none() || !self.slots.guest.is_idle() {
+            return;
+        }
+        let guest = self.guest.borrow_and_update().clone();
+        let known = self.record.session.as_ref() == Some(&guest.session)
+            || self.refused_session.as_ref() == Some(&guest.session);
+        if !guest.connected || known {
+            return;
+        }
+        self.reached("guest_connected");
+        let mut request = Request::new();
+        request.set_personalise(Personalise {
+            version: 1,
+            sandbox_id: self.record.id.to_string(),
+            pod_name: self.record.pod.as_ref().map(|pod| pod.name.clone()).unwrap_or_default(),
+            pod_namespace: self.record.pod.as_ref().map(|pod| pod.namespace.clone()).unwrap_or_default(),
+            network: self.plan.clone().into(),
+            lease_seconds: u32::try_from(self.settings.lease.as_secs()).unwrap_or(u32::MAX),
+            agent_timeout_ms: u32::try_from(self.settings.agent_timeout.as_millis()).unwrap_or(u32::MAX),
+            ..Default::default()
+        });
+        let (fx, id, session) = (self.fx.clone(), self.record.id.clone(), guest.session);
+        // The guest gives up on its agent by itself; this only ends a call that nobody will answer.
+        let timeout = self.settings.agent_timeout + Duration::from_secs(10);
+        self.slots.guest.start(async move {
+            let result = fx.call(&id, request, timeout).await.map(Box::new);
+            Outcome::Greeted { session, result }
+        });
+    }
+
+    /// Takes everything away, as soon as nothing more is being made.
+    fn clear(&mut self) {
+        let quiet = self.slots.network.is_idle() && self.slots.relay.is_idle();
+        if !quiet || !self.slots.clear.is_idle() {
+            return;
+        }
+        let left = self.leaving.clone().unwrap_or_else(|| self.everything());
+        self.leaving = Some(left.clone());
+        let fx = self.fx.clone();
+        self.slots.clear.start(async move { Outcome::Cleared(clear::pass(fx, left).await) });
+    }
+
+    fn everything(&self) -> Left {
+        // Asked even when the link seems down: after a restart of ours the relay may not have said yet that it is up.
+        let greeted = self.record.session.is_some();
+        Left {
+            id: self.record.id.clone(),
+            flush: greeted.then_some(self.settings.flush_timeout),
+            relay: true,
+            vm: self.record.phase.vm().cloned(),
+            network: self.record.netns.clone().map(|netns| Undo {
+                netns,
+                network: self.record.network.clone(),
+                address: address(&self.record),
+            }),
+        }
+    }
+}
+
+/// The VM's address that its tunnel goes to: the first of the family the tunnel was reserved for.
+pub(super) fn address(record: &Record) -> Option<IpAddr> {
+    let network = record.network.as_ref()?;
+    record.addresses.iter().copied().find(|address| address.is_ipv6() == network.v6)
+}

@@ -1,0 +1,599 @@
+//! Id → sandbox. Finds the task that owns a sandbox, and keeps what must be known across sandboxes: whose network
+//! namespace, whose ticket, which pod. Everything here is a look-up; nothing scans on the path of a call.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    path::PathBuf,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use peerpod_provider_api::CreateRequest;
+use tokio::sync::{mpsc, oneshot, watch};
+use tracing::{Instrument, error, info, info_span, warn};
+
+use super::{
+    Settings,
+    claims::{Claim, Claims},
+    effects::Effects,
+    error::{ClaimRefused, Error, Granted, VmOf},
+    phase::Phase,
+    slots::Slots,
+    task::{Command, Stop, Task},
+    view::View,
+};
+use crate::{
+    ledger::{NetnsRef, Record, VERSION},
+    metrics::Metrics,
+    spec::{SandboxId, Wanted},
+};
+
+/// What CreateVM wishes for.
+#[derive(Clone, Debug)]
+pub struct Wish {
+    /// The sandbox.
+    pub id: SandboxId,
+    /// The annotations, read; their mistake when they could not be. A known id does not need them.
+    pub wanted: Result<Wanted, String>,
+    /// As the shim sent it.
+    pub netns: PathBuf,
+}
+
+/// All sandboxes of this node. Cheap to clone.
+#[derive(Clone)]
+pub struct Sandboxes(pub(super) Arc<Inner>);
+
+pub(super) struct Inner {
+    pub(super) fx: Arc<dyn Effects>,
+    pub(super) settings: Arc<Settings>,
+    pub(super) metrics: Metrics,
+    state: Mutex<State>,
+    /// Counts insertions, for who waits for a pod that is not there yet.
+    inserted: watch::Sender<u64>,
+}
+
+#[derive(Default)]
+pub(super) struct State {
+    pub(super) entries: HashMap<SandboxId, Entry>,
+    tickets: HashMap<String, SandboxId>,
+    pods: HashMap<(String, String), Vec<SandboxId>>,
+    netns: HashMap<(u64, u64), SandboxId>,
+    /// How many entries are tasks.
+    count: usize,
+    tasks: tokio::task::JoinSet<()>,
+}
+
+pub(super) enum Entry {
+    Task(Running),
+    /// Until when (ms since 1970), and why it is not wanted.
+    Tombstone {
+        until_ms: u64,
+        view: Box<View>,
+    },
+}
+
+#[derive(Clone)]
+pub(super) struct Running {
+    commands: mpsc::Sender<Command>,
+    pub(super) view: watch::Receiver<View>,
+    pub(super) netns: Option<NetnsRef>,
+    ticket: Option<String>,
+    pod: Option<(String, String)>,
+}
+
+/// Commands that may wait for one sandbox; a shim has one or two in flight.
+const QUEUE: usize = 64;
+
+impl Sandboxes {
+    /// An empty table.
+    pub fn new(fx: Arc<dyn Effects>, settings: Settings, metrics: Metrics) -> Sandboxes {
+        Sandboxes(Arc::new(Inner {
+            fx,
+            settings: Arc::new(settings),
+            metrics,
+            state: Mutex::default(),
+            inserted: watch::Sender::new(0),
+        }))
+    }
+
+    /// CreateVM. Answers with the agent's socket as soon as the intent is durable; the rest goes on behind it. A known
+    /// id, also a stopped one, gets its path before anything else is looked at.
+    ///
+    /// # Errors
+    /// When the wish cannot be granted; then nothing was done.
+    pub async fn create(&self, wish: Wish) -> Result<String, Error> {
+        let path = self.0.settings.agent_socket_text(&wish.id)?;
+        if let Some(view) = self.view(&wish.id) {
+            return born(view).await.map(|()| path);
+        }
+        let wanted = wish.wanted.map_err(Error::Invalid)?;
+        let netns = self
+            .0
+            .fx
+            .netns(&wish.netns)
+            .await
+            .map_err(|error| Error::Netns { id: wish.id.clone(), why: error.text })?;
+        let record = self.record(wish.id, wanted, netns)?;
+        let view = self.admit(record)?;
+        born(view).await.map(|()| path)
+    }
+
+    /// StartVM: waits for the sandbox to run, or for the reason why it does not. Dropping the call changes nothing.
+    ///
+    /// # Errors
+    /// That reason; or that it takes longer than a call may wait.
+    pub async fn start(&self, id: &SandboxId) -> Result<(), Error> {
+        let running = match self.find(id) {
+            Some(Found::Task(running)) => running,
+            Some(Found::Tombstone(view)) => return Err(view.ended()),
+            None => return Err(Error::Unknown(id.clone())),
+        };
+        let mut view = running.view.clone();
+        born(running.view.clone()).await?;
+        // A task that is gone meanwhile leaves its last view behind.
+        if let Some(result) = self.ask(&running, Command::Start).await {
+            result?;
+        }
+        let limit = self.0.settings.start_timeout;
+        let waited = tokio::time::timeout(limit, view.wait_for(|view| view.outcome().is_some())).await;
+        let waited = waited.map(|seen| seen.map(|view| view.outcome().unwrap_or(Ok(()))));
+        match waited {
+            Ok(Ok(outcome)) => outcome,
+            Ok(Err(_)) => Err(broken(id)),
+            Err(_) => Err(Error::Late {
+                id: id.clone(),
+                phase: view.borrow().phase.name(),
+                waited: limit,
+                why: "it goes on, and StartVM may be called again".into(),
+            }),
+        }
+    }
+
+    /// StopVM (and the other reasons to stop). Answers as soon as the stop is durable. An unknown id becomes a
+    /// tombstone, so that a CreateVM that was overtaken makes nothing.
+    ///
+    /// # Errors
+    /// When it could not be made durable; the sandbox goes on.
+    pub async fn stop(&self, id: &SandboxId, stop: Stop) -> Result<(), Error> {
+        loop {
+            match self.find(id) {
+                Some(Found::Tombstone(_)) => return Ok(()),
+                Some(Found::Task(running)) => {
+                    // One that cannot be recorded does not exist: then there is nothing to stop.
+                    if born(running.view.clone()).await.is_err() {
+                        tokio::task::yield_now().await;
+                        continue;
+                    }
+                    match self.ask(&running, |answer| Command::Stop(stop, answer)).await {
+                        Some(result) => return result,
+                        None if running.view.borrow().phase == Phase::Gone => return Ok(()),
+                        None => return Err(broken(id)),
+                    }
+                }
+                None => {
+                    if let Some(result) = self.bury_unknown(id).await {
+                        return result;
+                    }
+                }
+            }
+        }
+    }
+
+    /// A guest shows a ticket.
+    ///
+    /// # Errors
+    /// Why it gets nothing.
+    pub async fn claim(&self, ticket: &str, claim: Claim) -> Result<Granted, Error> {
+        let owner = self.state().tickets.get(ticket).cloned();
+        let found = owner.and_then(|id| self.find(&id));
+        let Some(Found::Task(running)) = found else {
+            // Any id may be sent; only what looks like one goes into a log line.
+            self.0.metrics.claim_refused(ClaimRefused::UnknownTicket.reason());
+            let ticket: String = ticket.chars().filter(char::is_ascii_hexdigit).take(32).collect();
+            warn!(ticket, peer = claim.peer, "a claim with an unknown ticket was refused");
+            return Err(Error::Claim(ClaimRefused::UnknownTicket));
+        };
+        let asked = self.ask(&running, |answer| Command::Claim(claim, answer)).await;
+        asked.unwrap_or(Err(Error::Claim(ClaimRefused::NotWanted)))
+    }
+
+    /// Which VM is a pod's: that of the newest sandbox that is alive. With `wait`, waits for it.
+    ///
+    /// cancel safety: nothing is changed; the caller bounds the wait by dropping.
+    ///
+    /// # Errors
+    /// When there is none (yet).
+    pub async fn vm_of(&self, namespace: &str, name: &str, wait: bool) -> VmOf {
+        let pod = (namespace.to_owned(), name.to_owned());
+        let text = format!("{namespace}/{name}");
+        let mut inserted = self.0.inserted.subscribe();
+        loop {
+            inserted.borrow_and_update();
+            let Some(mut view) = self.newest_of(&pod) else {
+                if !wait {
+                    return Err(Error::NoSuchPod { pod: text });
+                }
+                drop(inserted.changed().await);
+                continue;
+            };
+            if let Some(vm) = view.borrow_and_update().vm() {
+                return Ok(vm.clone());
+            }
+            if !wait {
+                return Err(Error::NoVmYet { pod: text });
+            }
+            tokio::select! {
+                changed = view.changed() => if changed.is_err() { tokio::task::yield_now().await },
+                changed = inserted.changed() => drop(changed),
+            }
+        }
+    }
+
+    /// All that are not tombstones, as they are now.
+    pub fn views(&self) -> Vec<View> {
+        let state = self.state();
+        let tasks = state.entries.values().filter_map(|entry| match entry {
+            Entry::Task(running) => Some(running.view.borrow().clone()),
+            Entry::Tombstone { .. } => None,
+        });
+        tasks.collect()
+    }
+
+    /// Watches one sandbox.
+    pub fn view(&self, id: &SandboxId) -> Option<watch::Receiver<View>> {
+        match self.state().entries.get(id)? {
+            Entry::Task(running) => Some(running.view.clone()),
+            Entry::Tombstone { view, .. } => Some(watch::Sender::new((**view).clone()).subscribe()),
+        }
+    }
+
+    /// Ends all tasks where they are. What they were doing is in the ledger.
+    pub async fn close(&self) {
+        let mut tasks = std::mem::take(&mut self.state().tasks);
+        tasks.shutdown().await;
+    }
+
+    /// The record of a new sandbox. Everything that a repeated cloud call must repeat is in it.
+    fn record(&self, id: SandboxId, wanted: Wanted, netns: NetnsRef) -> Result<Record, Error> {
+        let Inner { fx, settings, .. } = &*self.0;
+        let now = fx.now_ms();
+        let ticket = fx.ticket(settings.ticket_ttl).map_err(Error::Unavailable)?;
+        let user_data = fx.user_data(&ticket).map_err(Error::Unavailable)?;
+        let mut labels = BTreeMap::new();
+        for (key, value) in [
+            ("peerpod.cluster", settings.cluster_id.as_str()),
+            ("peerpod.node", settings.node_name.as_str()),
+            ("peerpod.sandbox", id.as_str()),
+            ("peerpod.namespace", wanted.pod.namespace.as_str()),
+            ("peerpod.pod", wanted.pod.name.as_str()),
+        ] {
+            labels.insert(key.to_owned(), value.to_owned());
+        }
+        let short: String = id.as_str().chars().take(12).collect();
+        let request = CreateRequest {
+            name: format!("{}-{short}", wanted.pod.name),
+            user_data,
+            size: wanted.size,
+            instance_type: wanted.instance_type,
+            image: wanted.image,
+            disks: Vec::new(),
+            labels,
+        };
+        Ok(Record {
+            version: VERSION,
+            phase: Phase::Created,
+            pod: Some(wanted.pod),
+            netns: Some(netns),
+            request: Some(request),
+            initdata: wanted.initdata,
+            ticket: Some(ticket),
+            cause: None,
+            gone_ms: None,
+            ..Record::tombstone(id, now)
+        })
+    }
+
+    /// Puts a new sandbox into the table and starts its task. A sandbox that came in between wins.
+    fn admit(&self, record: Record) -> Result<watch::Receiver<View>, Error> {
+        let mut state = self.state();
+        match state.entries.get(&record.id) {
+            Some(Entry::Task(running)) => return Ok(running.view.clone()),
+            Some(Entry::Tombstone { view, .. }) => {
+                return Ok(watch::Sender::new((**view).clone()).subscribe());
+            }
+            None => {}
+        }
+        if state.count >= self.0.settings.max_sandboxes {
+            return Err(Error::Full { limit: self.0.settings.max_sandboxes });
+        }
+        let mut predecessor = None;
+        if let Some(netns) = &record.netns
+            && let Some(Entry::Task(other)) =
+                state.netns.get(&netns.identity()).and_then(|other| state.entries.get(other))
+        {
+            let view = other.view.borrow();
+            if view.phase.is_live() {
+                let path = netns.path.display().to_string();
+                return Err(Error::NetnsTaken { path, other: view.id.clone() });
+            }
+            predecessor = (!view.network_gone).then(|| other.view.clone());
+        }
+        Ok(self.spawn(&mut state, record, predecessor))
+    }
+
+    /// Takes a sandbox from the ledger.
+    pub(super) fn adopt(&self, record: Record) {
+        let mut state = self.state();
+        if record.phase == Phase::Gone {
+            self.0.metrics.moved(None, Some(&record.phase));
+            self.tombstone(&mut state, &record);
+            return;
+        }
+        self.0.metrics.recovered(&record.phase);
+        self.0.metrics.moved(None, Some(&record.phase));
+        let claimed = record.netns.as_ref().and_then(|netns| state.netns.get(&netns.identity()));
+        let predecessor = match claimed.and_then(|other| state.entries.get(other)) {
+            Some(Entry::Task(other)) if record.phase.is_live() => Some(other.view.clone()),
+            _ => None,
+        };
+        self.spawn(&mut state, record, predecessor);
+    }
+
+    fn spawn(
+        &self,
+        state: &mut State,
+        record: Record,
+        predecessor: Option<watch::Receiver<View>>,
+    ) -> watch::Receiver<View> {
+        let Inner { fx, settings, metrics, .. } = &*self.0;
+        let (commands, receiver) = mpsc::channel(QUEUE);
+        let (sender, view) = watch::channel(View::of(&record, false));
+        let id = record.id.clone();
+        let span = info_span!("sandbox", sandbox = %id, pod = record.pod_name());
+        let running = Running {
+            commands,
+            view: view.clone(),
+            netns: record.netns.clone(),
+            ticket: record.ticket.as_ref().map(|ticket| ticket.id.clone()),
+            pod: record.pod.as_ref().map(|pod| (pod.namespace.clone(), pod.name.clone())),
+        };
+        let is_live = record.phase.is_live();
+        let task = Task {
+            fx: fx.clone(),
+            settings: settings.clone(),
+            metrics: metrics.clone(),
+            view: sender,
+            commands: receiver,
+            slots: Slots::default(),
+            claims: Claims::default(),
+            guest: fx.guest(&id),
+            epoch: fx.relay_epoch(),
+            predecessor,
+            plan: None,
+            refused_session: None,
+            network_given_up: false,
+            put_wanted: 1,
+            put_done: 0,
+            deadline: None,
+            leaving: None,
+            left_ms: 0,
+            trouble: Vec::new(),
+            record,
+        };
+        if let Some(ticket) = &running.ticket {
+            state.tickets.insert(ticket.clone(), id.clone());
+        }
+        if let Some(pod) = &running.pod {
+            state.pods.entry(pod.clone()).or_default().push(id.clone());
+        }
+        if let Some(netns) = &running.netns {
+            // One that leaves does not take the namespace from one that lives.
+            let owner = state.netns.entry(netns.identity()).or_insert_with(|| id.clone());
+            if is_live {
+                *owner = id.clone();
+            }
+        }
+        state.entries.insert(id.clone(), Entry::Task(running));
+        state.count += 1;
+        let table = self.clone();
+        while state.tasks.try_join_next().is_some() {} // ended ones; their panics were heard below
+        state.tasks.spawn(async move { table.live(id, task).await }.instrument(span));
+        self.0.inserted.send_modify(|count| *count += 1);
+        view
+    }
+
+    /// One task from its beginning to its tombstone.
+    async fn live(self, id: SandboxId, mut task: Task) {
+        let _mourner = Mourner { table: self.clone(), id: id.clone() };
+        if task.record.phase == Phase::Created {
+            if let Err(error) = task.begin().await {
+                error!(%error, "could not be created");
+                // First out of the table, then heard of: who hears of it may create it again at once.
+                self.remove(&id);
+                task.view.send_modify(|view| view.unborn = Some(error));
+                return;
+            }
+            info!(netns = ?task.record.netns.as_ref().map(|netns| &netns.path), "created");
+        } else {
+            info!(phase = %task.record.phase, vm = ?task.record.phase.vm(), "picked up from the ledger");
+        }
+        let record = task.run().await;
+        if record.phase == Phase::Gone {
+            let mut state = self.state();
+            self.unlink(&mut state, &id);
+            self.tombstone(&mut state, &record);
+        }
+    }
+
+    /// Writes a tombstone for an id that nobody knows. `None`: it became known meanwhile.
+    async fn bury_unknown(&self, id: &SandboxId) -> Option<Result<(), Error>> {
+        let Inner { fx, settings, metrics, .. } = &*self.0;
+        let mut record = Record::tombstone(id.clone(), fx.now_ms());
+        record.cause = Some(Stop::Called.reason().into());
+        {
+            let mut state = self.state();
+            if state.entries.contains_key(id) {
+                return None;
+            }
+            // Known from here on, so that nothing is made behind our back while it is written.
+            let until_ms = record.created_ms.saturating_add(ms(settings.tombstone_ttl));
+            let view = Box::new(View::of(&record, true));
+            state.entries.insert(id.clone(), Entry::Tombstone { until_ms, view });
+        }
+        if let Err(error) = fx.save(&record).await {
+            metrics.ledger_errors.inc();
+            self.state().entries.remove(id);
+            return Some(Err(error.into()));
+        }
+        metrics.moved(None, Some(&Phase::Gone));
+        info!(sandbox = %id, "stopped before it was known: a tombstone is all there is of it");
+        Some(Ok(()))
+    }
+
+    fn tombstone(&self, state: &mut State, record: &Record) {
+        let since = record.gone_ms.unwrap_or(record.created_ms);
+        let until_ms = since.saturating_add(ms(self.0.settings.tombstone_ttl));
+        let view = Box::new(View::of(record, true));
+        state.entries.insert(record.id.clone(), Entry::Tombstone { until_ms, view });
+    }
+
+    /// Takes a sandbox out of the table and out of all indexes.
+    fn remove(&self, id: &SandboxId) {
+        let mut state = self.state();
+        self.unlink(&mut state, id);
+        state.entries.remove(id);
+    }
+
+    fn unlink(&self, state: &mut State, id: &SandboxId) {
+        let Some(Entry::Task(running)) = state.entries.get(id) else { return };
+        let running = running.clone();
+        state.count -= 1;
+        if let Some(ticket) = &running.ticket {
+            state.tickets.remove(ticket);
+        }
+        if let Some(pod) = running.pod
+            && let std::collections::hash_map::Entry::Occupied(mut ids) = state.pods.entry(pod)
+        {
+            ids.get_mut().retain(|other| other != id);
+            if ids.get().is_empty() {
+                ids.remove();
+            }
+        }
+        if let Some(netns) = &running.netns
+            && state.netns.get(&netns.identity()) == Some(id)
+        {
+            state.netns.remove(&netns.identity());
+        }
+    }
+
+    fn newest_of(&self, pod: &(String, String)) -> Option<watch::Receiver<View>> {
+        let state = self.state();
+        let ids = state.pods.get(pod)?;
+        let live = ids.iter().filter_map(|id| match state.entries.get(id)? {
+            Entry::Task(running) if running.view.borrow().phase.is_live() => Some(running.view.clone()),
+            Entry::Task(_) | Entry::Tombstone { .. } => None,
+        });
+        live.max_by_key(|view| view.borrow().created_ms)
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+        // Never held across an await, and nothing in here leaves it half changed.
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn find(&self, id: &SandboxId) -> Option<Found> {
+        Some(match self.state().entries.get(id)? {
+            Entry::Task(running) => Found::Task(running.clone()),
+            Entry::Tombstone { view, .. } => Found::Tombstone(view.clone()),
+        })
+    }
+
+    /// Sends a command and waits for its answer; `None` when the task is gone.
+    async fn ask<T>(
+        &self,
+        running: &Running,
+        command: impl FnOnce(oneshot::Sender<T>) -> Command,
+    ) -> Option<T> {
+        let (answer, answered) = oneshot::channel();
+        running.commands.send(command(answer)).await.ok()?;
+        answered.await.ok()
+    }
+}
+
+enum Found {
+    Task(Running),
+    Tombstone(Box<View>),
+}
+
+/// Hears of a task that ended by a panic. Its sandbox stays in the ledger and comes back with the next start of the
+/// node; until then calls for it say so.
+struct Mourner {
+    table: Sandboxes,
+    id: SandboxId,
+}
+
+impl Drop for Mourner {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.table.0.metrics.panics.inc();
+            error!(sandbox = %self.id, "the sandbox's task panicked; this is a bug of ours, and it comes back when the node is restarted");
+        }
+    }
+}
+
+/// Waits until a sandbox is accepted.
+async fn born(mut view: watch::Receiver<View>) -> Result<(), Error> {
+    let seen = view.wait_for(|view| view.is_born() || view.unborn.is_some()).await;
+    match seen {
+        Ok(view) => match &view.unborn {
+            Some(error) => Err(error.clone()),
+            None => Ok(()),
+        },
+        Err(_) => Err(Error::Unavailable("the node is closing; the call may be sent again".into())),
+    }
+}
+
+fn broken(id: &SandboxId) -> Error {
+    Error::Unavailable(format!("the task of sandbox {id} is gone; the call may be sent again"))
+}
+
+fn ms(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+impl Sandboxes {
+    /// Network namespaces of live sandboxes, for the reaper.
+    pub(super) fn live_netns(&self) -> Vec<(SandboxId, NetnsRef, u64, bool)> {
+        let state = self.state();
+        let entries = state.entries.iter().filter_map(|(id, entry)| match entry {
+            Entry::Task(running) => {
+                let view = running.view.borrow();
+                let netns = running.netns.clone().filter(|_| view.phase.is_live())?;
+                Some((id.clone(), netns, view.created_ms, view.started))
+            }
+            Entry::Tombstone { .. } => None,
+        });
+        entries.collect()
+    }
+
+    /// Tombstones whose time is over.
+    pub(super) fn expired(&self, now_ms: u64) -> Vec<SandboxId> {
+        let state = self.state();
+        let entries = state.entries.iter().filter_map(|(id, entry)| match entry {
+            Entry::Tombstone { until_ms, .. } if *until_ms <= now_ms => Some(id.clone()),
+            Entry::Task(_) | Entry::Tombstone { .. } => None,
+        });
+        entries.collect()
+    }
+
+    /// Forgets a tombstone, on disk first.
+    pub(super) async fn forget(&self, id: &SandboxId) {
+        match self.0.fx.forget(id).await {
+            Ok(()) => {
+                self.state().entries.remove(id);
+                self.0.metrics.moved(Some(&Phase::Gone), None);
+            }
+            Err(error) => warn!(sandbox = %id, %error, "a tombstone stays"),
+        }
+    }
+}

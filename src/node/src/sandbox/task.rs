@@ -1,0 +1,357 @@
+//! The owner of one sandbox: a task that alone reads and writes its state.
+//!
+//! Calls reach it as commands and wait; effects run inside it, one per slot, at once. Its loop is level-triggered:
+//! after everything that happened, `pump` looks at the phase and starts what the phase obliges it to and does not run
+//! yet. A task that recovers from the ledger therefore does the same as one that never stopped.
+
+use std::{sync::Arc, time::Duration};
+
+use peerpod_provider_api::IdempotencyKey;
+use tokio::{
+    sync::{mpsc, oneshot, watch},
+    time::{Instant, sleep_until},
+};
+use tracing::{debug, error, info, warn};
+
+use super::{
+    Settings,
+    claims::{Claim, Claims},
+    clear::Left,
+    effects::{Effects, Guest},
+    error::{Error, Granted},
+    phase::{self, Action, Event, Phase},
+    slots::{Outcome, Slots, Which},
+    view::View,
+};
+use crate::{ledger::Record, metrics::Metrics};
+
+/// What a sandbox is told.
+pub(super) enum Command {
+    /// StartVM came. Answered when that is recorded; readiness is seen in the [`View`].
+    Start(oneshot::Sender<Result<(), Error>>),
+    /// It is not wanted any more. Answered when that is durable.
+    Stop(Stop, oneshot::Sender<Result<(), Error>>),
+    /// Its guest shows the ticket.
+    Claim(Claim, oneshot::Sender<Result<Granted, Error>>),
+}
+
+/// Who or what stops a sandbox.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// StopVM.
+    Called,
+    /// The relay promised it for us.
+    Inbox,
+    /// CreateVM came and StartVM never.
+    NeverStarted,
+    /// The pod's network namespace is gone.
+    NetnsGone,
+}
+
+impl Stop {
+    /// One word for the metric.
+    pub fn reason(self) -> &'static str {
+        match self {
+            Stop::Called => "stop_vm",
+            Stop::Inbox => "inbox",
+            Stop::NeverStarted => "never_started",
+            Stop::NetnsGone => "netns_gone",
+        }
+    }
+
+    fn sentence(self) -> &'static str {
+        match self {
+            Stop::Called => "StopVM was called",
+            Stop::Inbox => "StopVM was called while the node was away",
+            Stop::NeverStarted => "StartVM never came",
+            Stop::NetnsGone => "its network namespace is gone",
+        }
+    }
+}
+
+/// Why an event could not be carried out.
+pub(super) enum Unapplied {
+    /// It has no meaning now.
+    Refused(phase::Refused),
+    /// It could not be recorded; the phase is what it was.
+    Disk(Error),
+}
+
+pub(super) struct Task {
+    pub(super) fx: Arc<dyn Effects>,
+    pub(super) settings: Arc<Settings>,
+    pub(super) metrics: Metrics,
+    pub(super) record: Record,
+    pub(super) view: watch::Sender<View>,
+    pub(super) commands: mpsc::Receiver<Command>,
+    pub(super) slots: Slots,
+    pub(super) claims: Claims,
+    pub(super) guest: watch::Receiver<Guest>,
+    pub(super) epoch: watch::Receiver<u64>,
+    /// The sandbox that had our network namespace before and is not out of it yet.
+    pub(super) predecessor: Option<watch::Receiver<View>>,
+    /// What the guest is to make of the pod's network, once it is connected.
+    pub(super) plan: Option<peerpod_proto::guest::NetworkPlan>,
+    /// A guest session that must not be greeted again: its guest refused.
+    pub(super) refused_session: Option<String>,
+    /// The pod network of a running sandbox cannot be mended; do not try for ever.
+    pub(super) network_given_up: bool,
+    /// What the relay must have been told, and what it was told.
+    pub(super) put_wanted: u64,
+    pub(super) put_done: u64,
+    /// When to give up on the boot.
+    pub(super) deadline: Option<Instant>,
+    pub(super) leaving: Option<Left>,
+    pub(super) left_ms: u64,
+    /// What went wrong last with each kind of effect; said when a deadline passes.
+    pub(super) trouble: Vec<(Which, String)>,
+}
+
+enum Woken {
+    Command(Option<Command>),
+    Outcome(Which, Outcome),
+    Guest,
+    Epoch,
+    Deadline,
+}
+
+impl Task {
+    /// Accepts a new sandbox: its intent is durable when this returns. Nothing was asked of anybody before.
+    pub(super) async fn begin(&mut self) -> Result<(), Error> {
+        let now = self.fx.now_ms();
+        match self.apply(Event::Begin, |record| record.reached("recorded", now)).await {
+            Ok(_) => Ok(()),
+            Err(Unapplied::Disk(error)) => {
+                // A failing disk may have kept it all the same; nobody must find it after a restart.
+                if let Err(error) = self.fx.forget(&self.record.id).await {
+                    warn!(%error, "what is left of a record that could not be written stays");
+                }
+                Err(error)
+            }
+            Err(Unapplied::Refused(refused)) => Err(Error::Unavailable(refused.to_string())),
+        }
+    }
+
+    /// Runs until the sandbox is gone (its tombstone durable), or its table is.
+    pub(super) async fn run(mut self) -> Record {
+        self.enter();
+        loop {
+            self.pump();
+            let deadline = self.deadline;
+            let woken = tokio::select! {
+                command = self.commands.recv() => Woken::Command(command),
+                (which, outcome) = self.slots.next() => Woken::Outcome(which, outcome),
+                () = changed(&mut self.guest) => Woken::Guest,
+                () = changed(&mut self.epoch) => Woken::Epoch,
+                () = sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => Woken::Deadline,
+            };
+            match woken {
+                Woken::Command(Some(command)) => self.command(command).await,
+                Woken::Command(None) => return self.record,
+                Woken::Outcome(which, outcome) => self.outcome(which, outcome).await,
+                Woken::Guest => {} // the pump looks
+                Woken::Epoch => self.relay_changed(),
+                Woken::Deadline => self.too_late().await,
+            }
+            if self.record.phase == Phase::Gone {
+                self.last_words();
+                return self.record;
+            }
+        }
+    }
+
+    /// What a phase needs besides its effects, at its beginning and after a recovery.
+    fn enter(&mut self) {
+        self.deadline = match &self.record.phase {
+            Phase::Booting { .. } | Phase::Joining { .. } => {
+                // The node may have been away for long; the VM gets its time all the same.
+                Some(self.deadline.unwrap_or_else(|| Instant::now() + self.settings.boot_timeout))
+            }
+            Phase::Created
+            | Phase::Running { .. }
+            | Phase::Unwanted { .. }
+            | Phase::Leaving { .. }
+            | Phase::Gone => None,
+        };
+        if !self.record.phase.is_live() {
+            self.left_ms = self.fx.now_ms();
+            self.slots.guest.cancel();
+            // What runs goes on to its end, so that clearing finds all of it; what only waits does not.
+            self.slots.network.wake();
+            self.slots.relay.wake();
+            self.claims.refuse_all(&self.record);
+            if matches!(self.record.phase, Phase::Leaving { .. }) {
+                // Only a look for addresses, or a pause, can be there: creates end in Unwanted.
+                self.slots.cloud.cancel();
+            } else {
+                self.slots.cloud.wake();
+            }
+        }
+    }
+
+    async fn command(&mut self, command: Command) {
+        match command {
+            Command::Start(answer) => {
+                let started = self.started().await;
+                drop(answer.send(started)); // a caller that went away asks again
+            }
+            Command::Stop(stop, answer) => {
+                let stopped = self.stop(stop).await;
+                drop(answer.send(stopped));
+            }
+            Command::Claim(claim, answer) => self.claim(claim, answer).await,
+        }
+    }
+
+    async fn started(&mut self) -> Result<(), Error> {
+        if self.record.started || !self.record.phase.is_live() {
+            return Ok(());
+        }
+        if matches!(self.record.phase, Phase::Running { .. }) {
+            let mut record = self.record.clone();
+            record.started = true;
+            record.reached("start_called", self.fx.now_ms());
+            self.save(record).await
+        } else {
+            // Recorded with the next stage: a crash before that also loses the call, which is sent again.
+            self.record.started = true;
+            self.reached("start_called");
+            self.publish();
+            Ok(())
+        }
+    }
+
+    async fn stop(&mut self, stop: Stop) -> Result<(), Error> {
+        let was_live = self.record.phase.is_live();
+        let applied = self
+            .apply(Event::Stop, |record| {
+                record.cause.get_or_insert_with(|| stop.sentence().into());
+            })
+            .await;
+        match applied {
+            Ok(_) => {
+                if was_live {
+                    info!(cause = stop.sentence(), phase = %self.record.phase, "stopping");
+                    self.metrics.stopped(stop.reason());
+                }
+                Ok(())
+            }
+            Err(Unapplied::Disk(error)) => Err(error),
+            Err(Unapplied::Refused(refused)) => Err(Error::Unavailable(refused.to_string())),
+        }
+    }
+
+    /// Gives up on the sandbox: whoever waits for it hears why, and what was made is taken away.
+    pub(super) async fn fail(&mut self, stage: &str, cause: String) -> Result<(), Unapplied> {
+        let was_live = self.record.phase.is_live();
+        self.apply(Event::Failed, |record| {
+            if was_live {
+                record.failed = true;
+                record.cause = Some(cause.clone());
+            }
+        })
+        .await?;
+        if was_live {
+            error!(stage, %cause, "could not be started");
+            self.metrics.failed(stage);
+        }
+        Ok(())
+    }
+
+    async fn too_late(&mut self) {
+        self.deadline = None;
+        let (stage, cause) = self.why_late().await;
+        if let Err(Unapplied::Disk(error)) = self.fail(stage, cause).await {
+            warn!(%error, "cannot record that the boot took too long; trying again");
+            self.deadline = Some(Instant::now() + Duration::from_secs(1));
+        }
+    }
+
+    fn relay_changed(&mut self) {
+        // Another relay process: what it kept on disk may be older than what we told the last one.
+        self.put_wanted += 1;
+        self.slots.relay.wake();
+        debug!("the relay is another one");
+    }
+
+    /// Takes an event to its phase: recorded first, then true, then known to others.
+    pub(super) async fn apply(
+        &mut self,
+        event: Event,
+        change: impl FnOnce(&mut Record),
+    ) -> Result<Action, Unapplied> {
+        let (phase, action) = phase::next(&self.record.phase, event).map_err(Unapplied::Refused)?;
+        let moved = phase != self.record.phase;
+        let mut record = self.record.clone();
+        change(&mut record);
+        record.phase = phase;
+        if moved {
+            self.save(record).await.map_err(Unapplied::Disk)?;
+            self.enter();
+        }
+        Ok(action)
+    }
+
+    /// Makes a changed record durable, then ours.
+    pub(super) async fn save(&mut self, record: Record) -> Result<(), Error> {
+        if let Err(error) = self.fx.save(&record).await {
+            self.metrics.ledger_errors.inc();
+            return Err(error.into());
+        }
+        if record.phase != self.record.phase {
+            let from = (self.record.phase != Phase::Created).then_some(&self.record.phase);
+            self.metrics.moved(from, Some(&record.phase));
+            debug!(from = %self.record.phase, to = %record.phase, vm = ?record.phase.vm(), "phase");
+        }
+        for stage in &record.stages[self.record.stages.len().min(record.stages.len())..] {
+            self.metrics.stage(&stage.name, stage.at_ms);
+        }
+        self.record = record;
+        self.publish();
+        Ok(())
+    }
+
+    /// Notes that a stage was reached; becomes durable with the next change that must be.
+    pub(super) fn reached(&mut self, stage: &str) {
+        let before = self.record.stages.len();
+        self.record.reached(stage, self.fx.now_ms());
+        if let Some(stage) = self.record.stages.get(before) {
+            self.metrics.stage(&stage.name, stage.at_ms);
+        }
+    }
+
+    pub(super) fn publish(&self) {
+        let network_gone = self.leaving.as_ref().is_some_and(|left| left.network.is_none())
+            || self.record.phase == Phase::Gone;
+        self.view.send_if_modified(|view| {
+            let new = View::of(&self.record, network_gone);
+            let modified = *view != new;
+            *view = new;
+            modified
+        });
+    }
+
+    pub(super) fn key(&self, attempt: u32) -> IdempotencyKey {
+        IdempotencyKey::derive(&self.settings.cluster_id, self.record.id.as_str(), attempt)
+    }
+
+    /// One line that tells the whole life.
+    fn last_words(&self) {
+        let stages: Vec<String> =
+            self.record.stages.iter().map(|stage| format!("{}={}ms", stage.name, stage.at_ms)).collect();
+        info!(
+            cause = self.record.cause.as_deref().unwrap_or("-"),
+            failed = self.record.failed,
+            lived_ms = self.fx.now_ms().saturating_sub(self.record.created_ms),
+            stages = stages.join(" "),
+            "sandbox gone"
+        );
+    }
+}
+
+/// Waits for a change; for ever, when there will be none.
+async fn changed<T>(receiver: &mut watch::Receiver<T>) {
+    if receiver.changed().await.is_err() {
+        std::future::pending::<()>().await;
+    }
+}

@@ -1,0 +1,8 @@
+//! Sandboxes against a world of our own: time stands still unless somebody sleeps, every effect can fail, and the
+//! node can be killed before and after each.
+
+mod calls;
+mod crash;
+mod failures;
+mod restart;
+mod world;

@@ -1,0 +1,297 @@
+//! What goes wrong, and what is said about it.
+
+use std::{sync::atomic::Ordering, time::Duration};
+
+use peerpod_link::birth::BirthData;
+use peerpod_provider_api::Error as CloudError;
+use tokio::time::Instant;
+
+use super::world::*;
+use crate::sandbox::{ClaimRefused, Error, Settings, Stop, effects::NetworkError, phase::MAX_ATTEMPTS};
+
+fn capacity() -> CloudError {
+    CloudError::Capacity { offering: "m6a.large".into(), text: "no m6a.large left in eu-north-1a".into() }
+}
+
+async fn cause(node: &Node, name: &str) -> String {
+    match node.table.start(&id(name)).await {
+        Err(Error::Failed { cause, .. }) => cause,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refusal_of_the_cloud_is_heard_at_once_and_nothing_is_left() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    world
+        .scripted_creates
+        .lock()
+        .unwrap()
+        .push_back(CloudError::Quota { text: "vCPU limit 32 reached; ask for more".into() });
+    node.create("a").await.unwrap();
+    let begin = Instant::now();
+    assert!(cause(&node, "a").await.contains("vCPU limit 32"));
+    assert!(begin.elapsed() < Duration::from_secs(1));
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    assert!(world.devices() == 0 && world.state().relay.is_empty());
+    // The shim stops what it could not start, and may ask again.
+    node.table.stop(&id("a"), Stop::Called).await.unwrap();
+    assert!(cause(&node, "a").await.contains("vCPU limit 32"));
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_capacity_is_another_attempt_with_another_key_and_ends_some_day() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    world.scripted_creates.lock().unwrap().extend([capacity(), capacity()]);
+    node.run("a").await;
+    assert_eq!((world.create_calls(), world.vms()), (3, 1));
+    let key = peerpod_provider_api::IdempotencyKey::derive("test", "a", 2);
+    assert!(world.state().vms.values().all(|vm| vm.key == key));
+    world.scripted_creates.lock().unwrap().extend((0..MAX_ATTEMPTS).map(|_| capacity()));
+    node.create("b").await.unwrap();
+    assert!(cause(&node, "b").await.contains("no m6a.large left"));
+    assert_eq!(world.vms(), 1);
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refusal_after_a_lost_answer_does_not_lose_the_vm() {
+    // The first call makes the VM and its answer is lost; meanwhile the credentials end.
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.create("a").await.unwrap();
+    node.until("made", |_| world.vms() == 1).await;
+    node.kill().await;
+    world.scripted_creates.lock().unwrap().push_back(CloudError::Auth { text: "the token has ended".into() });
+    let node = Node::start(&world, &dir).await;
+    node.table.start(&id("a")).await.unwrap();
+    assert_eq!((world.vms(), world.made()), (1, 1));
+    node.kill().await;
+
+    // Where not even a look is possible the caller hears so at once, and the VM is deleted when it can be seen.
+    let node = Node::start(&world, &dir).await;
+    *world.find_fails.lock().unwrap() = Some(CloudError::Auth { text: "the token has ended".into() });
+    world.scripted_creates.lock().unwrap().push_back(CloudError::Auth { text: "the token has ended".into() });
+    node.create("b").await.unwrap();
+    assert!(cause(&node, "b").await.contains("token has ended"));
+    assert_eq!(node.phase("b"), "unwanted");
+    *world.find_fails.lock().unwrap() = None;
+    node.until("gone", |node| node.phase("b") == "gone").await;
+    assert_eq!(world.vms(), 1);
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_guest_that_never_calls_is_given_up_with_the_likely_cause_and_its_console() {
+    let (world, dir) = (World::new(1), Dir::new());
+    world.guests_stay_away.store(true, Ordering::Relaxed);
+    let node = Node::start(&world, &dir).await;
+    let begin = Instant::now();
+    node.create("a").await.unwrap();
+    let cause = cause(&node, "a").await;
+    assert!(begin.elapsed() >= Duration::from_secs(300) && begin.elapsed() < Duration::from_secs(310));
+    for word in ["i-1", "firewall", "10.99.0.1:15151", "kernel panic"] {
+        assert!(cause.contains(word), "{cause}");
+    }
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    assert!(world.state().vms.is_empty());
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn start_ends_at_its_own_deadline_and_a_repeat_gives_the_answer() {
+    let (world, dir) = (World::new(1), Dir::new());
+    *world.create_takes.lock().unwrap() = Duration::from_secs(30);
+    let node = Node::start_with(
+        &world,
+        &dir,
+        Fuse::after(None),
+        Settings { start_timeout: Duration::from_secs(10), ..settings() },
+    )
+    .await
+    .unwrap();
+    node.create("a").await.unwrap();
+    assert!(matches!(node.table.start(&id("a")).await, Err(Error::Late { .. })));
+    node.until("running", |node| node.phase("a") == "running").await;
+    node.table.start(&id("a")).await.unwrap();
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_the_guest_says_reaches_the_caller() {
+    let (world, dir) = (World::new(1), Dir::new());
+    *world.guest_error.lock().unwrap() = "kata-agent did not listen within 30s".into();
+    let node = Node::start(&world, &dir).await;
+    node.create("a").await.unwrap();
+    assert!(cause(&node, "a").await.contains("kata-agent did not listen"));
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_network_that_cannot_be_carried_is_said_and_one_that_is_busy_is_tried_again() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    let error = |permanent| NetworkError { text: "a route of type blackhole".into(), permanent };
+    *world.reserve_fails.lock().unwrap() = Some(error(true));
+    node.create("a").await.unwrap();
+    assert!(cause(&node, "a").await.contains("blackhole"));
+    *world.reserve_fails.lock().unwrap() = Some(error(false));
+    node.create("b").await.unwrap();
+    tokio::time::sleep(Duration::from_secs(20)).await;
+    assert_eq!(node.phase("b"), "joining");
+    *world.reserve_fails.lock().unwrap() = None;
+    node.table.start(&id("b")).await.unwrap();
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_network_namespace_that_is_none_is_refused_before_anything_is_done() {
+    let (world, dir) = (World::new(1), Dir::new());
+    world.state().dead_netns.insert("/run/netns/a".into());
+    let node = Node::start(&world, &dir).await;
+    assert!(matches!(node.create("a").await, Err(Error::Netns { .. })));
+    assert_eq!(node.phase("a"), "-");
+    assert_eq!(world.create_calls(), 0);
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_full_disk_fails_the_call_before_any_effect() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("old").await;
+    world.disk_full.store(true, Ordering::Relaxed);
+    let error = node.create("a").await.unwrap_err();
+    assert!(matches!(&error, Error::Disk { full: true, text } if text.contains("free space")), "{error}");
+    let error = node.table.stop(&id("old"), Stop::Called).await.unwrap_err();
+    assert!(matches!(error, Error::Disk { .. }), "{error}");
+    let error = node.table.stop(&id("unknown"), Stop::Called).await.unwrap_err();
+    assert!(matches!(error, Error::Disk { .. }), "{error}");
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    assert_eq!((node.phase("a"), node.phase("old")), ("-".into(), "running".into()));
+    assert_eq!((world.create_calls(), world.vms(), world.devices()), (1, 1, 1));
+    world.disk_full.store(false, Ordering::Relaxed);
+    node.run("a").await;
+    node.table.stop(&id("old"), Stop::Called).await.unwrap();
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_disk_that_fills_up_while_the_cloud_works_loses_no_vm() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.create("a").await.unwrap();
+    world.disk_full.store(true, Ordering::Relaxed);
+    tokio::time::sleep(Duration::from_secs(30)).await;
+    assert_eq!((node.phase("a").as_str(), world.vms()), ("booting", 1));
+    world.disk_full.store(false, Ordering::Relaxed);
+    node.table.start(&id("a")).await.unwrap();
+    assert_eq!(world.vms(), 1);
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn leaving_goes_on_until_the_cloud_lets_go() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    *world.delete_fails.lock().unwrap() = Some(CloudError::Auth { text: "the token has ended".into() });
+    node.table.stop(&id("a"), Stop::Called).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(3600)).await;
+    assert_eq!(node.phase("a"), "leaving");
+    // The rest did not wait for it.
+    assert!(world.devices() == 0 && world.state().relay.is_empty());
+    *world.delete_fails.lock().unwrap() = None;
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    assert!(world.state().vms.is_empty());
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_created_and_never_started_or_lost_its_namespace_is_taken_away() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.create("never").await.unwrap();
+    node.run("lost").await;
+    node.run("kept").await;
+    tokio::time::sleep(Duration::from_secs(600)).await;
+    assert_eq!(node.phase("never"), "running");
+    world.state().dead_netns.insert("/run/netns/lost".into());
+    tokio::time::sleep(Duration::from_secs(20)).await;
+    assert_eq!(node.phase("lost"), "running");
+    node.until("lost is gone", |node| node.phase("lost") == "gone").await;
+    node.until("never is gone", |node| node.phase("never") == "gone").await;
+    assert_eq!(node.phase("kept"), "running");
+    assert_eq!(world.vms(), 1);
+    node.kill().await;
+}
+
+/// A sandbox that waits for its guest, and the guest's birth data.
+async fn waiting(world: &std::sync::Arc<World>, node: &Node, name: &str) -> BirthData {
+    world.guests_stay_away.store(true, Ordering::Relaxed);
+    let before = world.made();
+    node.create(name).await.unwrap();
+    node.until("made", |_| world.made() > before).await;
+    let key =
+        node.table.view(&id(name)).map(|_| peerpod_provider_api::IdempotencyKey::derive("test", name, 0));
+    let state = world.state();
+    state.vms.values().find(|vm| Some(&vm.key) == key.as_ref()).unwrap().birth.clone()
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_first_key_gets_the_certificate_again_and_another_one_nothing() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    let birth = waiting(&world, &node, "a").await;
+    let ticket = birth.ticket.id.clone();
+    let first = node.table.claim(&ticket, claim(&birth, b"key 1")).await.unwrap();
+    let again = node.table.claim(&ticket, claim(&birth, b"key 1")).await.unwrap();
+    assert_eq!(first, again);
+    let other = node.table.claim(&ticket, claim(&birth, b"key 2")).await;
+    assert_eq!(other, Err(Error::Claim(ClaimRefused::OtherKey)));
+    // The same after a restart: the binding is on disk.
+    node.kill().await;
+    let node = Node::start(&world, &dir).await;
+    assert_eq!(node.table.claim(&ticket, claim(&birth, b"key 1")).await.unwrap(), first);
+    let other = node.table.claim(&ticket, claim(&birth, b"key 2")).await;
+    assert_eq!(other, Err(Error::Claim(ClaimRefused::OtherKey)));
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn wrong_used_up_and_late_tickets_are_refused() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start_with(
+        &world,
+        &dir,
+        Fuse::after(None),
+        Settings {
+            boot_timeout: Duration::from_secs(7200),
+            never_started_grace: Duration::from_secs(7200),
+            ..settings()
+        },
+    )
+    .await
+    .unwrap();
+    let a = waiting(&world, &node, "a").await;
+    let b = waiting(&world, &node, "b").await;
+    let unknown = node.table.claim("00", claim(&a, b"key")).await;
+    assert_eq!(unknown, Err(Error::Claim(ClaimRefused::UnknownTicket)));
+    // The secret of another sandbox's ticket.
+    let wrong = node.table.claim(&a.ticket.id, claim(&b, b"key")).await;
+    assert_eq!(wrong, Err(Error::Claim(ClaimRefused::WrongSecret)));
+    let no_csr = node.table.claim(&a.ticket.id, claim(&a, b"")).await;
+    assert_eq!(no_csr, Err(Error::Claim(ClaimRefused::BadRequest)));
+    node.table.claim(&b.ticket.id, claim(&b, b"key")).await.unwrap();
+    tokio::time::sleep(settings().ticket_ttl).await;
+    let late = node.table.claim(&a.ticket.id, claim(&a, b"key")).await;
+    assert_eq!(late, Err(Error::Claim(ClaimRefused::Expired)));
+    // Bound in time, the same key is never too late.
+    node.table.claim(&b.ticket.id, claim(&b, b"key")).await.unwrap();
+    node.table.stop(&id("b"), Stop::Called).await.unwrap();
+    assert!(node.table.claim(&b.ticket.id, claim(&b, b"key")).await.is_err());
+    node.kill().await;
+}

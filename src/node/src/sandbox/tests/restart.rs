@@ -1,0 +1,167 @@
+//! What a restarted node finds, and what the relay and the guest may do meanwhile.
+
+use std::{fs, sync::atomic::Ordering, time::Duration};
+
+use super::world::*;
+use crate::{
+    ledger::Ledger,
+    sandbox::{Stop, recover::Orphans},
+};
+
+fn note(dir: &Dir, name: &str) {
+    let text = format!(r#"{{"version":1,"op":"stop","id":"{name}","at_ms":1}}"#);
+    fs::write(dir.0.join("inbox").join(format!("{name}.json")), text).unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn running_sandboxes_are_picked_up_and_left_alone() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    for name in ["a", "b", "c"] {
+        node.run(name).await;
+    }
+    let greeted = world.greetings();
+    for _ in 0..10 {
+        node.fuse.blown.notify_one();
+        let node = Node::start(&world, &dir).await;
+        for name in ["a", "b", "c"] {
+            node.table.start(&id(name)).await.unwrap();
+        }
+        node.kill().await;
+    }
+    assert_eq!(world.create_calls(), 3);
+    assert_eq!(world.greetings(), greeted, "a guest that did not change is not spoken to");
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_promised_stop_comes_before_everything_else() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("running").await;
+    *world.create_takes.lock().unwrap() = Duration::from_secs(60);
+    node.create("booting").await.unwrap();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    node.kill().await;
+    for name in ["running", "booting", "unknown"] {
+        note(&dir, name);
+    }
+    let calls = world.create_calls();
+    let node = Node::start(&world, &dir).await;
+    assert_eq!(fs::read_dir(dir.0.join("inbox")).unwrap().count(), 0);
+    assert_eq!(node.phase("unknown"), "gone");
+    node.create("unknown").await.unwrap();
+    node.until("all gone", |node| ["running", "booting"].iter().all(|name| node.phase(name) == "gone")).await;
+    assert!(world.state().vms.is_empty());
+    // The create that nobody heard of was asked again with its key in order to delete what it made; no more.
+    assert!(world.create_calls() <= calls + 1);
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_create_that_nobody_heard_of_is_found_by_its_key() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.create("a").await.unwrap();
+    node.until("made", |_| world.vms() == 1).await;
+    node.kill().await;
+    assert!(fs::read_to_string(dir.0.join("sandboxes/a.json")).unwrap().contains("booting"));
+    let node = Node::start(&world, &dir).await;
+    node.table.start(&id("a")).await.unwrap();
+    assert_eq!((world.vms(), world.made()), (1, 1));
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_running_sandbox_keeps_neither_request_nor_user_data() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    let text = fs::read_to_string(dir.0.join("sandboxes/a.json")).unwrap();
+    assert!(text.contains(r#""request":null"#) && !text.contains("user_data"), "{text}");
+    node.table.stop(&id("a"), Stop::Called).await.unwrap();
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    let text = fs::read_to_string(dir.0.join("sandboxes/a.json")).unwrap();
+    assert!(text.contains(r#""ticket":null"#), "{text}");
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn another_relay_process_is_told_everything_again() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    node.run("b").await;
+    world.state().relay.clear();
+    world.epoch.send_modify(|epoch| *epoch += 1);
+    node.until("put again", |_| world.state().relay.len() == 2).await;
+    assert!(world.state().relay.values().all(|put| put.guest_certificates.len() == 1));
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn another_guest_program_is_personalised_again() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    node.fx.link("a", "i-1 again");
+    node.until("greeted", |_| world.greetings() == 2).await;
+    // Also when it came back while the node was dead.
+    node.kill().await;
+    world.state().links.insert("a".into(), "i-1 a third time".into());
+    let node = Node::start(&world, &dir).await;
+    node.until("greeted", |_| world.greetings() == 3).await;
+    assert_eq!(node.phase("a"), "running");
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_sandbox_in_quarantine_costs_nobody_else_and_keeps_its_vm() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    for name in ["a", "b", "c"] {
+        node.run(name).await;
+    }
+    node.kill().await;
+    let file = |name: &str| dir.0.join(format!("sandboxes/{name}.json"));
+    let whole = fs::read(file("a")).unwrap();
+    fs::write(file("a"), &whole[..whole.len() / 2]).unwrap();
+    let newer = fs::read_to_string(file("b")).unwrap().replacen(r#""version":1"#, r#""version":99"#, 1);
+    fs::write(file("b"), newer).unwrap();
+    let loaded = Ledger::open(&dir.0).unwrap().load().unwrap();
+    let mut bad: Vec<_> = loaded.quarantined.iter().map(|q| q.id.clone().unwrap()).collect();
+    bad.sort();
+    assert_eq!(bad, [id("a"), id("b")]);
+    assert!(loaded.quarantined.iter().all(|q| q.moved_to.starts_with(dir.0.join("quarantine"))));
+    let node = Node::start(&world, &dir).await;
+    node.table.start(&id("c")).await.unwrap();
+    let mut orphans = Orphans::new(bad, Duration::ZERO);
+    assert_eq!(orphans.pass(&node.table).await.unwrap(), 0);
+    assert_eq!(world.vms(), 3);
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_vm_that_no_record_claims_is_deleted_after_a_second_look() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    node.run("b").await;
+    world.guests_stay_away.store(true, Ordering::Relaxed);
+    *world.create_takes.lock().unwrap() = Duration::from_secs(60);
+    node.create("booting").await.unwrap();
+    node.until("made", |_| world.vms() == 3).await;
+    // The disk lost a record while the node was down.
+    node.kill().await;
+    fs::remove_file(dir.0.join("sandboxes/a.json")).unwrap();
+    let node = Node::start(&world, &dir).await;
+    let mut orphans = Orphans::new(vec![], Duration::from_secs(60));
+    assert_eq!(orphans.pass(&node.table).await.unwrap(), 0);
+    tokio::time::sleep(Duration::from_secs(59)).await;
+    assert_eq!(orphans.pass(&node.table).await.unwrap(), 0);
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(orphans.pass(&node.table).await.unwrap(), 1);
+    let names: Vec<String> = world.state().vms.keys().map(|vm| vm.to_string()).collect();
+    assert_eq!(names, ["i-2", "i-3"]);
+    node.kill().await;
+}

@@ -1,0 +1,680 @@
+//! The world behind the seam. It survives the node: a cloud that keeps VMs, a relay, pod networks, guests.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
+    net::{IpAddr, Ipv4Addr},
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex, MutexGuard,
+        atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering},
+    },
+    time::{Duration, UNIX_EPOCH},
+};
+
+use async_trait::async_trait;
+use peerpod_link::birth::BirthData;
+use peerpod_proto::{
+    guest::{NetworkPlan, Reply, Request},
+    relay::PutSandboxRequest,
+};
+use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, OwnedState};
+use serde_json::value::RawValue;
+use sha2::{Digest, Sha256};
+use tokio::{sync::watch, time::Instant};
+
+use crate::{
+    ledger::{Error as LedgerError, Inbox, Ledger, NetnsRef, Network, Record},
+    metrics::Metrics,
+    sandbox::{
+        Claim, Reaper, Sandboxes, Secret, Settings, Wish,
+        effects::{Certificate, CloudError, Effects, Guest, NetworkError, RelayError},
+        recover::recover,
+    },
+    spec::{PodRef, SandboxId, Size, Wanted},
+    trust::Ticket,
+};
+
+/// A folder that goes with the test.
+pub(super) struct Dir(pub PathBuf);
+
+impl Dir {
+    pub(super) fn new() -> Dir {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        // Memory where there is some: the tests sync thousands of times.
+        let base = Path::new("/dev/shm");
+        let base = if base.is_dir() { base.to_owned() } else { std::env::temp_dir() };
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let dir = base.join(format!("peerpod-node-test-{}-{count}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        Dir(dir)
+    }
+}
+
+impl Drop for Dir {
+    fn drop(&mut self) {
+        drop(std::fs::remove_dir_all(&self.0));
+    }
+}
+
+/// SplitMix64: the same seed, the same world.
+pub(super) struct Dice(u64);
+
+impl Dice {
+    pub(super) fn new(seed: u64) -> Dice {
+        Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15))
+    }
+
+    pub(super) fn below(&mut self, n: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % n
+    }
+
+    pub(super) fn percent(&mut self, chance: u64) -> bool {
+        self.below(100) < chance
+    }
+}
+
+pub(super) struct Vm {
+    pub key: IdempotencyKey,
+    pub made: Instant,
+    pub birth: BirthData,
+}
+
+/// What exists besides the node.
+pub(super) struct State {
+    pub vms: BTreeMap<InstanceId, Vm>,
+    pub made: u64,
+    pub create_calls: u64,
+    pub relay: BTreeMap<String, PutSandboxRequest>,
+    pub devices: BTreeMap<String, bool>,
+    /// Sandbox → the session of its guest on the link.
+    pub links: BTreeMap<String, String>,
+    pub greeted: Vec<String>,
+    pub flushed: Vec<String>,
+    pub dead_netns: BTreeSet<PathBuf>,
+    pub dice: Dice,
+}
+
+/// How the world behaves; tests change it as they go.
+pub(super) struct World {
+    pub state: Mutex<State>,
+    pub scripted_creates: Mutex<VecDeque<CloudError>>,
+    pub create_takes: Mutex<Duration>,
+    pub delete_takes: Mutex<Duration>,
+    pub delete_fails: Mutex<Option<CloudError>>,
+    pub find_fails: Mutex<Option<CloudError>>,
+    pub reserve_fails: Mutex<Option<NetworkError>>,
+    pub guest_error: Mutex<String>,
+    pub guests_stay_away: AtomicBool,
+    pub disk_full: AtomicBool,
+    /// Percent of effects that fail; of those, half fail after they worked.
+    pub faults: AtomicU64,
+    pub epoch: watch::Sender<u64>,
+}
+
+pub(super) fn transient(text: &str) -> CloudError {
+    CloudError::transient(text)
+}
+
+pub(super) fn id(name: &str) -> SandboxId {
+    name.parse().unwrap()
+}
+
+impl World {
+    pub(super) fn new(seed: u64) -> Arc<World> {
+        Arc::new(World {
+            state: Mutex::new(State {
+                vms: BTreeMap::new(),
+                made: 0,
+                create_calls: 0,
+                relay: BTreeMap::new(),
+                devices: BTreeMap::new(),
+                links: BTreeMap::new(),
+                greeted: Vec::new(),
+                flushed: Vec::new(),
+                dead_netns: BTreeSet::new(),
+                dice: Dice::new(seed),
+            }),
+            scripted_creates: Mutex::default(),
+            create_takes: Mutex::new(Duration::from_millis(50)),
+            delete_takes: Mutex::new(Duration::from_millis(20)),
+            delete_fails: Mutex::default(),
+            find_fails: Mutex::default(),
+            reserve_fails: Mutex::default(),
+            guest_error: Mutex::default(),
+            guests_stay_away: AtomicBool::new(false),
+            disk_full: AtomicBool::new(false),
+            faults: AtomicU64::new(0),
+            epoch: watch::Sender::new(1),
+        })
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap()
+    }
+
+    // Each takes the lock for itself, so that a test may compare several in one line.
+    pub(super) fn vms(&self) -> usize {
+        self.state().vms.len()
+    }
+
+    pub(super) fn made(&self) -> u64 {
+        self.state().made
+    }
+
+    pub(super) fn create_calls(&self) -> u64 {
+        self.state().create_calls
+    }
+
+    pub(super) fn greetings(&self) -> usize {
+        self.state().greeted.len()
+    }
+
+    pub(super) fn devices(&self) -> usize {
+        self.state().devices.len()
+    }
+
+    /// Whether an effect fails now, and whether it works all the same.
+    fn fault(&self) -> Option<bool> {
+        let chance = self.faults.load(Ordering::Relaxed);
+        let mut state = self.state();
+        state.dice.percent(chance).then(|| state.dice.percent(50))
+    }
+}
+
+/// When the node dies: after so many boundaries.
+#[derive(Default)]
+pub(super) struct Fuse {
+    left: AtomicI64,
+    burning: AtomicBool,
+    pub blown: tokio::sync::Notify,
+}
+
+impl Fuse {
+    pub(super) fn after(boundaries: Option<u64>) -> Arc<Fuse> {
+        let left = boundaries.map_or(i64::MAX, |n| n as i64);
+        Arc::new(Fuse { left: AtomicI64::new(left), ..Fuse::default() })
+    }
+
+    pub(super) fn is_blown(&self) -> bool {
+        self.burning.load(Ordering::SeqCst)
+    }
+
+    async fn boundary(&self) {
+        if self.left.fetch_sub(1, Ordering::SeqCst) <= 0 {
+            self.burning.store(true, Ordering::SeqCst);
+            self.blown.notify_one();
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+/// The effects of one life of the node.
+pub(super) struct Fake {
+    pub world: Arc<World>,
+    ledger: Ledger,
+    fuse: Arc<Fuse>,
+    pub guests: Mutex<HashMap<String, watch::Sender<Guest>>>,
+    start: Instant,
+    start_ms: u64,
+}
+
+impl Fake {
+    fn guest_sender(&self, id: &str) -> watch::Sender<Guest> {
+        let session = self.world.state().links.get(id).cloned();
+        let mut guests = self.guests.lock().unwrap();
+        let sender = guests.entry(id.to_owned()).or_insert_with(|| {
+            let guest =
+                Guest { connected: session.is_some(), session: session.unwrap_or_default(), status: vec![] };
+            watch::Sender::new(guest)
+        });
+        sender.clone()
+    }
+
+    /// The guest of this sandbox is (again) on the link.
+    pub(super) fn link(&self, id: &str, session: &str) {
+        self.world.state().links.insert(id.to_owned(), session.to_owned());
+        self.guest_sender(id).send_modify(|guest| {
+            guest.connected = true;
+            guest.session = session.to_owned();
+        });
+    }
+}
+
+#[async_trait]
+impl Effects for Fake {
+    fn now_ms(&self) -> u64 {
+        self.start_ms + self.start.elapsed().as_millis() as u64
+    }
+
+    fn ticket(&self, ttl: Duration) -> Result<Ticket, String> {
+        let now = UNIX_EPOCH + Duration::from_millis(self.now_ms());
+        Ticket::new_at(now, ttl).map_err(|error| error.to_string())
+    }
+
+    fn user_data(&self, ticket: &Ticket) -> Result<String, String> {
+        let addresses = ["10.99.0.1:15151".parse().unwrap()];
+        Ok(crate::birth::user_data(ticket, &addresses, &[[7; 32]], Duration::from_secs(900)))
+    }
+
+    async fn save(&self, record: &Record) -> Result<(), LedgerError> {
+        self.fuse.boundary().await;
+        let full = || LedgerError::Write {
+            path: "sandboxes".into(),
+            source: std::io::ErrorKind::StorageFull.into(),
+        };
+        if self.world.disk_full.load(Ordering::Relaxed) {
+            return Err(full());
+        }
+        // Disks fail rarely, and then before they write.
+        if self.world.fault().is_some() && self.world.state().dice.percent(20) {
+            return Err(full());
+        }
+        self.ledger.save(record)?;
+        self.fuse.boundary().await;
+        Ok(())
+    }
+
+    async fn forget(&self, id: &SandboxId) -> Result<(), LedgerError> {
+        self.fuse.boundary().await;
+        self.ledger.remove(id)
+    }
+
+    async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError> {
+        self.fuse.boundary().await;
+        let takes = *self.world.create_takes.lock().unwrap();
+        tokio::time::sleep(takes / 2).await;
+        let fault = self.world.fault();
+        if fault == Some(false) {
+            self.world.state().create_calls += 1;
+            let which = self.world.state().dice.below(4);
+            return Err(match which {
+                0 => CloudError::Capacity { offering: "m".into(), text: "none left".into() },
+                _ => transient("before"),
+            });
+        }
+        if let Some(error) = self.world.scripted_creates.lock().unwrap().pop_front() {
+            self.world.state().create_calls += 1;
+            return Err(error);
+        }
+        let id = {
+            let mut state = self.world.state();
+            state.create_calls += 1;
+            let known = state.vms.iter().find(|(_, vm)| vm.key == *key).map(|(id, _)| id.clone());
+            known.unwrap_or_else(|| {
+                state.made += 1;
+                let id = InstanceId::new(format!("i-{}", state.made)).unwrap();
+                let birth = BirthData::parse(request.user_data.as_bytes()).unwrap();
+                state.vms.insert(id.clone(), Vm { key: key.clone(), made: Instant::now(), birth });
+                id
+            })
+        };
+        // The VM exists; whoever dies now has not heard of it.
+        self.fuse.boundary().await;
+        tokio::time::sleep(takes / 2).await;
+        if fault == Some(true) {
+            let auth = self.world.state().dice.percent(20);
+            return Err(if auth {
+                CloudError::Auth { text: "the token ended meanwhile".into() }
+            } else {
+                transient("after")
+            });
+        }
+        Ok(id)
+    }
+
+    async fn find(&self, key: &IdempotencyKey) -> Result<Option<InstanceId>, CloudError> {
+        self.fuse.boundary().await;
+        if let Some(error) = self.world.find_fails.lock().unwrap().clone() {
+            return Err(error);
+        }
+        if self.world.fault().is_some() {
+            return Err(transient("list"));
+        }
+        let state = self.world.state();
+        Ok(state.vms.iter().find(|(_, vm)| vm.key == *key).map(|(id, _)| id.clone()))
+    }
+
+    async fn owned(&self) -> Result<Vec<Owned>, CloudError> {
+        self.fuse.boundary().await;
+        let state = self.world.state();
+        let owned = state.vms.iter().map(|(id, vm)| Owned {
+            id: id.clone(),
+            key: Some(vm.key.clone()),
+            name: None,
+            state: OwnedState::Running,
+            addresses: vec![],
+            created: None,
+        });
+        Ok(owned.collect())
+    }
+
+    async fn addresses(&self, vm: &InstanceId) -> Result<Vec<IpAddr>, CloudError> {
+        self.fuse.boundary().await;
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        if self.world.fault().is_some() {
+            return Err(transient("addresses"));
+        }
+        if !self.world.state().vms.contains_key(vm) {
+            return Err(CloudError::not_found(format!("VM {vm} is gone")));
+        }
+        Ok(vec![IpAddr::V4(Ipv4Addr::new(10, 99, 0, 7))])
+    }
+
+    async fn delete(&self, vm: &InstanceId) -> Result<(), CloudError> {
+        self.fuse.boundary().await;
+        let takes = *self.world.delete_takes.lock().unwrap();
+        tokio::time::sleep(takes).await;
+        if let Some(error) = self.world.delete_fails.lock().unwrap().clone() {
+            return Err(error);
+        }
+        match self.world.fault() {
+            Some(false) => return Err(transient("delete")),
+            other => {
+                self.world.state().vms.remove(vm);
+                self.fuse.boundary().await;
+                if other.is_some() { Err(transient("delete, done")) } else { Ok(()) }
+            }
+        }
+    }
+
+    async fn console(&self, _: &InstanceId) -> Option<String> {
+        Some("kernel panic".into())
+    }
+
+    async fn netns(&self, path: &Path) -> Result<NetnsRef, NetworkError> {
+        if self.world.state().dead_netns.contains(path) {
+            return Err(NetworkError { text: "no such file".into(), permanent: true });
+        }
+        let mut hash = [0; 8];
+        hash.copy_from_slice(&Sha256::digest(path.to_string_lossy().as_bytes())[..8]);
+        Ok(NetnsRef { path: path.into(), dev: 4, inode: u64::from_be_bytes(hash), boot_id: "b".into() })
+    }
+
+    fn netns_lives(&self, netns: &NetnsRef) -> bool {
+        !self.world.state().dead_netns.contains(&netns.path)
+    }
+
+    async fn reserve(
+        &self,
+        netns: &NetnsRef,
+        id: &SandboxId,
+        v6: bool,
+        _: Option<&Network>,
+    ) -> Result<Network, NetworkError> {
+        self.fuse.boundary().await;
+        if let Some(error) = self.world.reserve_fails.lock().unwrap().clone() {
+            return Err(error);
+        }
+        if !self.netns_lives(netns) {
+            return Err(NetworkError { text: "the network namespace is gone".into(), permanent: true });
+        }
+        let fault = self.world.fault();
+        if fault == Some(false) {
+            return Err(NetworkError { text: "EBUSY".into(), permanent: false });
+        }
+        self.world.state().devices.insert(id.to_string(), false);
+        self.fuse.boundary().await;
+        if fault.is_some() {
+            return Err(NetworkError { text: "EBUSY, done".into(), permanent: false });
+        }
+        Ok(Network { v6, tunnel: RawValue::from_string("{}".into()).unwrap() })
+    }
+
+    async fn connect(
+        &self,
+        _: &NetnsRef,
+        network: &Network,
+        vm: IpAddr,
+    ) -> Result<NetworkPlan, NetworkError> {
+        self.fuse.boundary().await;
+        assert_eq!(network.v6, vm.is_ipv6());
+        if self.world.fault().is_some() {
+            return Err(NetworkError { text: "EBUSY".into(), permanent: false });
+        }
+        Ok(NetworkPlan { version: 1, ..NetworkPlan::default() })
+    }
+
+    async fn disconnect(
+        &self,
+        _: &NetnsRef,
+        id: &SandboxId,
+        _: Option<&Network>,
+        _: Option<IpAddr>,
+    ) -> Result<(), NetworkError> {
+        self.fuse.boundary().await;
+        let fault = self.world.fault();
+        if fault != Some(false) {
+            self.world.state().devices.remove(id.as_str());
+            self.fuse.boundary().await;
+        }
+        match fault {
+            None => Ok(()),
+            Some(_) => Err(NetworkError { text: "EBUSY".into(), permanent: false }),
+        }
+    }
+
+    fn relay_epoch(&self) -> watch::Receiver<u64> {
+        self.world.epoch.subscribe()
+    }
+
+    async fn put(&self, request: PutSandboxRequest) -> Result<(), RelayError> {
+        self.fuse.boundary().await;
+        let fault = self.world.fault();
+        if fault != Some(false) {
+            self.world.state().relay.insert(request.id.clone(), request);
+            self.fuse.boundary().await;
+        }
+        fault.map_or(Ok(()), |_| Err(RelayError { text: "the relay is away".into() }))
+    }
+
+    async fn remove(&self, id: &SandboxId) -> Result<(), RelayError> {
+        self.fuse.boundary().await;
+        let fault = self.world.fault();
+        if fault != Some(false) {
+            self.world.state().relay.remove(id.as_str());
+            self.world.state().links.remove(id.as_str());
+            self.fuse.boundary().await;
+        }
+        fault.map_or(Ok(()), |_| Err(RelayError { text: "the relay is away".into() }))
+    }
+
+    fn guest(&self, id: &SandboxId) -> watch::Receiver<Guest> {
+        self.guest_sender(id.as_str()).subscribe()
+    }
+
+    async fn call(&self, id: &SandboxId, request: Request, _: Duration) -> Result<Reply, RelayError> {
+        self.fuse.boundary().await;
+        if self.world.fault().is_some() || !self.world.state().links.contains_key(id.as_str()) {
+            return Err(RelayError { text: "the guest is not connected".into() });
+        }
+        let mut state = self.world.state();
+        if request.has_flush() {
+            state.flushed.push(id.to_string());
+        } else {
+            assert_eq!(request.personalise().sandbox_id, id.as_str());
+            state.greeted.push(id.to_string());
+        }
+        drop(state);
+        Ok(Reply { error: self.world.guest_error.lock().unwrap().clone(), ..Reply::default() })
+    }
+
+    fn csr_key(&self, csr: &[u8]) -> Result<[u8; 32], String> {
+        if csr.is_empty() { Err("no CSR".into()) } else { Ok(Sha256::digest(csr).into()) }
+    }
+
+    fn sign(&self, id: &SandboxId, csr: &[u8]) -> Result<Certificate, String> {
+        let key_sha256 = self.csr_key(csr)?;
+        // Every signature gives another certificate, as with a real CA.
+        let mut leaf = format!("certificate of {id} ").into_bytes();
+        leaf.extend(self.world.state().dice.below(u64::MAX).to_be_bytes());
+        let certificate_sha256 = Sha256::digest(&leaf).into();
+        Ok(Certificate { key_sha256, certificate_sha256, chain: vec![leaf, b"ca".to_vec()] })
+    }
+}
+
+pub(super) fn settings() -> Settings {
+    Settings {
+        cluster_id: "test".into(),
+        node_name: "node".into(),
+        pods_dir: "/run/peerpod/pods".into(),
+        guest_addresses: "10.99.0.1:15151".into(),
+        boot_timeout: Duration::from_secs(300),
+        start_timeout: Duration::from_secs(540),
+        agent_timeout: Duration::from_secs(30),
+        flush_timeout: Duration::from_secs(3),
+        ticket_ttl: Duration::from_secs(1800),
+        lease: Duration::from_secs(900),
+        tombstone_ttl: Duration::from_secs(6 * 3600),
+        never_started_grace: Duration::from_secs(900),
+        netns_gone_grace: Duration::from_secs(30),
+        max_sandboxes: 1000,
+    }
+}
+
+/// One life of the node.
+pub(super) struct Node {
+    pub table: Sandboxes,
+    pub fx: Arc<Fake>,
+    pub fuse: Arc<Fuse>,
+    pub inbox: Inbox,
+    pub metrics: Metrics,
+    others: Vec<tokio::task::AbortHandle>,
+}
+
+impl Node {
+    pub(super) async fn start(world: &Arc<World>, dir: &Dir) -> Node {
+        Node::start_with(world, dir, Fuse::after(None), settings()).await.unwrap()
+    }
+
+    /// Starts and recovers; `None` when the fuse was too short even for that.
+    pub(super) async fn start_with(
+        world: &Arc<World>,
+        dir: &Dir,
+        fuse: Arc<Fuse>,
+        settings: Settings,
+    ) -> Option<Node> {
+        let ledger = Ledger::open(&dir.0).unwrap();
+        let inbox = Inbox::open(&dir.0).unwrap();
+        let (notes, bad) = inbox.read().unwrap();
+        assert_eq!(bad, []);
+        let loaded = ledger.load().unwrap();
+        assert_eq!(loaded.quarantined, [], "our own crashes must not leave a file that cannot be read");
+        static START: std::sync::OnceLock<std::time::Instant> = std::sync::OnceLock::new();
+        START.get_or_init(std::time::Instant::now);
+        let fx = Arc::new(Fake {
+            world: world.clone(),
+            ledger,
+            fuse: fuse.clone(),
+            guests: Mutex::default(),
+            start: Instant::now(),
+            start_ms: world
+                .state()
+                .vms
+                .values()
+                .map(|vm| vm.made.elapsed().as_millis() as u64)
+                .max()
+                .unwrap_or(0)
+                + 1_700_000_000_000,
+        });
+        let metrics = Metrics::default();
+        let table = Sandboxes::new(fx.clone(), settings, metrics.clone());
+        tokio::select! {
+            done = recover(&table, loaded.records, notes) => {
+                for note in done { inbox.done(&note).unwrap() }
+            }
+            () = fuse.blown.notified() => {
+                table.close().await;
+                return None;
+            }
+        }
+        let guests = tokio::spawn(play_guests(table.clone(), fx.clone())).abort_handle();
+        let reaper = tokio::spawn(Reaper::default().run(table.clone())).abort_handle();
+        Some(Node { table, fx, fuse, inbox, metrics, others: vec![guests, reaper] })
+    }
+
+    /// `kill -9`.
+    pub(super) async fn kill(self) {
+        for other in &self.others {
+            other.abort();
+        }
+        self.table.close().await;
+    }
+
+    pub(super) async fn create(&self, name: &str) -> Result<String, crate::sandbox::Error> {
+        self.table.create(wish(name)).await
+    }
+
+    pub(super) async fn run(&self, name: &str) {
+        self.create(name).await.unwrap();
+        self.table.start(&id(name)).await.unwrap();
+    }
+
+    /// The phase's name, `-` for the unknown.
+    pub(super) fn phase(&self, name: &str) -> String {
+        self.table.view(&id(name)).map_or("-".into(), |view| view.borrow().phase.name().into())
+    }
+
+    /// Waits (time stands still, so at no cost) until it is so.
+    pub(super) async fn until(&self, what: &str, condition: impl Fn(&Node) -> bool) {
+        for _ in 0..200_000 {
+            if condition(self) {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(25)).await;
+        }
+        panic!("never: {what}");
+    }
+}
+
+pub(super) fn wish(name: &str) -> Wish {
+    let pod = PodRef { namespace: "default".into(), name: format!("pod-{name}"), uid: None };
+    let wanted = Wanted {
+        pod,
+        size: Size { vcpus: 1, memory_mib: 2048, ..Size::default() },
+        instance_type: None,
+        image: None,
+        initdata: None,
+    };
+    Wish { id: id(name), wanted: Ok(wanted), netns: format!("/run/netns/{name}").into() }
+}
+
+/// Every VM that exists runs a guest that dials home.
+async fn play_guests(table: Sandboxes, fx: Arc<Fake>) {
+    loop {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        if fx.world.guests_stay_away.load(Ordering::Relaxed) || fx.fuse.is_blown() {
+            continue;
+        }
+        let vms: Vec<(InstanceId, BirthData)> =
+            fx.world.state().vms.iter().map(|(id, vm)| (id.clone(), vm.birth.clone())).collect();
+        for (vm, birth) in vms {
+            if fx.world.state().links.values().any(|session| session == vm.as_str()) {
+                continue;
+            }
+            let claim = claim(&birth, vm.as_str().as_bytes());
+            let granted =
+                tokio::time::timeout(Duration::from_secs(5), table.claim(&birth.ticket.id, claim)).await;
+            let Ok(Ok(granted)) = granted else { continue };
+            let digest = Sha256::digest(&granted.chain[0]).to_vec();
+            let known = fx.world.state().relay.get(granted.id.as_str()).cloned().unwrap_or_default();
+            assert!(
+                known.guest_certificates.contains(&digest),
+                "the relay must know a certificate before its guest"
+            );
+            fx.link(granted.id.as_str(), vm.as_str());
+        }
+    }
+}
+
+pub(super) fn claim(birth: &BirthData, csr: &[u8]) -> Claim {
+    Claim {
+        secret: Secret(birth.ticket.secret.expose().to_vec()),
+        csr: csr.to_vec(),
+        peer: "10.99.0.7".into(),
+        guest_version: "test".into(),
+    }
+}
