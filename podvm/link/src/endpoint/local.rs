@@ -12,7 +12,8 @@ use tokio::{io::AsyncWrite, net::UnixStream, time::Instant};
 
 use super::{Filter, transport::poll_read};
 
-/// Undelivered bytes above which nothing more is read from a socket whose owner does not read our answers.
+/// Undelivered answers of our own above which nothing more is read from a socket. (Bytes of the stream do not count,
+/// the window bounds them: an agent that writes before it reads on must be read.)
 const BACKLOG: usize = 64 << 10;
 
 /// The most that is read from a socket before another one has its turn.
@@ -27,6 +28,8 @@ pub(super) struct Local {
     out: BytesMut,
     /// Bytes received on the stream whose credit was not given back.
     owed: usize,
+    /// Answers of the filter's own that went behind `out` since it was empty.
+    answered: usize,
     /// When it is closed at the latest, although not everything was written; nothing is read any more.
     pub(super) leaving: Option<Instant>,
     /// The other side does not read any more; what it wrote is read to its end.
@@ -53,7 +56,16 @@ impl Local {
     }
 
     fn with(socket: Socket, filter: Box<dyn Filter>, stream: Option<u32>) -> Local {
-        Local { socket, filter, stream, out: BytesMut::new(), owed: 0, leaving: None, deaf: false }
+        Local {
+            socket,
+            filter,
+            stream,
+            out: BytesMut::new(),
+            owed: 0,
+            answered: 0,
+            leaving: None,
+            deaf: false,
+        }
     }
 
     /// Bytes that wait for the socket.
@@ -74,7 +86,7 @@ impl Local {
 
     /// Whether everything was written that was to be written before it is closed.
     pub(super) fn is_done(&self) -> bool {
-        self.leaving.is_some() && (self.out.is_empty() || matches!(self.socket, Socket::Dialling(..)))
+        self.leaving.is_some() && self.out.is_empty()
     }
 
     /// Goes on with the dial. An error means that there will be no local end.
@@ -89,9 +101,20 @@ impl Local {
         }
     }
 
-    /// Writes `data` behind what waits; keeps what the socket does not take. `received` bytes of a stream became it.
-    pub(super) fn write(&mut self, cx: &mut Context<'_>, data: &[u8], received: usize) {
+    /// Writes what became of `received` bytes of the stream.
+    pub(super) fn write_received(&mut self, cx: &mut Context<'_>, data: &[u8], received: usize) {
         self.owed += received;
+        self.write(cx, data);
+    }
+
+    /// Writes an answer of the filter's own.
+    pub(super) fn write_answer(&mut self, cx: &mut Context<'_>, data: &[u8]) {
+        self.write(cx, data);
+        self.answered = if self.out.is_empty() { 0 } else { self.answered + data.len() };
+    }
+
+    /// Writes `data` behind what waits; keeps what the socket does not take.
+    fn write(&mut self, cx: &mut Context<'_>, data: &[u8]) {
         let mut rest = data;
         if self.out.is_empty() {
             rest = &rest[self.poll_write(cx, data)..];
@@ -122,6 +145,7 @@ impl Local {
         let mut out = std::mem::take(&mut self.out);
         let written = self.poll_write(cx, &out);
         if self.deaf || written == out.len() {
+            self.answered = 0;
             return true; // an empty buffer is not kept
         }
         bytes::Buf::advance(&mut out, written);
@@ -151,7 +175,7 @@ impl Local {
 
     /// Whether it is to be read at all.
     pub(super) fn wants_read(&self) -> bool {
-        self.leaving.is_none() && self.out.len() < BACKLOG && matches!(self.socket, Socket::Open(_))
+        self.leaving.is_none() && self.answered < BACKLOG && matches!(self.socket, Socket::Open(_))
     }
 
     pub(super) fn poll_read(&mut self, cx: &mut Context<'_>, buffer: &mut [u8]) -> Poll<io::Result<usize>> {

@@ -218,7 +218,7 @@ impl<H: Handler> Task<H> {
             scratch.local.clear();
             local.filter.finish(&mut scratch.local);
             local.flush(cx);
-            local.write(cx, &scratch.local, 0);
+            local.write_answer(cx, &scratch.local);
         }
         self.locals.clear();
         self.open = 0;

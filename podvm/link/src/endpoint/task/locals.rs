@@ -109,7 +109,7 @@ impl<H: Handler> Task<H> {
         let Some(at) = batch.at.take() else { return };
         let received = std::mem::take(&mut batch.received);
         if let Some(local) = &mut self.locals[at] {
-            local.write(cx, &scratch.local, received);
+            local.write_received(cx, &scratch.local, received);
             if let Some(stream) = local.stream {
                 self.session.consumed(stream, local.take_credit());
                 if !scratch.peer.is_empty() {
@@ -187,7 +187,7 @@ impl<H: Handler> Task<H> {
         let Some(local) = &mut self.locals[at] else { return };
         local.filter.from_local(data, &mut scratch.peer, &mut scratch.local);
         if !scratch.local.is_empty() {
-            local.write(cx, &scratch.local, 0);
+            local.write_answer(cx, &scratch.local);
             scratch.local.clear();
         }
         if scratch.peer.is_empty() {
