@@ -15,6 +15,8 @@ use peerpod_proto::guest::NetworkPlan;
 use serde::{Deserialize, Serialize};
 
 mod steps;
+#[cfg(test)]
+mod tests;
 
 use steps::Steps;
 

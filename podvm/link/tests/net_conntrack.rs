@@ -1,0 +1,121 @@
+//! Tunnel packets do not fill the node's conntrack table.
+
+mod net_world;
+
+use std::os::fd::AsRawFd;
+
+use net_world::{SHAPE4, World};
+use netlink_packet_core::{DefaultNla, NLM_F_APPEND, NLM_F_CREATE, NetlinkMessage};
+use netlink_packet_netfilter::nftables::{
+    ChainAttribute, ChainMessage, Expressions, Hook, InetHookNumber, NfTablesMessage, RuleAttribute,
+    RuleMessage, TableAttribute, TableMessage,
+};
+use netlink_packet_netfilter::none::ControlMessage;
+use netlink_packet_netfilter::{NetfilterHeader, NetfilterMessage, NetfilterProtoFamily};
+use nix::sys::socket::{MsgFlags, recv, send};
+use peerpod_link::net::netns::Netns;
+use peerpod_link::net::nft::{Filter, Peer};
+
+/// One UDP flow each from so many ports, through the whole tunnel; entries of the tunnel in the node's conntrack.
+fn tracked(world: &World) -> usize {
+    world.within("other", || {
+        for _ in 0..50 {
+            let socket = std::net::UdpSocket::bind("10.244.1.20:0").unwrap();
+            socket.send_to(b"x", "10.244.1.7:9").unwrap();
+        }
+    });
+    let all = world.within("node", || std::fs::read_to_string("/proc/thread-self/net/nf_conntrack").unwrap());
+    all.lines().filter(|line| line.contains("dport=4789")).count()
+}
+
+#[test]
+fn tunnel_packets_are_no_conntrack_entries() {
+    let mut world = World::new();
+    let node = world.open("node");
+    // A rule that looks at the state makes the kernel track connections in this namespace.
+    track(&node);
+    let mut client = node.netfilter().unwrap();
+    let filter = Filter::new(SHAPE4.port);
+    let pod = world.pod("pod", 7);
+    let seen = peerpod_link::net::look::look(&pod).unwrap();
+    let held = world.reserve(&pod, "sandbox", SHAPE4, None).unwrap();
+    filter.add(&mut client, &[Peer { address: "10.77.0.2".parse().unwrap(), vni: held.vni }], &[]).unwrap();
+    let plan = world.connect(&pod, held, SHAPE4, &seen).unwrap();
+    world.apply(&plan).unwrap();
+    world.ping("other", "10.244.1.7", 56);
+    assert_eq!(tracked(&world), 0);
+    filter.delete(&mut client).unwrap();
+    assert!(tracked(&world) > 10, "without the filter there are entries, so the test sees them");
+}
+
+/// Makes the kernel track connections in a namespace, as any firewall does that looks at their state.
+fn track(netns: &Netns) {
+    use netlink_packet_core::{DefaultNla, NLM_F_APPEND, NLM_F_CREATE, NetlinkMessage};
+    use netlink_packet_netfilter::nftables::{
+        ChainAttribute, ChainMessage, Expressions, Hook, InetHookNumber, NfTablesMessage, RuleAttribute,
+        RuleMessage, TableAttribute, TableMessage,
+    };
+
+    let table = || "firewall".to_owned();
+    let chain = || "state".to_owned();
+    let state = vec![
+        DefaultNla::new(1, 1_u32.to_be_bytes().to_vec()),
+        DefaultNla::new(2, 0_u32.to_be_bytes().to_vec()),
+    ];
+    let rule = Expressions::Other { expression_type: "ct".to_owned(), attributes: state };
+    let inet = |m| NetfilterMessage::new(NetfilterHeader::new(NetfilterProtoFamily::Inet, 0, 0), m);
+    let frame = |m| NetfilterMessage::new(NetfilterHeader::new(NetfilterProtoFamily::Unspec, 0, 10), m);
+    let hook = vec![Hook::Number(InetHookNumber::LocalIn.into()), Hook::Priority(0)];
+    let messages = [
+        (0, frame(ControlMessage::BatchBegin)),
+        (
+            NLM_F_CREATE,
+            inet(NfTablesMessage::NewTable(TableMessage { attributes: vec![TableAttribute::Name(table())] })),
+        ),
+        (
+            NLM_F_CREATE,
+            inet(NfTablesMessage::NewChain(ChainMessage {
+                attributes: vec![
+                    ChainAttribute::Table(table()),
+                    ChainAttribute::Name(chain()),
+                    ChainAttribute::Type("filter".to_owned()),
+                    ChainAttribute::Hook(hook),
+                ],
+            })),
+        ),
+        (
+            NLM_F_CREATE | NLM_F_APPEND,
+            inet(NfTablesMessage::NewRule(RuleMessage {
+                attributes: vec![
+                    RuleAttribute::Table(table()),
+                    RuleAttribute::Chain(chain()),
+                    RuleAttribute::Expressions(vec![rule.into()]),
+                ],
+            })),
+        ),
+        (0, frame(ControlMessage::BatchEnd)),
+    ];
+    let mut datagram = Vec::new();
+    for (number, (flags, message)) in (1..).zip(messages) {
+        let mut message = NetlinkMessage::from(message);
+        message.header.flags = flags | 1 | 4;
+        message.header.sequence_number = number;
+        message.finalize();
+        let start = datagram.len();
+        datagram.resize(start + message.buffer_len().next_multiple_of(4), 0);
+        message.serialize(&mut datagram[start..start + message.buffer_len()]);
+    }
+    netns
+        .run(|| {
+            let mut socket = netlink_sys::Socket::new(netlink_sys::protocols::NETLINK_NETFILTER).unwrap();
+            socket.bind_auto().unwrap();
+            send(socket.as_raw_fd(), &datagram, MsgFlags::empty()).unwrap();
+            let mut answers = vec![0; 8192];
+            while let Ok(length) = recv(socket.as_raw_fd(), &mut answers, MsgFlags::MSG_DONTWAIT) {
+                for (at, part) in answers[..length].chunks(4).enumerate() {
+                    assert!(at != 4 || part == [0; 4], "the rule was refused: {:?}", &answers[..length]);
+                }
+            }
+        })
+        .unwrap();
+}
