@@ -86,6 +86,11 @@ impl Sight {
         Ok(count)
     }
 
+    /// The processes with this name, by number.
+    pub fn pids(&self, name: &str) -> Vec<u32> {
+        self.processes.iter().filter(|(_, process)| process.name == name).map(|(pid, _)| *pid).collect()
+    }
+
     /// How many processes were seen.
     pub fn process_count(&self) -> usize {
         self.processes.len()

@@ -57,9 +57,9 @@ fn makes_a_world_and_waits_to_be_killed() {
     let world = World::new().unwrap();
     let _pod = world.pod().unwrap();
     let log = world.folder().join("sleep.log");
-    let child = world.spawn(Path::new("sleep"), &[OsStr::new("1000")], &log).unwrap();
+    let mut child = world.spawn(Path::new("sleep"), &[OsStr::new("60")], &log).unwrap();
     println!("\nready {} {} {}", world.prefix(), world.folder().display(), child.id());
-    std::thread::sleep(Duration::from_secs(60));
+    child.wait().unwrap();
 }
 
 #[test]
