@@ -1,5 +1,7 @@
 //! `hypervisor.sock` with the node there, away, slow and back; and with shims that misbehave.
 
+#![allow(clippy::unwrap_used)] // Also helpers of tests may.
+
 mod common;
 
 use std::{
@@ -15,7 +17,10 @@ use common::{
 use peerpod_link::frame;
 use peerpod_proto::hypervisor::CreateVMResponse;
 use protobuf::Message;
-use tokio::io::AsyncWriteExt;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
 
 const CANCELLED: i32 = 1;
 const INVALID_ARGUMENT: i32 = 3;
@@ -253,4 +258,25 @@ async fn half_open_connections_that_announce_4_mib_cost_nothing_like_it() {
     let mut raw = Raw::connect(&world.run("hypervisor.sock")).await;
     raw.stop("b").await;
     assert_eq!(raw.answer().await.code, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_happened_is_counted() {
+    let world = World::new("metrics").await;
+    let mut shim = world.shim().await;
+    shim.stop("a").await;
+    shim.answer().await;
+    let mut admin = TcpStream::connect(world.relay.as_ref().unwrap().admin).await.unwrap();
+    admin.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await.unwrap();
+    let mut text = String::new();
+    common::soon("the metrics", admin.read_to_string(&mut text)).await.unwrap();
+    for line in [
+        "peerpod_relay_inbox_writes_total 1",
+        "peerpod_relay_calls_total{method=\"StopVM\"} 1",
+        "peerpod_relay_node_connected 0",
+        "peerpod_relay_hypervisor_connections 1",
+        "peerpod_relay_bytes_total{direction=\"to_guest\"} 0",
+    ] {
+        assert!(text.contains(line), "{line} in {text}");
+    }
 }

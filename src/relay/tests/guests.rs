@@ -1,5 +1,7 @@
 //! The TCP port that guests dial: tickets, certificates, and those who have neither.
 
+#![allow(clippy::unwrap_used)] // Also helpers of tests may.
+
 mod common;
 
 use std::{

@@ -1,5 +1,7 @@
 //! The program itself: starts from its settings, gives up its rights, stops on a signal, and replaces one that died.
 
+#![allow(clippy::unwrap_used)] // Also helpers of tests may.
+
 mod common;
 
 use std::{
@@ -13,6 +15,8 @@ use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
+use peerpod_proto::relay::PutSandboxRequest;
+use sha2::{Digest, Sha256};
 
 struct Relay(Child);
 
@@ -118,4 +122,45 @@ fn mistakes_in_the_settings_end_it_with_all_of_them() {
     for part in ["paths.run-dir", "relay.listen", "relay.max-handshakes"] {
         assert!(text.contains(part), "{part} in {text}");
     }
+}
+
+#[tokio::test]
+async fn a_thousand_sandboxes_without_guests_are_small_and_served_again() {
+    let base = folder("thousand");
+    let mut relay = Relay::start(&base);
+    stop_is_answered(&base).await;
+    let resident = |relay: &Relay| {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", relay.0.id())).unwrap();
+        let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap().to_owned();
+        line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap()
+    };
+    let empty = resident(&relay);
+    let client = common::client(&base.join("run/relay.sock"));
+    let begun = Instant::now();
+    for n in 0..1000 {
+        let request = PutSandboxRequest {
+            id: format!("s{n}"),
+            agent_socket: base.join(format!("run/pods/s{n}/agent.ttrpc")).to_str().unwrap().into(),
+            guest_certificates: vec![Sha256::digest(format!("{n}")).to_vec()],
+            pod: format!("shop/web-{n}"),
+            ..Default::default()
+        };
+        client.put_sandbox(Default::default(), &request).await.unwrap();
+    }
+    let (took, full) = (begun.elapsed(), resident(&relay));
+    println!("1000 sandboxes in {took:?}; {empty} KiB before, {full} KiB after");
+    assert!(full - empty < 12 << 10, "{empty} KiB before, {full} KiB after");
+    relay.signal(Signal::SIGKILL);
+    relay.exit_code();
+    let mut relay = Relay::start(&base);
+    let begun = Instant::now();
+    stop_is_answered(&base).await;
+    println!("served again after {:?}", begun.elapsed());
+    for n in [0, 500, 999] {
+        Raw::connect(&base.join(format!("run/pods/s{n}/agent.ttrpc"))).await;
+    }
+    relay.signal(Signal::SIGTERM);
+    assert_eq!(relay.exit_code(), Some(0));
+    assert_eq!(std::fs::read_dir(base.join("run/pods")).unwrap().count(), 0);
+    std::fs::remove_dir_all(base).unwrap();
 }

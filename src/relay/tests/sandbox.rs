@@ -1,5 +1,7 @@
 //! One sandbox from its agent socket to the agent behind the link, through losses and restarts.
 
+#![allow(clippy::unwrap_used)] // Also helpers of tests may.
+
 mod common;
 
 use std::{

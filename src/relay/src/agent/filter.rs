@@ -219,7 +219,7 @@ impl AgentFilter {
     }
 
     /// Bytes from the shim.
-    pub(crate) fn from_shim(&mut self, mut input: &[u8], peer: &mut BytesMut, local: &mut BytesMut) {
+    pub(crate) fn shim_said(&mut self, mut input: &[u8], peer: &mut BytesMut, local: &mut BytesMut) {
         self.shared.sent(input.len());
         while let Some(piece) = self.requests.next(&mut input) {
             match piece {
@@ -239,7 +239,7 @@ impl AgentFilter {
     }
 
     /// Bytes from the guest.
-    pub(crate) fn from_guest(&mut self, mut input: &[u8], local: &mut BytesMut) {
+    pub(crate) fn guest_said(&mut self, mut input: &[u8], local: &mut BytesMut) {
         self.shared.received(input.len());
         while let Some(piece) = self.answers.next(&mut input) {
             match piece {
@@ -300,11 +300,11 @@ impl Drop for AgentFilter {
 
 impl Filter for AgentFilter {
     fn from_local(&mut self, input: &[u8], peer: &mut BytesMut, local: &mut BytesMut) {
-        self.from_shim(input, peer, local);
+        self.shim_said(input, peer, local);
     }
 
     fn from_peer(&mut self, input: &[u8], _peer: &mut BytesMut, local: &mut BytesMut) {
-        self.from_guest(input, local);
+        self.guest_said(input, local);
     }
 
     fn stream_lost(&mut self, local: &mut BytesMut) -> bool {

@@ -14,7 +14,6 @@ use std::{
 
 use bytes::Bytes;
 use peerpod_proto::ttrpc_frame::Request;
-use protobuf::Message;
 
 use super::call::{self, Kind, code};
 use crate::id::SandboxId;

@@ -1,17 +1,14 @@
 //! A relay in this process, with a node, guests and shims made by hand around it.
 
-#![allow(dead_code, unreachable_pub, missing_docs)] // Each test binary uses its part.
+#![allow(dead_code, unreachable_pub, missing_docs, clippy::unwrap_used, clippy::new_without_default)] // Each test binary uses its part.
 
 pub mod guest;
 pub mod node;
 
 use std::{
     net::SocketAddr,
+    os::unix::net::UnixStream as UnixSocket,
     path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicU32, Ordering},
-    },
     time::Duration,
 };
 
@@ -102,7 +99,6 @@ pub struct World {
     pub config: RelayConfig,
     pub relay: Option<Bound>,
     pub listen: SocketAddr,
-    next_stream: AtomicU32,
 }
 
 impl World {
@@ -119,8 +115,7 @@ impl World {
             max_handshakes: 64,
             max_handshakes_per_address: 32,
         };
-        let mut world =
-            World { base, ca: Ca::new(), config, relay: None, listen: any, next_stream: AtomicU32::new(1) };
+        let mut world = World { base, ca: Ca::new(), config, relay: None, listen: any };
         world.start().await;
         world
     }
@@ -159,8 +154,7 @@ impl World {
     }
 
     pub fn relay_client(&self) -> RelayClient {
-        let address = format!("unix://{}", self.run("relay.sock").display());
-        RelayClient::new(ttrpc::r#async::Client::connect_sync(&address))
+        client(&self.run("relay.sock"))
     }
 
     pub async fn configure(&self) {
@@ -207,16 +201,12 @@ impl World {
     }
 }
 
-trait ConnectSync {
-    fn connect_sync(address: &str) -> ttrpc::r#async::Client;
-}
-
-impl ConnectSync for ttrpc::r#async::Client {
-    fn connect_sync(address: &str) -> ttrpc::r#async::Client {
-        let path = address.strip_prefix("unix://").unwrap();
-        let stream = std::os::unix::net::UnixStream::connect(path).unwrap();
-        ttrpc::r#async::Client::new(ttrpc::r#async::transport::Socket::try_from(stream).unwrap())
-    }
+/// A client of `relay.sock`.
+pub fn client(path: &Path) -> RelayClient {
+    let stream = UnixSocket::connect(path).unwrap();
+    RelayClient::new(ttrpc::r#async::Client::new(
+        ttrpc::r#async::transport::Socket::try_from(stream).unwrap(),
+    ))
 }
 
 impl Drop for World {
@@ -340,12 +330,4 @@ pub fn resident_kib() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
     line.split_whitespace().nth(1).unwrap().parse().unwrap()
-}
-
-pub type Shared<T> = Arc<std::sync::Mutex<T>>;
-
-impl World {
-    pub fn stream(&self) -> u32 {
-        self.next_stream.fetch_add(2, Ordering::Relaxed)
-    }
 }

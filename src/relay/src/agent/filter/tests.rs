@@ -50,10 +50,10 @@ fn filter() -> AgentFilter {
 
 impl Seen {
     fn shim(&mut self, filter: &mut AgentFilter, bytes: &[u8]) {
-        filter.from_shim(bytes, &mut self.peer, &mut self.local);
+        filter.shim_said(bytes, &mut self.peer, &mut self.local);
     }
     fn guest(&mut self, filter: &mut AgentFilter, bytes: &[u8]) {
-        filter.from_guest(bytes, &mut self.local);
+        filter.guest_said(bytes, &mut self.local);
     }
 }
 

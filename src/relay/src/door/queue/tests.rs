@@ -1,5 +1,7 @@
 //! The queue's rules, one test each, with a clock of our own.
 
+use protobuf::Message;
+
 use super::*;
 use peerpod_proto::ttrpc_frame::Response;
 
