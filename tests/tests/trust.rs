@@ -7,8 +7,8 @@ use std::{fs, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 use peerpod_client::Annotations;
 use peerpod_link::{birth::BirthData, claim, record, tls};
 use peerpod_proto::guest::{Claim, ClaimReply};
-use peerpod_tests::{PATIENCE, Sandbox, fresh_id, stop_in_time};
-use peerpod_world::{Daemons, Settings, Sight, World, eventually};
+use peerpod_tests::{PATIENCE, Sandbox, fresh_id, nothing_beyond};
+use peerpod_world::{Daemons, Settings, Sight, World, eventually, proxy::Proxy};
 use rcgen::{CertificateParams, KeyPair};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use tokio::{
@@ -97,22 +97,54 @@ fn tls_hex(bytes: &[u8]) -> String {
 }
 
 #[tokio::test]
-async fn an_expired_ticket_is_refused_and_the_sandbox_says_so() {
+async fn a_vm_that_does_not_join_in_time_is_named_and_taken_away() {
     let world = World::new().unwrap();
     let settings = Settings::none()
-        .set("node.ticket-ttl", "1s")
-        .set("node.boot-timeout", "4s")
-        .set("node.start-timeout", "20s")
-        .set("provider.local.boot-delay", "2s");
+        .set("node.ticket-ttl", "2s")
+        .set("node.boot-timeout", "2s")
+        .set("provider.local.boot-delay", "60s");
     let daemons = Daemons::start(&world, settings).await.unwrap();
     let pod = world.pod().unwrap();
+    let before = Sight::of(&world, &[pod.namespace()], &daemons).unwrap();
     let shim = daemons.shim().await.unwrap();
-    let id = fresh_id("expired");
+    let id = fresh_id("late");
     shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
     let error = tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap_err();
-    assert!(error.answer().contains("ticket") || error.answer().contains("expired"), "{error}");
-    stop_in_time(&shim, &id).await.unwrap();
+    assert!(
+        error.answer().contains("joined") || error.answer().contains("join"),
+        "the stage is named: {error}"
+    );
     daemons.gone(&id, PATIENCE).await.unwrap();
+    nothing_beyond(&world, &[pod.namespace()], &daemons, &before, &before).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_node_s_ca_is_rolled_over_under_running_guests() {
+    let world = World::new().unwrap();
+    let proxy = Proxy::start(world.node(), 25_151, RELAY.parse().unwrap()).unwrap();
+    let settings =
+        Settings::none().set("node.relay-addresses", vec!["10.99.0.1:25151"]).set("node.ca-roll-over", "2s");
+    let mut daemons = Daemons::start(&world, settings).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "rolled").await.unwrap();
+    let pins = birth_of_vm(&world, &daemons).node.ca_sha256;
+    eventually("the CA of the guest's birth is no longer shown", Duration::from_secs(60), async || {
+        // Whoever is new must trust the new one; whoever was there before must have learnt of it.
+        sandbox.lives().await.unwrap();
+        proxy.cut();
+        secure(&world, &pins, None).await.is_err().then_some(())
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}\n{}", daemons.log_tails()));
+    proxy.cut();
+    sandbox.lives().await.unwrap();
+    let later = Sandbox::start(&world, &daemons, "later").await.unwrap();
+    daemons.kill_node().unwrap();
+    daemons.start_node().unwrap();
+    daemons.ready().await.unwrap();
+    proxy.cut();
+    sandbox.lives().await.unwrap();
+    later.stop(&daemons).await.unwrap();
+    sandbox.stop(&daemons).await.unwrap();
 }
 
 #[tokio::test]
