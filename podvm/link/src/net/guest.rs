@@ -197,13 +197,12 @@ fn is_same_tunnel(link: &Link, underlay: &Underlay, source: IpAddr, wanted: &Int
 
 /// Adds what the interface lacks, and leaves alone what it has beyond the plan.
 fn mend(pod: &mut Client, link: &Link, wanted: &Interface) -> Result<Outcome, Error> {
-    let (addresses, routes, neighbours) = look::contents(pod, link.index)?;
-    let missing =
-        |all: &[Address]| all.iter().filter(|a| !addresses.contains(a)).copied().collect::<Vec<_>>();
-    let addresses = missing(&wanted.addresses);
-    let routes: Vec<Route> = wanted.routes.iter().filter(|r| !routes.contains(r)).copied().collect();
+    let has = look::contents(pod, link.index)?;
+    let addresses: Vec<Address> =
+        wanted.addresses.iter().filter(|a| !has.addresses.contains(a)).copied().collect();
+    let routes: Vec<Route> = wanted.routes.iter().filter(|r| !has.routes.contains(r)).copied().collect();
     let neighbours: Vec<Neighbour> =
-        wanted.neighbours.iter().filter(|n| !neighbours.contains(n)).cloned().collect();
+        wanted.neighbours.iter().filter(|n| !has.neighbours.contains(n)).cloned().collect();
     let device_is_right = link.up && link.mtu == wanted.mtu;
     if device_is_right && addresses.is_empty() && routes.is_empty() && neighbours.is_empty() {
         return Ok(Outcome::AsPlanned);

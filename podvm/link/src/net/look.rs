@@ -144,17 +144,21 @@ pub fn look(netns: &Netns) -> Result<Seen, Error> {
     Ok(Seen { interface, left_out })
 }
 
-/// The addresses, main-table routes and permanent neighbours of one device, as [`look`] reads them.
-pub(crate) fn contents(
-    client: &mut Client,
-    index: u32,
-) -> Result<(Vec<Address>, Vec<Route>, Vec<Neighbour>), Error> {
+/// What one device has, as [`look`] reads it.
+pub(crate) struct Contents {
+    pub(crate) addresses: Vec<Address>,
+    pub(crate) routes: Vec<Route>,
+    pub(crate) neighbours: Vec<Neighbour>,
+}
+
+/// The addresses, main-table routes and permanent neighbours of one device.
+pub(crate) fn contents(client: &mut Client, index: u32) -> Result<Contents, Error> {
     let routes = routes(client)?.into_iter().filter_map(|found| match found {
         Found::Route(device, route) if device == index => Some(route),
         _ => None,
     });
     let routes = routes.collect();
-    Ok((addresses(client, index)?, routes, neighbours(client, index)?))
+    Ok(Contents { addresses: addresses(client, index)?, routes, neighbours: neighbours(client, index)? })
 }
 
 const MAX_ROUTES: usize = 4096;

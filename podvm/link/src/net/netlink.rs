@@ -30,7 +30,7 @@ const NLMSGERR_ATTR_MSG: u16 = 1;
 /// Messages per datagram: the kernel queues one answer for each before we read the first, and the queue is finite.
 const BATCH: usize = 64;
 /// The kernel never answers with more than 32 KiB at once; what is longer is refused as cut off.
-const ROOM: usize = 64 * 1024;
+const ROOM: usize = 32 * 1024;
 /// What an nftables transaction may need: some 70 bytes for each of ten thousand tunnels.
 const SEND_ROOM: usize = 4 * 1024 * 1024;
 /// The kernel answers inside `send`; this only keeps a defect from becoming a hang.

@@ -99,7 +99,7 @@ pub fn connect(netns: &Netns, connection: &Connection) -> Result<(), Error> {
             Some(Err(no)) => {
                 // Gone, or another device has its index now (then the kernel refuses to change kind or VNI).
                 let there = link::by_index(&mut pod, held.ifindex).map_err(Error::kernel(attempt()))?;
-                if !there.is_some_and(|l| l.vxlan.is_some_and(|v| v.vni == held.vni)) {
+                if there.is_none_or(|l| l.vxlan.is_none_or(|v| v.vni != held.vni)) {
                     return Err(Error::Gone { netns: netns.path().to_owned(), vni: held.vni });
                 }
                 return Err(Error::kernel(attempt())(no.into()));
