@@ -46,6 +46,11 @@ impl AgentSocket {
         let accepting = tokio::spawn(accept(listener, endpoint, guest, metrics));
         Ok(AgentSocket { path: path.to_owned(), accepting, bound: Some(bound) })
     }
+
+    /// Whether a shim that dials `path` would come out here.
+    pub(crate) fn listens_on(&self, path: &Path) -> bool {
+        self.path == path && self.bound.as_ref().is_some_and(Bound::is_there)
+    }
 }
 
 impl Drop for AgentSocket {

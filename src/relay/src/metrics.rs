@@ -43,6 +43,7 @@ pub(crate) struct Metrics {
     guests_refused: Family<Reason, Counter>,
     claims: Family<Reason, Counter>,
     pub(crate) guest_calls: Counter,
+    pub(crate) guest_words_dropped: Counter,
     bytes: Family<Direction, Counter>,
     frames: Family<Direction, Counter>,
 }
@@ -94,6 +95,11 @@ impl Metrics {
         );
         relay.register("claims", "Tickets shown, by outcome", m.claims.clone());
         relay.register("guest_calls", "Calls of the node to guests", m.guest_calls.clone());
+        relay.register(
+            "guest_words_dropped",
+            "Messages of guests that nobody asked for and that came too fast",
+            m.guest_words_dropped.clone(),
+        );
         relay.register("bytes", "Bytes of shims' conversations with agents", m.bytes.clone());
         relay.register("frames", "Frames of shims' conversations with agents", m.frames.clone());
         // Series that begin at nothing are there from the start.

@@ -142,7 +142,8 @@ impl Sandboxes {
         record: Record,
         write: bool,
     ) -> Result<(), SandboxError> {
-        if slot.as_ref().is_some_and(|live| live.record == record) {
+        let listens = |live: &Live| live.socket.listens_on(&record.agent_socket);
+        if slot.as_ref().is_some_and(|live| live.record == record && listens(live)) {
             return Ok(());
         }
         self.check_certificates(&record)?;
@@ -156,7 +157,7 @@ impl Sandboxes {
             Some(live) => {
                 let Attached { endpoint, guest, .. } = live.attached.clone();
                 guest.set_pod(&record.pod);
-                if live.socket.path != path {
+                if !live.socket.listens_on(path) {
                     live.socket =
                         AgentSocket::open(path, endpoint, guest, self.metrics.clone()).map_err(listen)?;
                 }

@@ -30,11 +30,19 @@ pub(crate) struct Bound {
     inode: u64,
 }
 
+impl Bound {
+    /// Whether the name still leads to the listener.
+    pub(crate) fn is_there(&self) -> bool {
+        std::fs::symlink_metadata(&self.path)
+            .is_ok_and(|now| (now.dev(), now.ino()) == (self.device, self.inode))
+    }
+}
+
 impl Drop for Bound {
     fn drop(&mut self) {
-        let ours = std::fs::symlink_metadata(&self.path)
-            .is_ok_and(|now| (now.dev(), now.ino()) == (self.device, self.inode));
-        if ours && let Err(error) = std::fs::remove_file(&self.path) {
+        if self.is_there()
+            && let Err(error) = std::fs::remove_file(&self.path)
+        {
             tracing::warn!(socket = %self.path.display(), %error, "socket not unlinked");
         }
     }

@@ -8,6 +8,7 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
     },
+    time::Instant,
 };
 
 use bytes::Bytes;
@@ -45,6 +46,29 @@ pub(crate) enum Gone {
     TooMany(SandboxId),
 }
 
+/// What a guest may say unasked, so that it can neither keep the node busy nor fill the log.
+#[derive(Debug)]
+struct Allowance {
+    left: f64,
+    at: Instant,
+}
+
+impl Allowance {
+    const MOST: f64 = 50.0;
+    const PER_SECOND: f64 = 10.0;
+
+    fn take(&mut self, now: Instant) -> bool {
+        let earned = now.saturating_duration_since(self.at).as_secs_f64() * Self::PER_SECOND;
+        self.left = (self.left + earned).min(Self::MOST);
+        self.at = now;
+        let allowed = self.left >= 1.0;
+        if allowed {
+            self.left -= 1.0;
+        }
+        allowed
+    }
+}
+
 #[derive(Debug, Default)]
 struct Calls {
     last: u64,
@@ -63,6 +87,7 @@ pub(crate) struct Guest {
     pub(crate) connections: AtomicUsize,
     up: AtomicBool,
     calls: Mutex<Calls>,
+    unasked: Mutex<Allowance>,
 }
 
 /// A call that is waited for; dropping it forgets the call.
@@ -90,6 +115,7 @@ impl Guest {
             connections: AtomicUsize::new(0),
             up: AtomicBool::new(false),
             calls: Mutex::default(),
+            unasked: Mutex::new(Allowance { left: Allowance::MOST, at: Instant::now() }),
         }
     }
 
@@ -140,24 +166,32 @@ impl Guest {
     }
 
     fn reply(&self, message: &Bytes) {
-        let reply = match Reply::parse_from_bytes(message) {
-            Ok(reply) => reply,
-            Err(error) => {
+        let reply = Reply::parse_from_bytes(message);
+        // Without a number it is a report that nobody asked for.
+        let id = reply.as_ref().map_or(0, |reply| reply.id);
+        let asked = if id == 0 { None } else { self.calls().waiting.remove(&id) };
+        let allowed = asked.is_some()
+            || self.unasked.lock().unwrap_or_else(PoisonError::into_inner).take(Instant::now());
+        match reply {
+            Ok(reply) if allowed => self.keep_status(&reply),
+            Err(error) if allowed => {
                 tracing::warn!(sandbox = %self.id, pod = self.pod(), %error, bytes = message.len(), "message of the guest not understood");
-                return;
             }
-        };
+            _ => {
+                self.metrics.guest_words_dropped.inc();
+            }
+        }
+        if let Some(sender) = asked {
+            drop(sender.send(Ok(message.clone()))); // The caller may have left.
+        }
+    }
+
+    fn keep_status(&self, reply: &Reply) {
         if let Some(status) = reply.status.as_ref()
             && status.compute_size() <= STATUS_BYTES as u64
             && let Ok(status) = status.write_to_bytes()
         {
             self.states.change(&self.id, |state| state.guest_status = status);
-        }
-        // Without a number it is a report that nobody asked for.
-        if reply.id != 0
-            && let Some(sender) = self.calls().waiting.remove(&reply.id)
-        {
-            drop(sender.send(Ok(message.clone()))); // The caller may have left.
         }
     }
 
@@ -282,6 +316,21 @@ mod tests {
         assert!(!seen.changed[0].guest_connected);
         let status = Status::parse_from_bytes(&seen.changed[0].guest_status).unwrap();
         assert_eq!(status.stage, "x", "the last one seen");
+    }
+
+    #[tokio::test]
+    async fn a_guest_that_talks_without_end_is_not_listened_to() {
+        let (states, guest) = guest();
+        guest.link(up(1, false));
+        let before = states.newer("", 0).await.version;
+        for n in 0..10_000 {
+            guest.reply(&answer(0, &n.to_string()));
+        }
+        let told = states.newer("", 0).await.version - before;
+        assert!((50..100).contains(&told), "{told}");
+        let mut call = guest.call().unwrap();
+        guest.reply(&answer(call.id, "asked"));
+        assert!((&mut call.answer).await.unwrap().is_ok(), "an answer is always heard");
     }
 
     #[test]

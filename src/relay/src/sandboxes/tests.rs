@@ -62,6 +62,19 @@ async fn a_put_sandbox_listens_and_a_deleted_one_leaves_nothing() {
 }
 
 #[tokio::test]
+async fn a_socket_that_somebody_removed_is_there_again_after_the_next_put() {
+    let world = World::new("removed");
+    let record = world.record("a", 1);
+    world.sandboxes.put(record.clone()).await.unwrap();
+    std::fs::remove_dir_all(world.base.join("pods")).unwrap();
+    world.sandboxes.put(record.clone()).await.unwrap();
+    UnixStream::connect(&record.agent_socket).await.unwrap();
+    std::fs::remove_file(&record.agent_socket).unwrap();
+    world.sandboxes.put(record.clone()).await.unwrap();
+    UnixStream::connect(&record.agent_socket).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_certificate_has_one_sandbox_and_the_later_put_wins() {
     let world = World::new("certificates");
     world.sandboxes.put(world.record("a", 1)).await.unwrap();
