@@ -92,3 +92,56 @@ impl Settings {
 pub fn build(reader: &mut Reader, context: &Context) -> Result<Arc<dyn Provider>, Error> {
     read(reader, context).open()
 }
+
+/// The README's provider is compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
+#[cfg(test)]
+mod tests {
+    use peerpod_base::config::Sources;
+
+    use super::*;
+
+    fn reader(flags: &[(&str, &str)]) -> Reader {
+        let flags = flags.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+        Reader::load(Sources { flags, ..Sources::default() }, &["provider"], &[]).unwrap()
+    }
+
+    fn context() -> Context {
+        let state_dir = std::env::temp_dir().join(format!("peerpod-providers-{}", std::process::id()));
+        Context { state_dir, cluster_id: "c".to_owned(), node_name: "n".to_owned() }
+    }
+
+    #[cfg(feature = "local")]
+    #[test]
+    fn without_a_word_it_is_the_local_provider() {
+        let context = context();
+        let mut reader = reader(&[("provider.local.bridge", "ppx0")]);
+        let settings = read(&mut reader, &context);
+        reader.finish().unwrap();
+        assert!(!context.state_dir.exists(), "reading has no effect");
+        let provider = settings.open().unwrap();
+        assert_eq!(provider.name(), "local");
+        drop(provider);
+        std::fs::remove_dir_all(&context.state_dir).unwrap();
+    }
+
+    #[test]
+    fn mistakes_are_all_reported_and_name_their_keys() {
+        let mut reader = reader(&[
+            ("provider.kind", "clowd"),
+            ("provider.local.bridge", "a-name-that-is-too-long"),
+            ("provider.local.subnet4", "10.99.0.1/16"),
+            ("provider.local.subnet6", "10.99.0.0/16"),
+            ("provider.local.boot-delay", "soon"),
+            ("provider.local.guest-binry", "/x"),
+        ]);
+        read(&mut reader, &context());
+        let text = reader.finish().unwrap_err().to_string();
+        for part in ["provider.kind", "bridge", "subnet4", "subnet6", "boot-delay", "guest-binry"] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+    }
+}

@@ -315,7 +315,16 @@ fn addresses(record: &Record) -> Vec<IpAddr> {
     [Some(IpAddr::from(record.v4)), record.v6.map(IpAddr::from)].into_iter().flatten().collect()
 }
 
-/// A failure of the state directory.
+/// A failure of the state directory. What only a person can mend is said at once, not tried for minutes.
 fn disk(attempt: &str, error: &io::Error) -> Error {
-    Error::transient(format!("local provider: {attempt}: {error}"))
+    let text = format!("local provider: {attempt}: {error}");
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            Error::invalid(format!("{text}; make room below paths.state-dir"))
+        }
+        io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
+            Error::invalid(format!("{text}; make paths.state-dir writable"))
+        }
+        _ => Error::transient(text),
+    }
 }

@@ -109,6 +109,15 @@ impl Store {
 
     /// Makes the VM's directory and writes its record there, durably.
     pub(crate) fn begin(&self, id: &InstanceId, record: &Record) -> io::Result<()> {
+        let begun = self.write_first(id, record);
+        if begun.is_err() && self.dir(id).exists() {
+            // Nothing refers to it; if this fails too it is listed, and can be deleted.
+            drop(self.remove(id));
+        }
+        begun
+    }
+
+    fn write_first(&self, id: &InstanceId, record: &Record) -> io::Result<()> {
         let dir = self.dir(id);
         match DirBuilder::new().mode(0o700).create(&dir) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),

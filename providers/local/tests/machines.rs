@@ -11,6 +11,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{IDLE, Place, key, reaches, request, run, runtime, until};
+use nix::mount::{MsFlags, mount};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use peerpod_provider_api::{Console, Error, InstanceId, OwnedState, Provider};
@@ -448,4 +449,39 @@ fn a_slow_boot_does_not_delay_the_answer() {
     assert!(start.elapsed() >= Duration::from_secs(2), "{:?}", start.elapsed());
     delete(&provider, &id);
     place.assert_clean();
+}
+
+#[test]
+fn a_full_or_read_only_state_directory_fails_the_create_before_any_effect() {
+    let place = Place::new(IDLE);
+    let state = place.dir.join("state");
+    fs::create_dir(&state).unwrap();
+    // Mounts of this thread and of what it starts only.
+    let none: Option<&str> = None;
+    nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).unwrap();
+    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
+    mount(Some("tmpfs"), &state, Some("tmpfs"), MsFlags::empty(), Some("size=64k")).unwrap();
+    let provider = LocalProvider::open(place.config()).unwrap();
+    let fails = |what: &str| {
+        match runtime().block_on(provider.create(&request("a"), &key(1))) {
+            Err(Error::Invalid { text }) => assert!(text.contains(what), "{text}"),
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(runtime().block_on(provider.list_owned()).unwrap(), vec![]);
+        assert_eq!(run("ip", &["-o", "link"]).lines().count(), 1);
+        assert_eq!(place.machines(), Vec::<u32>::new());
+    };
+    let filler = state.join("filler");
+    fs::write(&filler, vec![0; 128 * 1024]).unwrap_err();
+    fails("make room");
+    fs::remove_file(&filler).unwrap();
+    let vms = state.join("vms");
+    mount(Some("tmpfs"), &vms, Some("tmpfs"), MsFlags::MS_RDONLY, none).unwrap();
+    fails("make paths.state-dir writable");
+    nix::mount::umount2(&vms, nix::mount::MntFlags::MNT_DETACH).unwrap();
+    let (id, _) = create(&provider, 1);
+    delete(&provider, &id);
+    assert_eq!(place.machines(), Vec::<u32>::new());
+    drop(provider);
+    nix::mount::umount2(&state, nix::mount::MntFlags::MNT_DETACH).unwrap();
 }

@@ -160,7 +160,8 @@ async fn addresses_wait_as_long_as_their_caller() {
 #[tokio::test(start_paused = true)]
 async fn what_the_provider_cannot_do_is_refused_before_the_call() {
     let (inner, provider, _registry) = scripted(vec![], Duration::ZERO);
-    let refused: [(fn(&mut CreateRequest), &str); 6] = [
+    type Change = fn(&mut CreateRequest);
+    let refused: [(Change, &str); 6] = [
         (|r| r.image = Some("i".into()), "image"),
         (|r| r.instance_type = Some("t".into()), "instance_type"),
         (|r| r.size.gpus = 1, "size.gpus"),
