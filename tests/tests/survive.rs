@@ -12,7 +12,7 @@ use std::{
 
 use peerpod_client::{AgentClient, Annotations, ShimClient, exec_request};
 use peerpod_tests::{CONTAINER, Dice, PATIENCE, Sandbox, fresh_id, long, nothing_beyond, stop_in_time};
-use peerpod_world::{Daemons, Settings, Sight, World};
+use peerpod_world::{Daemons, Settings, Sight, World, eventually};
 use ttrpc::Code;
 
 /// Execs whose output must be complete and in order, one after another until told to end; how many there were.
@@ -236,4 +236,35 @@ async fn a_container_restarts_while_the_node_is_dead() {
     daemons.ready().await.unwrap();
     sandbox.lives().await.unwrap();
     sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_relay_without_a_node_records_stops_and_holds_the_rest() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::prepare(&world, Settings::none()).unwrap();
+    daemons.start_relay().unwrap();
+    let socket = daemons.hypervisor_socket();
+    let shim = eventually("the relay listens", PATIENCE, async || ShimClient::connect(&socket).await.ok())
+        .await
+        .unwrap();
+    let pod = world.pod().unwrap();
+    let held = begin(&daemons, "held-1", &pod);
+    for id in ["unknown-1", "unknown-2", "unknown-1"] {
+        stop_in_time(&shim, id).await.unwrap();
+    }
+    assert!(!held.is_finished());
+    let inbox = std::fs::read_dir(daemons.state_dir().join("inbox")).unwrap().flatten();
+    let mut names: Vec<_> = inbox.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    assert_eq!(names, ["unknown-1.json", "unknown-2.json"]);
+    stop_in_time(&shim, "held-1").await.unwrap();
+    let error = tokio::time::timeout(PATIENCE, held).await.unwrap().unwrap().map(|_| ()).unwrap_err();
+    assert_eq!(error.code(), Some(Code::CANCELLED), "{error}");
+    // A node that comes makes tombstones of them all.
+    daemons.start_node().unwrap();
+    daemons.ready().await.unwrap();
+    for id in ["unknown-1", "unknown-2", "held-1"] {
+        daemons.gone(id, PATIENCE).await.unwrap();
+    }
+    assert_eq!(std::fs::read_dir(daemons.state_dir().join("inbox")).unwrap().count(), 0);
 }

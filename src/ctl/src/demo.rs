@@ -10,7 +10,7 @@ use std::{
 
 use peerpod_world::{
     Settings,
-    road::{self, Passed, Progress},
+    road::{self, Progress, Report},
 };
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
@@ -39,8 +39,8 @@ async fn demo() -> anyhow::Result<ExitCode> {
             return Ok(ExitCode::from(INTERRUPTED));
         }
     };
-    let passed = outcome?;
-    table(&passed, began.elapsed());
+    let report = outcome?;
+    table(&report, began.elapsed());
     Ok(ExitCode::SUCCESS)
 }
 
@@ -87,13 +87,17 @@ impl Progress for Lines {
     }
 }
 
-fn table(passed: &[Passed], total: Duration) {
+fn table(report: &Report, total: Duration) {
     println!("\n{:<NAME_WIDTH$}{:>10}{:>8}", "stage", "took", "share");
-    for stage in passed {
+    for stage in &report.passed {
         let share = stage.took.as_secs_f64() / total.as_secs_f64() * 100.0;
         println!("{:<NAME_WIDTH$}{:>10}{share:>7.1}%", stage.name, seconds(stage.took));
     }
     println!("{:<NAME_WIDTH$}{:>10}", "all of it", seconds(total));
+    println!("\n{:<NAME_WIDTH$}{:>10}", "the node's own stages", "reached");
+    for (name, at) in &report.inside {
+        println!("{name:<NAME_WIDTH$}{:>10}", seconds(*at));
+    }
 }
 
 fn seconds(duration: Duration) -> String {

@@ -91,6 +91,15 @@ impl LedgerEntry {
         }
     }
 
+    /// The stages the node has noted, counted from CreateVM.
+    pub fn stages(&self) -> Vec<(String, Duration)> {
+        let stages = self.record["stages"].as_array().cloned().unwrap_or_default();
+        let read = |stage: Value| {
+            Some((stage["name"].as_str()?.to_owned(), Duration::from_millis(stage["at_ms"].as_u64()?)))
+        };
+        stages.into_iter().filter_map(read).collect()
+    }
+
     /// Whether nothing but the memory of the sandbox is left.
     pub fn is_tombstone(&self) -> bool {
         self.phase().eq_ignore_ascii_case("gone")

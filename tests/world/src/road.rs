@@ -41,6 +41,15 @@ pub struct Passed {
     pub seen: String,
 }
 
+/// A road walked to its end.
+#[derive(Debug, Clone)]
+pub struct Report {
+    /// The stages as seen from outside, in their order.
+    pub passed: Vec<Passed>,
+    /// When the node reached its own stages, counted from CreateVM: from its ledger.
+    pub inside: Vec<(String, Duration)>,
+}
+
 type Step = for<'a> fn(&'a mut Walk) -> Pin<Box<dyn Future<Output = anyhow::Result<String>> + 'a>>;
 
 /// The stages in their order.
@@ -64,7 +73,7 @@ const STAGES: &[(&str, Step)] = &[
 
 /// Walks the whole road in a world of its own. The first stage that does not hold ends it, with the ends of the daemons'
 /// logs in the error; everything that was made is taken away in every case, also when the future is dropped.
-pub async fn walk(settings: Settings, progress: &mut dyn Progress) -> anyhow::Result<Vec<Passed>> {
+pub async fn walk(settings: Settings, progress: &mut dyn Progress) -> anyhow::Result<Report> {
     let mut walk = Walk::new(World::new()?, settings);
     let mut passed = Vec::new();
     for (index, (name, step)) in STAGES.iter().copied().enumerate() {
@@ -76,5 +85,5 @@ pub async fn walk(settings: Settings, progress: &mut dyn Progress) -> anyhow::Re
         progress.done(took, &seen);
         passed.push(Passed { name, took, seen });
     }
-    Ok(passed)
+    Ok(Report { passed, inside: walk.inside().to_vec() })
 }

@@ -72,23 +72,26 @@ impl Sight {
         left
     }
 
-    /// SIGKILL to every seen process with this name and an argument that ends with `argument`; how many there were.
-    pub fn kill(&self, name: &str, argument: &str) -> anyhow::Result<usize> {
+    /// SIGKILL to every seen process of this program with this argument; how many there were.
+    pub fn kill(&self, program: &str, argument: &str) -> anyhow::Result<usize> {
+        let pids =
+            self.pids(program).into_iter().filter(|pid| arguments(*pid).iter().any(|word| word == argument));
         let mut count = 0;
-        for (pid, process) in &self.processes {
-            let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            let named = arguments.split(|byte| *byte == 0).any(|word| word.ends_with(argument.as_bytes()));
-            if process.name == name && named && read_process(*pid).as_ref() == Some(process) {
-                kill(Pid::from_raw(*pid as i32), Signal::SIGKILL)?;
-                count += 1;
-            }
+        for pid in pids {
+            kill(Pid::from_raw(pid as i32), Signal::SIGKILL)?;
+            count += 1;
         }
         Ok(count)
     }
 
-    /// The processes with this name, by number.
-    pub fn pids(&self, name: &str) -> Vec<u32> {
-        self.processes.iter().filter(|(_, process)| process.name == name).map(|(pid, _)| *pid).collect()
+    /// The seen processes of this program that still run: those that were started under a name that ends with it.
+    pub fn pids(&self, program: &str) -> Vec<u32> {
+        let running =
+            self.processes.iter().filter(|(pid, process)| read_process(**pid).as_ref() == Some(process));
+        running
+            .map(|(pid, _)| *pid)
+            .filter(|pid| arguments(*pid).first().is_some_and(|name| name.ends_with(program)))
+            .collect()
     }
 
     /// How many processes were seen.
@@ -221,8 +224,13 @@ impl fmt::Display for Sight {
 }
 
 fn is_janitor(pid: u32) -> bool {
-    let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    arguments.windows(16).any(|window| window == b"peerpod-janitor\0")
+    arguments(pid).iter().any(|word| word == "peerpod-janitor")
+}
+
+/// A process's arguments, its name first; none of one that is gone.
+fn arguments(pid: u32) -> Vec<String> {
+    let text = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    text.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect()
 }
 
 /// Name, parent and start time; `None` for what is gone, or only waits to be buried by its parent.

@@ -40,6 +40,7 @@ pub struct Walk {
     socket: PathBuf,
     before: Sight,
     running: Sight,
+    inside: Vec<(String, Duration)>,
 }
 
 impl Walk {
@@ -61,6 +62,7 @@ impl Walk {
             socket: PathBuf::new(),
             before: Sight::default(),
             running: Sight::default(),
+            inside: Vec::new(),
         }
     }
 
@@ -78,6 +80,11 @@ impl Walk {
 
     fn agent(&self) -> anyhow::Result<&AgentClient> {
         self.agent.as_ref().context("the agent is connected")
+    }
+
+    /// The node's own stages, known from StopVM on.
+    pub fn inside(&self) -> &[(String, Duration)] {
+        &self.inside
     }
 
     /// The ends of the daemons' logs.
@@ -324,6 +331,9 @@ impl Walk {
     /// Three times back to back, each in its second; then the connections close, as in the transcripts.
     pub async fn stop_vm(&mut self) -> anyhow::Result<String> {
         self.running = self.look()?;
+        let entry = self.daemons()?.ledger()?.into_iter().find(|entry| entry.id == self.id);
+        let entry = entry.context("the ledger has the running sandbox")?;
+        self.inside = entry.stages();
         let more = self.running.beyond(&self.before, None);
         ensure!(more.len() > 5, "the witnesses see a running pod: {more:?}");
         let shim = self.shim()?;
