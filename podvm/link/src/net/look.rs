@@ -100,7 +100,13 @@ pub struct Neighbour {
 /// # Errors
 /// [`Error::CannotCarry`] with the thing named, [`Error::TooMany`], [`Error::Kernel`], [`Error::Netns`].
 pub fn look(netns: &Netns) -> Result<Seen, Error> {
-    let client = &mut netns.netlink()?;
+    let mut client = netns.netlink()?;
+    let seen = look_with(&mut client)?;
+    netns.keep(client);
+    Ok(seen)
+}
+
+fn look_with(client: &mut Client) -> Result<Seen, Error> {
     let routes = routes(client)?;
     let link = primary(client, &routes)?;
     let mac = link

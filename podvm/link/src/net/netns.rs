@@ -53,8 +53,9 @@ struct Inner {
     file: File,
     id: NetnsId,
     path: PathBuf,
-    // The socket whose making proved that this is a network namespace; the first who asks gets it.
-    first: Mutex<Option<Client>>,
+    // First the socket whose making proved that this is a network namespace, later one that a step left for the next:
+    // a thread and a socket cost as much as half a step.
+    idle: Mutex<Option<Client>>,
 }
 
 impl Netns {
@@ -80,7 +81,7 @@ impl Netns {
         let file = File::open(format!("/proc/self/fd/{}", handle.as_raw_fd())).map_err(failed)?;
         let meta = file.metadata().map_err(failed)?;
         let id = NetnsId { dev: meta.dev(), inode: meta.ino() };
-        let first = match run_in(file.as_fd(), Client::route).and_then(|made| made) {
+        let idle = match run_in(file.as_fd(), Client::route).and_then(|made| made) {
             Ok(client) => client,
             // setns says so for a namespace of another kind.
             Err(e) if e.raw_os_error() == Some(libc_einval()) => {
@@ -88,7 +89,7 @@ impl Netns {
             }
             Err(source) => return Err(Error::Netns { attempt: "enter", path: path.to_owned(), source }),
         };
-        Ok(Netns(Arc::new(Inner { file, id, path: path.to_owned(), first: Mutex::new(Some(first)) })))
+        Ok(Netns(Arc::new(Inner { file, id, path: path.to_owned(), idle: Mutex::new(Some(idle)) })))
     }
 
     /// The namespace the calling thread is in.
@@ -141,11 +142,17 @@ impl Netns {
     /// # Errors
     /// [`Error::Netns`] where the namespace cannot be entered or has no room for a socket.
     pub fn netlink(&self) -> Result<Client, Error> {
-        let first = self.0.first.lock().unwrap_or_else(PoisonError::into_inner).take();
-        match first {
+        let idle = self.0.idle.lock().unwrap_or_else(PoisonError::into_inner).take();
+        match idle {
             Some(client) => Ok(client),
             None => self.socket(Client::route),
         }
+    }
+
+    /// Keeps a socket of [`Netns::netlink`] for the next who asks; only one, and only after a success. The last step
+    /// of a pod's set-up does not: for the pod's life one descriptor is enough.
+    pub(crate) fn keep(&self, client: Client) {
+        *self.0.idle.lock().unwrap_or_else(PoisonError::into_inner) = Some(client);
     }
 
     /// A netlink socket for nftables in this namespace.

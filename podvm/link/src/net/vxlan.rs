@@ -85,6 +85,19 @@ pub fn reserve(
     wanted: Option<u32>,
 ) -> Result<Held, Error> {
     let mut pod = netns.netlink()?;
+    let held = reserve_with(host, &mut pod, netns, sandbox, shape, wanted)?;
+    netns.keep(pod);
+    Ok(held)
+}
+
+fn reserve_with(
+    host: &mut Client,
+    pod: &mut Client,
+    netns: &Netns,
+    sandbox: &str,
+    shape: Shape,
+    wanted: Option<u32>,
+) -> Result<Held, Error> {
     let mac = owner_mac(sandbox);
     let mut wish = wanted.filter(|vni| (1..=MAX_VNI).contains(vni));
     let mut refused = None;
@@ -95,14 +108,14 @@ pub fn reserve(
         };
         match host.tell(NLM_F_CREATE | NLM_F_EXCL, creation(netns, vni, mac, shape)) {
             Ok(()) => {
-                let held = find(&mut pod, netns)?.map(|link| Held { vni, ifindex: link.index });
+                let held = find(pod, netns)?.map(|link| Held { vni, ifindex: link.index });
                 let held = held.ok_or_else(|| Error::Gone { netns: netns.path().to_owned(), vni })?;
-                return name(&mut pod, sandbox, held);
+                return name(pod, sandbox, held);
             }
-            Err(netlink::Error::Refused(no)) if no.errno == Errno::EEXIST => match find(&mut pod, netns)? {
+            Err(netlink::Error::Refused(no)) if no.errno == Errno::EEXIST => match find(pod, netns)? {
                 Some(there) => {
-                    if let Some(held) = adopt(&mut pod, netns, &there, mac, shape, wish)? {
-                        return name(&mut pod, sandbox, held);
+                    if let Some(held) = adopt(pod, netns, &there, mac, shape, wish)? {
+                        return name(pod, sandbox, held);
                     }
                 }
                 // No device of that name in the way, so it was the VNI: draw another one.
