@@ -69,7 +69,7 @@ pub fn read(reader: &mut Reader, context: &Context) -> Settings {
 }
 
 impl Settings {
-    /// Opens the provider: bare, without [`peerpod_provider_api::decorate`].
+    /// Opens the provider: bare, without [`peerpod_provider_api::decorate()`].
     ///
     /// # Errors
     /// Whatever the provider needs and does not find; and a kind that this build does not have.

@@ -6,7 +6,7 @@
 //! file system. Size is not enforced: a VM sees the whole machine.
 //!
 //! * A VM's processes belong to nobody: they survive the node and are found again by pid and start time.
-//! * A VM's directory (see [`store`]) is there before the first effect and goes after the last.
+//! * A VM's directory (see `store.rs`) is there before the first effect and goes after the last.
 //! * Needs root; touches `<state-dir>/local`, the bridge, one veth per VM, and processes it started.
 
 pub mod config;

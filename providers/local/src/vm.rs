@@ -1,8 +1,8 @@
 //! The inside of `peerpod-local-vm`: the process that is a VM's "hypervisor", and the first program inside the VM.
 //!
-//! * [`hypervisor`] stays outside, in a session of its own: it makes the namespaces and the uplink, starts pid 1,
+//! * `hypervisor` stays outside, in a session of its own: it makes the namespaces and the uplink, starts pid 1,
 //!   keeps the console, records how the VM ended. It dies with the VM and the VM with it, and neither with the node.
-//! * [`inside`] is pid 1 until the guest program takes its place: it builds the root directory and steps into it.
+//! * `inside` is pid 1 until the guest program takes its place: it builds the root directory and steps into it.
 //!
 //! Both are single-threaded and plain synchronous code: a process with threads cannot be moved to new namespaces as
 //! a whole. They touch what the description on their standard input names, and nothing else of the node's.

@@ -12,9 +12,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::sched::{CloneFlags, unshare};
-use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Size};
-use peerpod_provider_local::LocalConfig;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use peerpod_provider_api::{Console, CreateRequest, IdempotencyKey, InstanceId, OwnedState, Provider, Size};
 use peerpod_provider_local::config::Subnet;
+use peerpod_provider_local::{LocalConfig, LocalProvider};
 
 /// The guest of most tests: does nothing, for ever.
 pub const IDLE: &str = "exec sleep infinity";
@@ -158,4 +160,35 @@ pub fn until(what: &str, condition: impl Fn() -> bool) {
         assert!(Instant::now() < deadline, "waited in vain until {what}");
         std::thread::sleep(Duration::from_millis(10));
     }
+}
+
+pub fn create(provider: &LocalProvider, number: u32) -> (InstanceId, Vec<IpAddr>) {
+    let made = runtime().block_on(async {
+        let made = provider.create(&request(&format!("Pod_{number}")), &key(number)).await.unwrap();
+        assert_eq!(provider.addresses(&made.id).await.unwrap(), made.addresses);
+        made
+    });
+    (made.id, made.addresses)
+}
+
+pub fn state(provider: &LocalProvider, id: &InstanceId) -> Option<OwnedState> {
+    let owned = runtime().block_on(provider.list_owned()).unwrap();
+    owned.into_iter().find(|one| one.id == *id).map(|one| one.state)
+}
+
+pub fn delete(provider: &LocalProvider, id: &InstanceId) {
+    runtime().block_on(async {
+        provider.delete(id).await.unwrap();
+        while !provider.list_owned().await.unwrap().iter().all(|one| one.id != *id) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    });
+}
+
+pub fn console(provider: &LocalProvider, id: &InstanceId) -> String {
+    String::from_utf8(runtime().block_on(provider.tail(id, 64 * 1024)).unwrap()).unwrap()
+}
+
+pub fn sigkill(pid: u32) {
+    kill(Pid::from_raw(i32::try_from(pid).unwrap()), Signal::SIGKILL).unwrap();
 }
