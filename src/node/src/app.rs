@@ -1,1 +1,376 @@
-//! The room `app`.
+//! Puts the node together: [`build`] recovers, binds everything and returns real addresses; [`Bound::run`] serves until
+//! told to stop. The end kills no pod: what runs goes on without us, and what was begun is in the ledger.
+
+use std::{
+    fs::{DirBuilder, File, OpenOptions},
+    io,
+    net::SocketAddr,
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
+    path::{Path, PathBuf},
+    sync::{Arc, RwLock},
+    time::{Duration, SystemTime},
+};
+
+use nix::fcntl::{Flock, FlockArg};
+use peerpod_base::{
+    admin::{self, BlockReady, Ready},
+    lifecycle::{Drain, Shutdown},
+};
+use peerpod_proto::relay::ConfigureRequest;
+use peerpod_provider_api::{DecoratorConfig, Provider, decorate};
+use prometheus_client::registry::Registry;
+use tokio::{net::UnixListener, task::JoinSet};
+use tracing::{error, info, warn};
+use ttrpc::asynchronous::transport::Listener;
+
+use crate::{
+    config::NodeConfig,
+    effects::{GuestAddresses, Real},
+    ledger::{self, Inbox, Ledger, Loaded},
+    metrics::Metrics,
+    relay_client::RelayClient,
+    rpc::{self, Door},
+    sandbox::{
+        Reaper, Sandboxes,
+        recover::{Orphans, recover},
+    },
+    trust::{self, Trust},
+    tunnel::{self, Tunnel},
+};
+
+/// How long calls that must not be cut off may take at the end.
+const DRAIN: Duration = Duration::from_secs(5);
+/// How long the connections may take to close after that.
+const CLOSE: Duration = Duration::from_secs(1);
+/// How long a start waits for the provider before it goes on without it (not ready).
+const PREFLIGHT: Duration = Duration::from_secs(5);
+/// How often the inbox is looked at without being asked.
+const INBOX_EVERY: Duration = Duration::from_secs(5);
+/// How often VMs without a record are looked for.
+const ORPHANS_EVERY: Duration = Duration::from_secs(600);
+
+/// Why the node does not start, or ended.
+#[derive(Debug, thiserror::Error)]
+pub enum AppError {
+    /// A folder or file is not usable.
+    #[error("{what} {}: {why}", path.display())]
+    Path {
+        /// What was attempted.
+        what: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// Why not.
+        why: io::Error,
+    },
+    /// The state directory.
+    #[error(transparent)]
+    Ledger(#[from] ledger::Error),
+    /// The CA.
+    #[error(transparent)]
+    Trust(#[from] trust::Error),
+    /// The pods' networks.
+    #[error(transparent)]
+    Tunnel(#[from] tunnel::Error),
+    /// The provider's settings or state.
+    #[error("open the provider: {0}")]
+    Provider(peerpod_provider_api::Error),
+    /// The admin port.
+    #[error(transparent)]
+    Admin(#[from] admin::Error),
+    /// The door.
+    #[error("serve node.sock: {0}")]
+    Door(ttrpc::Error),
+    /// It was told to stop before it could serve.
+    #[error("stopped while another peerpod-node still used {}", .0.display())]
+    Waiting(PathBuf),
+    /// A part ended that never should.
+    #[error("a part of the node ended: {0}; see the lines above")]
+    Ended(String),
+}
+
+fn path_error(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> AppError {
+    let path = path.to_owned();
+    move |why| AppError::Path { what, path, why }
+}
+
+/// A node that recovered, whose sockets are bound and served.
+pub struct Bound {
+    /// The admin port, as bound.
+    pub admin: SocketAddr,
+    /// `node.sock`.
+    pub socket: PathBuf,
+    sandboxes: Sandboxes,
+    server: ttrpc::r#async::Server,
+    drain: Drain,
+    ready: Ready,
+    tasks: JoinSet<&'static str>,
+    socket_id: (u64, u64),
+    _lock: Flock<File>,
+}
+
+/// Recovers, binds, serves. Waits for another node of this state directory to leave, as in an upgrade.
+///
+/// # Errors
+/// See [`AppError`]; nothing stays bound then, and nothing was begun that the ledger does not know.
+pub async fn build(
+    config: NodeConfig,
+    provider: peerpod_providers::Settings,
+    shutdown: &Shutdown,
+) -> Result<Bound, AppError> {
+    let mut registry = Registry::default();
+    let metrics = Metrics::default();
+    metrics.register(&mut registry);
+    let ready = Ready::new();
+    let starting = ready.block("start");
+
+    make_dir(&config.run_dir).map_err(path_error("make", &config.run_dir))?;
+    let ledger = Ledger::open(&config.state_dir)?;
+    let lock = lock(&config.state_dir, &starting, shutdown).await?;
+
+    // What was promised for us, before anything else is looked at.
+    let inbox = Inbox::open(&config.state_dir)?;
+    let (notes, bad_notes) = inbox.read()?;
+    let Loaded { records, mut quarantined } = ledger.load()?;
+    quarantined.extend(bad_notes);
+    for bad in &quarantined {
+        metrics.quarantined.inc();
+        error!(file = %bad.file.display(), moved_to = %bad.moved_to.display(), why = bad.why, sandbox = bad.id.as_ref().map(tracing::field::display), "set aside: this sandbox is not looked after");
+    }
+
+    let trust = Arc::new(RwLock::new(Trust::open(&config.state_dir.join("trust"), SystemTime::now())?));
+    let tunnel = Tunnel::open(config.tunnel.clone())?;
+    let provider = provider.open().map_err(AppError::Provider)?;
+    let provider = decorate(provider, DecoratorConfig::default(), &mut registry);
+    let relay = RelayClient::new(config.run_dir.join("relay.sock"), identity(trust.clone()), metrics.clone());
+    let addresses = GuestAddresses::new(config.relay_addresses.clone(), config.relay_listen);
+
+    let mut tasks = JoinSet::new();
+    preflight(&mut tasks, provider.clone(), addresses.clone(), &ready).await;
+    {
+        let relay = relay.clone();
+        tasks.spawn(async move {
+            relay.run().await;
+            "relay client"
+        });
+    }
+    let fx = Arc::new(Real {
+        ledger,
+        provider,
+        tunnel,
+        relay: relay.clone(),
+        trust: trust.clone(),
+        addresses: addresses.clone(),
+        lease: config.lease,
+        boot_id: boot_id()?,
+    });
+    let mut settings = config.sandbox_settings();
+    settings.guest_addresses = addresses.in_words(None);
+    let sandboxes = Sandboxes::new(fx, settings, metrics.clone());
+
+    let count = records.len();
+    for note in recover(&sandboxes, records, notes).await {
+        inbox.done(&note)?;
+    }
+    info!(records = count, quarantined = quarantined.len(), "recovered from the ledger");
+    let protected = quarantined.into_iter().filter_map(|bad| bad.id).collect();
+    look_after(&mut tasks, &sandboxes, &inbox, &metrics, Orphans::new(protected, config.orphan_grace));
+
+    let admin = admin::serve(config.admin_listen, Arc::new(registry), ready.clone()).await?;
+    let drain = Drain::new();
+    let socket = config.run_dir.join("node.sock");
+    let (listener, socket_id) = bind(&socket).map_err(path_error("listen on", &socket))?;
+    let door = Door { sandboxes: sandboxes.clone(), inbox, metrics, drain: drain.clone() };
+    let server = rpc::serve(Listener::from(listener), door).await.map_err(AppError::Door)?;
+    drop(starting);
+    info!(
+        version = env!("CARGO_PKG_VERSION"),
+        cluster = config.cluster_id,
+        node = config.name,
+        socket = %socket.display(),
+        state_dir = %config.state_dir.display(),
+        guests_dial = addresses.in_words(relay.listen()),
+        %admin,
+        "peerpod-node serves"
+    );
+    Ok(Bound { admin, socket, sandboxes, server, drain, ready, tasks, socket_id, _lock: lock })
+}
+
+impl Bound {
+    /// All sandboxes, for tests and tools in the same process.
+    pub fn sandboxes(&self) -> &Sandboxes {
+        &self.sandboxes
+    }
+
+    /// Serves until `shutdown`, then drains and closes. Running pods are not touched.
+    ///
+    /// # Errors
+    /// A part ended by itself: the process must not go on half.
+    pub async fn run(mut self, shutdown: &Shutdown) -> Result<(), AppError> {
+        let ended = tokio::select! {
+            () = shutdown.wait() => Ok(()),
+            Some(ended) = self.tasks.join_next() => {
+                let what = ended.map_or_else(|error| error.to_string(), str::to_owned);
+                Err(AppError::Ended(what))
+            }
+        };
+        self.stop().await;
+        ended
+    }
+
+    /// Answers what is being written down, then closes. Calls that wait for a VM are sent again by the relay.
+    pub async fn stop(mut self) {
+        self.ready.not_ready("stop", "stopping");
+        self.server.stop_listen().await;
+        // Only if it is still ours: a successor may have bound it already.
+        let ours =
+            std::fs::symlink_metadata(&self.socket).is_ok_and(|now| (now.dev(), now.ino()) == self.socket_id);
+        if ours && let Err(error) = std::fs::remove_file(&self.socket) {
+            warn!(%error, "node.sock stays");
+        }
+        if let Err(busy) = self.drain.drain(DRAIN).await {
+            warn!(%busy, "not all calls were answered; the relay sends them again");
+        }
+        // The tasks first: none of them begins anything new while the connections close.
+        self.sandboxes.close().await;
+        self.tasks.shutdown().await;
+        if tokio::time::timeout(CLOSE, self.server.shutdown()).await.is_err() {
+            tracing::debug!("a connection did not close in time");
+        }
+        info!("stopped; what runs goes on");
+    }
+}
+
+/// What the relay is given: a certificate that guests can check, and whom to trust.
+fn identity(trust: Arc<RwLock<Trust>>) -> crate::relay_client::Identity {
+    Arc::new(move || {
+        let trust = trust.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let (chain, key) = trust.relay_identity().map_err(|error| error.to_string())?;
+        Ok(ConfigureRequest {
+            certificates: chain.iter().map(|der| der.to_vec()).collect(),
+            private_key: key.secret_der().to_vec(),
+            trusted_cas: trust.trusted_cas().iter().map(|der| der.to_vec()).collect(),
+            ..ConfigureRequest::default()
+        })
+    })
+}
+
+/// Asks the provider whether we may do all the rest; goes on asking (not ready) when it does not answer soon.
+async fn preflight(
+    tasks: &mut JoinSet<&'static str>,
+    provider: Arc<dyn Provider>,
+    addresses: GuestAddresses,
+    ready: &Ready,
+) {
+    let blocked = ready.block("provider");
+    blocked.because("the provider was not asked yet");
+    let asked = async move {
+        loop {
+            match provider.preflight().await {
+                Ok(found) => {
+                    for fact in &found.facts {
+                        info!(provider = provider.name(), fact, "provider");
+                    }
+                    for warning in &found.warnings {
+                        warn!(provider = provider.name(), warning, "provider");
+                    }
+                    addresses.provider_says(found.node_addresses);
+                    drop(blocked);
+                    return;
+                }
+                Err(error) => {
+                    error!(provider = provider.name(), %error, "the provider cannot be used; trying again");
+                    blocked.because(&error.to_string());
+                }
+            }
+            tokio::time::sleep(Duration::from_secs(10)).await;
+        }
+    };
+    let mut asked = Box::pin(asked);
+    if tokio::time::timeout(PREFLIGHT, &mut asked).await.is_err() {
+        warn!("the provider did not answer yet; starting without it");
+        tasks.spawn(async move {
+            asked.await;
+            std::future::pending().await
+        });
+    }
+}
+
+/// What runs beside the calls.
+fn look_after(
+    tasks: &mut JoinSet<&'static str>,
+    sandboxes: &Sandboxes,
+    inbox: &Inbox,
+    metrics: &Metrics,
+    orphans: Orphans,
+) {
+    let table = sandboxes.clone();
+    tasks.spawn(async move {
+        Reaper::default().run(table).await;
+        "reaper"
+    });
+    let table = sandboxes.clone();
+    tasks.spawn(async move {
+        orphans.run(table, ORPHANS_EVERY).await;
+        "orphans"
+    });
+    let (table, inbox, metrics) = (sandboxes.clone(), inbox.clone(), metrics.clone());
+    tasks.spawn(async move {
+        // The relay says when there is something; this is for a stop that could not be recorded then.
+        loop {
+            tokio::time::sleep(INBOX_EVERY).await;
+            if let Err(error) = rpc::read_inbox(&table, &inbox, &metrics).await {
+                warn!(%error, "the inbox waits");
+            }
+        }
+    });
+}
+
+/// One node for one state directory. An older one that is just leaving is waited for.
+async fn lock(state_dir: &Path, starting: &BlockReady, shutdown: &Shutdown) -> Result<Flock<File>, AppError> {
+    let path = state_dir.join("node.lock");
+    let mut said = false;
+    loop {
+        let file = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(&path);
+        let file = file.map_err(path_error("open", &path))?;
+        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            Ok(lock) => return Ok(lock),
+            Err((_, nix::errno::Errno::EWOULDBLOCK)) => {}
+            Err((_, errno)) => return Err(path_error("lock", &path)(errno.into())),
+        }
+        if !said {
+            warn!(path = %path.display(), "another peerpod-node uses this state directory; waiting for it to leave");
+            starting.because("another peerpod-node uses the state directory");
+            said = true;
+        }
+        tokio::select! {
+            () = shutdown.wait() => return Err(AppError::Waiting(state_dir.to_owned())),
+            () = tokio::time::sleep(Duration::from_millis(50)) => {}
+        }
+    }
+}
+
+/// Binds a socket for root alone. We hold the lock, so what is there is left from a node that died; the name changes
+/// over in one step, so that who dials finds one or the other.
+fn bind(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
+    let temporary = path.with_extension("new");
+    match std::fs::remove_file(&temporary) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let listener = UnixListener::bind(&temporary)?;
+    std::fs::set_permissions(&temporary, std::fs::Permissions::from_mode(0o600))?;
+    let there = std::fs::symlink_metadata(&temporary)?;
+    std::fs::rename(&temporary, path)?;
+    Ok((listener, (there.dev(), there.ino())))
+}
+
+fn make_dir(dir: &Path) -> io::Result<()> {
+    // One that is there keeps its rights: others may have sockets in it.
+    DirBuilder::new().recursive(true).mode(0o700).create(dir)
+}
+
+fn boot_id() -> Result<String, AppError> {
+    let path = Path::new("/proc/sys/kernel/random/boot_id");
+    let text = std::fs::read_to_string(path).map_err(path_error("read", path))?;
+    Ok(text.trim().to_owned())
+}

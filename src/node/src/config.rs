@@ -1,1 +1,322 @@
-//! The room `config`.
+//! The node's settings: sections `paths`, `node`, `tunnel`, `provider` and `log` of the file that all binaries of a
+//! node share. Every key, its default and its meaning stand here (a provider's own with the provider).
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+    time::Duration,
+};
+
+use peerpod_base::{
+    config::{Mistakes, Printed, Reader, Sources},
+    telemetry::LogConfig,
+};
+use peerpod_providers::Context;
+
+use crate::{sandbox, tunnel::TunnelConfig};
+
+/// Sections of the shared file that other binaries read; of `relay` we look at one key.
+const OTHERS: [&str; 1] = ["relay"];
+
+/// What the node is told.
+#[derive(Clone, Debug)]
+pub struct NodeConfig {
+    /// `paths.run-dir`: the sockets.
+    pub run_dir: PathBuf,
+    /// `paths.state-dir`: the ledger, the CA, the inbox.
+    pub state_dir: PathBuf,
+    /// `relay.listen`: where the relay waits for guests.
+    pub relay_listen: SocketAddr,
+    /// `node.cluster-id`.
+    pub cluster_id: String,
+    /// `node.name`.
+    pub name: String,
+    /// `node.admin-listen`: metrics and health.
+    pub admin_listen: SocketAddr,
+    /// `node.relay-addresses`: where guests dial; empty: found out.
+    pub relay_addresses: Vec<GuestAddress>,
+    /// `node.ticket-ttl`.
+    pub ticket_ttl: Duration,
+    /// `node.boot-timeout`.
+    pub boot_timeout: Duration,
+    /// `node.start-timeout`.
+    pub start_timeout: Duration,
+    /// `node.agent-timeout`.
+    pub agent_timeout: Duration,
+    /// `node.never-started-grace`.
+    pub never_started_grace: Duration,
+    /// `node.netns-gone-grace`.
+    pub netns_gone_grace: Duration,
+    /// `node.tombstone-ttl`.
+    pub tombstone_ttl: Duration,
+    /// `node.lease`.
+    pub lease: Duration,
+    /// `node.flush-timeout`.
+    pub flush_timeout: Duration,
+    /// `node.orphan-grace`.
+    pub orphan_grace: Duration,
+    /// `node.ca-roll-over`: how often the CA is rolled over; `None`: when a third of its time is left.
+    pub ca_roll_over: Option<Duration>,
+    /// `node.max-sandboxes`.
+    pub max_sandboxes: usize,
+    /// Section `tunnel`.
+    pub tunnel: TunnelConfig,
+}
+
+/// An address guests dial: with its port, or with the relay's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GuestAddress {
+    /// As it is.
+    Whole(SocketAddr),
+    /// With the port the relay listens on.
+    Host(IpAddr),
+}
+
+impl GuestAddress {
+    fn parse(text: &str) -> Option<GuestAddress> {
+        let text = text.trim();
+        let whole = text.parse().map(GuestAddress::Whole);
+        whole.or_else(|_| text.trim_matches(['[', ']']).parse().map(GuestAddress::Host)).ok()
+    }
+}
+
+impl NodeConfig {
+    /// Asks for the node's keys.
+    pub fn read(reader: &mut Reader) -> NodeConfig {
+        let addresses: Vec<String> = reader
+            .optional(
+                "node.relay-addresses",
+                "addresses by which pod VMs reach this node's relay, with or without a port; found out when not set",
+            )
+            .unwrap_or_default();
+        let relay_addresses =
+            addresses.iter().filter_map(|text| GuestAddress::parse(text)).collect::<Vec<_>>();
+        if relay_addresses.len() != addresses.len() {
+            reader.mistake(
+                "node.relay-addresses",
+                "not all are addresses; write them like 10.0.0.7 or [fd00::7]:15151",
+            );
+        }
+        let ca_roll_over: Option<Duration> = reader.optional(
+            "node.ca-roll-over",
+            "roll the node's CA over this often; when not set, in the last third of its ten years",
+        );
+        let config = NodeConfig {
+            run_dir: reader.get("paths.run-dir", "/run/peerpod", "folder of the sockets"),
+            state_dir: reader.get("paths.state-dir", "/var/lib/peerpod", "folder of what survives a restart"),
+            relay_listen: reader.get(
+                "relay.listen",
+                "[::]:15151",
+                "address and port that pod VMs dial (TLS); [::] is both families",
+            ),
+            cluster_id: reader.get(
+                "node.cluster-id",
+                "peerpod",
+                "name of this cluster in the cloud's account: marks its VMs; never change it while there are any",
+            ),
+            name: reader
+                .optional("node.name", "name of this node: marks its VMs; the host's name when not set")
+                .unwrap_or_else(hostname),
+            admin_listen: reader.get(
+                "node.admin-listen",
+                "127.0.0.1:15153",
+                "address and port of /metrics, /healthz and /readyz",
+            ),
+            relay_addresses,
+            ticket_ttl: reader.get(
+                "node.ticket-ttl",
+                "30m",
+                "how long a new VM may take to show its ticket; longer than its slowest boot",
+            ),
+            boot_timeout: reader.get("node.boot-timeout", "5m", "how long from CreateVM until the VM must be ready"),
+            start_timeout: reader.get("node.start-timeout", "9m", "how long one StartVM waits; the sandbox goes on after"),
+            agent_timeout: reader.get("node.agent-timeout", "1m", "how long kata-agent may take to listen in the VM"),
+            never_started_grace: reader.get(
+                "node.never-started-grace",
+                "15m",
+                "when a sandbox that was created and never started is taken away",
+            ),
+            netns_gone_grace: reader.get(
+                "node.netns-gone-grace",
+                "30s",
+                "when a sandbox whose network namespace has vanished is taken away",
+            ),
+            tombstone_ttl: reader.get("node.tombstone-ttl", "6h", "how long a stopped sandbox's id stays known"),
+            lease: reader.get(
+                "node.lease",
+                "15m",
+                "a VM that has not heard of this node for so long powers off; longer than an upgrade or a partition",
+            ),
+            flush_timeout: reader.get("node.flush-timeout", "3s", "how long a stopped VM may take to write its data out"),
+            orphan_grace: reader.get(
+                "node.orphan-grace",
+                "1m",
+                "how long a VM of this node must have been without a record before it is deleted",
+            ),
+            ca_roll_over,
+            max_sandboxes: usize::try_from(reader.get::<u32>(
+                "node.max-sandboxes",
+                "1000",
+                "sandboxes at once; more are refused",
+            ))
+            .unwrap_or(usize::MAX),
+            tunnel: TunnelConfig {
+                port: reader.get("tunnel.port", "4789", "UDP port of the pods' tunnels; the same on all nodes"),
+                udp_checksum: reader.get(
+                    "tunnel.udp-checksum",
+                    "false",
+                    "UDP checksums in IPv4 tunnels; costs much on most cloud network cards",
+                ),
+                anti_spoof: reader.get(
+                    "tunnel.anti-spoof",
+                    "true",
+                    "accept a tunnel's packets from its VM's address only, and keep them out of conntrack (nftables)",
+                ),
+            },
+        };
+        config.check(reader);
+        config
+    }
+
+    fn check(&self, reader: &mut Reader) {
+        for (key, path) in [("paths.run-dir", &self.run_dir), ("paths.state-dir", &self.state_dir)] {
+            if !path.is_absolute() {
+                reader.mistake(key, "not an absolute path; begin it with '/'");
+            }
+        }
+        let text = self.run_dir.to_string_lossy();
+        // <run-dir>/pods/<id>/agent.ttrpc must fit a socket's address, with an id of at least so many characters.
+        const ROOM: usize = 107 - "/pods/".len() - 32 - "/agent.ttrpc".len();
+        if text.len() > ROOM || text.contains([':', '%', '?', '#']) {
+            let why = format!("no shim could use its sockets; at most {ROOM} characters, none of : % ? #");
+            reader.mistake("paths.run-dir", why);
+        }
+        for (key, value) in [("node.cluster-id", &self.cluster_id), ("node.name", &self.name)] {
+            let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+            if value.is_empty() || value.len() > 128 || !value.chars().all(fits) {
+                reader.mistake(key, "not a name; at most 128 letters, digits, '-', '_' and '.' would do");
+            }
+        }
+        for (key, value) in [
+            ("node.ticket-ttl", self.ticket_ttl),
+            ("node.boot-timeout", self.boot_timeout),
+            ("node.start-timeout", self.start_timeout),
+            ("node.agent-timeout", self.agent_timeout),
+            ("node.lease", self.lease),
+            ("node.tombstone-ttl", self.tombstone_ttl),
+        ] {
+            if value < Duration::from_secs(1) {
+                reader.mistake(key, "too short for anything to work; 1s or more would do");
+            }
+        }
+        if self.ticket_ttl < self.boot_timeout {
+            reader.mistake("node.ticket-ttl", "shorter than node.boot-timeout; a slow VM could not join");
+        }
+        if self.max_sandboxes == 0 {
+            reader.mistake("node.max-sandboxes", "no pod could ever run; 1 or more would do");
+        }
+        if self.tunnel.port == 0 {
+            reader.mistake("tunnel.port", "guests must know it; 4789 is the usual one");
+        }
+    }
+
+    /// Reads everything this binary wants to know. Nothing is opened.
+    ///
+    /// # Errors
+    /// Every mistake of all sources at once.
+    pub fn load(
+        sources: Sources,
+    ) -> Result<(NodeConfig, peerpod_providers::Settings, LogConfig, Printed), Mistakes> {
+        let mine = ["paths", "node", "tunnel", "provider", "log"];
+        let mut reader = Reader::load(sources, &mine, &OTHERS)?;
+        let config = NodeConfig::read(&mut reader);
+        let provider = peerpod_providers::read(&mut reader, &config.provider_context());
+        let log = LogConfig::read(&mut reader);
+        let printed = reader.finish()?;
+        Ok((config, provider, log, printed))
+    }
+
+    /// What a provider is told of this node.
+    pub fn provider_context(&self) -> Context {
+        Context {
+            state_dir: self.state_dir.clone(),
+            cluster_id: self.cluster_id.clone(),
+            node_name: self.name.clone(),
+        }
+    }
+
+    /// The part that every sandbox knows.
+    pub fn sandbox_settings(&self) -> sandbox::Settings {
+        sandbox::Settings {
+            cluster_id: self.cluster_id.clone(),
+            node_name: self.name.clone(),
+            pods_dir: self.run_dir.join("pods"),
+            guest_addresses: String::new(),
+            boot_timeout: self.boot_timeout,
+            start_timeout: self.start_timeout,
+            agent_timeout: self.agent_timeout,
+            flush_timeout: self.flush_timeout,
+            ticket_ttl: self.ticket_ttl,
+            lease: self.lease,
+            tombstone_ttl: self.tombstone_ttl,
+            never_started_grace: self.never_started_grace,
+            netns_gone_grace: self.netns_gone_grace,
+            max_sandboxes: self.max_sandboxes,
+        }
+    }
+}
+
+fn hostname() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname")
+        .map_or_else(|_| "node".into(), |name| name.trim().into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(args: &[&str]) -> Result<NodeConfig, Mistakes> {
+        let args = args.iter().map(|arg| (*arg).to_owned());
+        NodeConfig::load(Sources::from_process(args, [])).map(|(config, ..)| config)
+    }
+
+    #[test]
+    fn the_defaults_stand() {
+        let config = load(&[]).unwrap();
+        assert_eq!((config.lease, config.tunnel.port), (Duration::from_secs(900), 4789));
+        assert!(config.relay_addresses.is_empty() && config.ca_roll_over.is_none());
+    }
+
+    #[test]
+    fn addresses_of_guests_may_have_a_port() {
+        let config = load(&["--node.relay-addresses", "10.0.0.7,[fd00::7]:99,fd00::8"]).unwrap();
+        let expected = [
+            GuestAddress::Host("10.0.0.7".parse().unwrap()),
+            GuestAddress::Whole("[fd00::7]:99".parse().unwrap()),
+            GuestAddress::Host("fd00::8".parse().unwrap()),
+        ];
+        assert_eq!(config.relay_addresses, expected);
+    }
+
+    #[test]
+    fn every_mistake_is_said_at_once() {
+        let long = format!("--paths.state-dir=here --paths.run-dir=/{}", "x".repeat(60));
+        let mut args: Vec<&str> = long.split(' ').collect();
+        args.extend(["--node.relay-addresses=nowhere", "--node.ticket-ttl=1m", "--node.max-sandboxes=0"]);
+        args.extend(["--node.cluster-id=a/b", "--tunnel.port=0", "--node.leese=5m", "--provider.kind=clowd"]);
+        let text = load(&args).unwrap_err().to_string();
+        for part in [
+            "paths.state-dir",
+            "paths.run-dir",
+            "node.relay-addresses",
+            "node.ticket-ttl",
+            "node.max-sandboxes",
+            "node.cluster-id",
+            "tunnel.port",
+            "node.leese",
+            "provider.kind",
+        ] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+    }
+}

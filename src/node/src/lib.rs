@@ -4,6 +4,7 @@
 pub mod app;
 pub mod birth;
 pub mod config;
+pub mod effects;
 pub mod ledger;
 pub mod metrics;
 pub mod relay_client;

@@ -115,7 +115,7 @@ impl Metrics {
         node.register("relay_epochs", "Relay processes met", self.relay_epochs.clone());
         node.register("panics", "Tasks that panicked", self.panics.clone());
         for phase in Phase::NAMES {
-            self.phases.get_or_create(&ByPhase { phase: phase.into() });
+            drop(self.phases.get_or_create(&ByPhase { phase: phase.into() }));
         }
     }
 

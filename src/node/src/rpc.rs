@@ -1,1 +1,237 @@
-//! The room `rpc`.
+//! The door: ttrpc on `node.sock`, which only the relay dials. Services `hypervisor.Hypervisor` and
+//! `podvminfo.PodVMInfo` (the shims' frames, passed on as they are) and `peerpod.node.v1.Node`.
+//!
+//! Handlers check, hand on and wait: the library drops them at the caller's deadline and when the connection ends, so
+//! no work lives here. Errors become ttrpc statuses in one place, the `From` below.
+
+use std::{sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use peerpod_base::lifecycle::Drain;
+use peerpod_proto::{
+    hypervisor::{
+        CreateVMRequest, CreateVMResponse, StartVMRequest, StartVMResponse, StopVMRequest, StopVMResponse,
+        VersionRequest, VersionResponse,
+    },
+    hypervisor_ttrpc::{Hypervisor, create_hypervisor},
+    node::{ClaimRequest, ClaimResponse, ReadInboxRequest, ReadInboxResponse},
+    node_ttrpc::{Node, create_node},
+    podvminfo::{GetInfoRequest, GetInfoResponse},
+    podvminfo_ttrpc::{PodVmInfo, create_pod_vm_info},
+};
+use tracing::{debug, warn};
+use ttrpc::{
+    Code,
+    r#async::{Server, TtrpcContext, transport::Listener},
+};
+
+use crate::{
+    ledger::Inbox,
+    metrics::Metrics,
+    sandbox::{Claim, Error, Sandboxes, Secret, Stop, Wish},
+    spec::{self, SandboxId},
+};
+
+/// More than any CSR of ours has; what a hostile guest sends is not parsed beyond it.
+const MAX_CSR: usize = 8 << 10;
+/// How long GetInfo waits when its caller names no deadline.
+const INFO_WITHIN: Duration = Duration::from_secs(600);
+
+/// What the handlers need.
+#[derive(Clone)]
+pub struct Door {
+    /// All sandboxes.
+    pub sandboxes: Sandboxes,
+    /// What the relay promised for us.
+    pub inbox: Inbox,
+    /// For what is set aside.
+    pub metrics: Metrics,
+    /// Calls that must not be cut off.
+    pub drain: Drain,
+}
+
+/// Serves the door on a bound socket.
+///
+/// # Errors
+/// The library could not start.
+pub async fn serve(listener: Listener, door: Door) -> ttrpc::Result<Server> {
+    let door = Arc::new(door);
+    let mut server = Server::new()
+        .add_listener(listener)
+        .register_service(create_hypervisor(door.clone()))
+        .register_service(create_pod_vm_info(door.clone()))
+        .register_service(create_node(door));
+    server.start().await?;
+    Ok(server)
+}
+
+/// The one mapping from what went wrong to what the wire says.
+impl From<Error> for ttrpc::Error {
+    fn from(error: Error) -> ttrpc::Error {
+        let code = match &error {
+            Error::Unknown(_) | Error::NoSuchPod { .. } => Code::NOT_FOUND,
+            Error::Stopped { .. } => Code::FAILED_PRECONDITION,
+            Error::Failed { .. } => Code::ABORTED,
+            Error::Late { .. } => Code::DEADLINE_EXCEEDED,
+            Error::Netns { .. } | Error::Invalid(_) => Code::INVALID_ARGUMENT,
+            Error::NetnsTaken { .. } => Code::ALREADY_EXISTS,
+            Error::Full { .. } | Error::Disk { full: true, .. } => Code::RESOURCE_EXHAUSTED,
+            Error::Disk { full: false, .. } => Code::INTERNAL,
+            Error::Claim(_) => Code::PERMISSION_DENIED,
+            Error::NoVmYet { .. } | Error::Unavailable(_) => Code::UNAVAILABLE,
+        };
+        status(code, error)
+    }
+}
+
+fn status(code: Code, why: impl ToString) -> ttrpc::Error {
+    ttrpc::Error::RpcStatus(ttrpc::get_status(code, why))
+}
+
+fn sandbox_id(text: &str) -> ttrpc::Result<SandboxId> {
+    text.parse().map_err(|error| status(Code::INVALID_ARGUMENT, error))
+}
+
+/// A little less than the caller waits, so that it hears the reason and not silence.
+fn patience(context: &TtrpcContext) -> Option<Duration> {
+    let whole =
+        u64::try_from(context.timeout_nano).ok().filter(|nanos| *nanos > 0).map(Duration::from_nanos)?;
+    Some(whole - (whole / 10).min(Duration::from_millis(500)))
+}
+
+#[async_trait]
+impl Hypervisor for Door {
+    async fn create_vm(&self, _: &TtrpcContext, request: CreateVMRequest) -> ttrpc::Result<CreateVMResponse> {
+        let _busy = self.drain.busy("CreateVM");
+        let id = sandbox_id(&request.id)?;
+        let wanted = spec::parse(&request.annotations).map_err(|error| error.to_string());
+        let wish = Wish { id: id.clone(), wanted, netns: request.networkNamespacePath.into() };
+        match self.sandboxes.create(wish).await {
+            Ok(agent_socket) => {
+                Ok(CreateVMResponse { agentSocketPath: agent_socket, ..CreateVMResponse::default() })
+            }
+            Err(error) => {
+                warn!(sandbox = %id, %error, "CreateVM is refused");
+                Err(error.into())
+            }
+        }
+    }
+
+    async fn start_vm(
+        &self,
+        context: &TtrpcContext,
+        request: StartVMRequest,
+    ) -> ttrpc::Result<StartVMResponse> {
+        let id = sandbox_id(&request.id)?;
+        let started = self.sandboxes.start(&id);
+        let result = match patience(context) {
+            None => started.await,
+            Some(limit) => match tokio::time::timeout(limit, started).await {
+                Ok(result) => result,
+                Err(_) => Err(self.sandboxes.late(&id, limit)),
+            },
+        };
+        match result {
+            Ok(()) => Ok(StartVMResponse::default()),
+            Err(error) => {
+                debug!(sandbox = %id, %error, "StartVM fails");
+                Err(error.into())
+            }
+        }
+    }
+
+    async fn stop_vm(&self, _: &TtrpcContext, request: StopVMRequest) -> ttrpc::Result<StopVMResponse> {
+        let _busy = self.drain.busy("StopVM");
+        let id = sandbox_id(&request.id)?;
+        match self.sandboxes.stop(&id, Stop::Called).await {
+            Ok(()) => Ok(StopVMResponse::default()),
+            Err(error) => {
+                warn!(sandbox = %id, %error, "StopVM fails");
+                Err(error.into())
+            }
+        }
+    }
+
+    async fn version(&self, _: &TtrpcContext, _: VersionRequest) -> ttrpc::Result<VersionResponse> {
+        Ok(VersionResponse { version: env!("CARGO_PKG_VERSION").into(), ..VersionResponse::default() })
+    }
+}
+
+#[async_trait]
+impl PodVmInfo for Door {
+    async fn get_info(
+        &self,
+        context: &TtrpcContext,
+        request: GetInfoRequest,
+    ) -> ttrpc::Result<GetInfoResponse> {
+        let (namespace, name) = (&request.PodNamespace, &request.PodName);
+        if namespace.is_empty() || name.is_empty() {
+            return Err(status(Code::INVALID_ARGUMENT, "GetInfo needs the pod's namespace and name"));
+        }
+        let limit = patience(context).unwrap_or(INFO_WITHIN);
+        let found = tokio::time::timeout(limit, self.sandboxes.vm_of(namespace, name, request.Wait)).await;
+        match found {
+            Ok(Ok(vm)) => Ok(GetInfoResponse { VMID: vm.to_string(), ..GetInfoResponse::default() }),
+            Ok(Err(error)) => Err(error.into()),
+            Err(_) => {
+                let text = format!("pod {namespace}/{name} has no VM on this node after {limit:?}");
+                Err(status(Code::DEADLINE_EXCEEDED, text))
+            }
+        }
+    }
+}
+
+#[async_trait]
+impl Node for Door {
+    async fn claim(&self, _: &TtrpcContext, request: ClaimRequest) -> ttrpc::Result<ClaimResponse> {
+        let _busy = self.drain.busy("Claim");
+        if request.csr.len() > MAX_CSR {
+            return Err(status(Code::INVALID_ARGUMENT, "the certificate request is too long"));
+        }
+        let claim = Claim {
+            secret: Secret(request.ticket_secret),
+            csr: request.csr,
+            peer: request.peer_address.chars().filter(|c| !c.is_control()).take(64).collect(),
+            guest_version: request.guest_version.chars().filter(|c| !c.is_control()).take(64).collect(),
+        };
+        let granted = self.sandboxes.claim(&request.ticket_id, claim).await?;
+        Ok(ClaimResponse {
+            sandbox_id: granted.id.to_string(),
+            certificates: granted.chain,
+            ..ClaimResponse::default()
+        })
+    }
+
+    async fn read_inbox(&self, _: &TtrpcContext, _: ReadInboxRequest) -> ttrpc::Result<ReadInboxResponse> {
+        let _busy = self.drain.busy("ReadInbox");
+        let handled = read_inbox(&self.sandboxes, &self.inbox, &self.metrics).await?;
+        Ok(ReadInboxResponse { handled, ..ReadInboxResponse::default() })
+    }
+}
+
+/// Carries out what the relay promised for us. Returns how many notes were.
+///
+/// # Errors
+/// When the inbox cannot be read or a stop not be recorded; the notes stay and are read again.
+pub async fn read_inbox(sandboxes: &Sandboxes, inbox: &Inbox, metrics: &Metrics) -> Result<u32, Error> {
+    let reader = inbox.clone();
+    let (notes, bad) = on_thread(move || reader.read()).await??;
+    for bad in bad {
+        metrics.quarantined.inc();
+        tracing::error!(file = %bad.file.display(), moved_to = %bad.moved_to.display(), why = bad.why, "a note in the inbox cannot be understood");
+    }
+    let mut handled = 0;
+    for note in notes {
+        sandboxes.stop(&note.id, Stop::Inbox).await?;
+        let inbox = inbox.clone();
+        on_thread(move || inbox.done(&note)).await??;
+        handled += 1;
+    }
+    Ok(handled)
+}
+
+async fn on_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, Error> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(|error| Error::Unavailable(format!("a step ended early: {error}")))
+}

@@ -122,6 +122,7 @@ pub trait Effects: Send + Sync + 'static {
     async fn connect(
         &self,
         netns: &NetnsRef,
+        id: &SandboxId,
         network: &Network,
         vm: IpAddr,
     ) -> Result<NetworkPlan, NetworkError>;

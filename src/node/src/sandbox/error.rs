@@ -2,8 +2,6 @@
 
 use std::time::Duration;
 
-use peerpod_provider_api::InstanceId;
-
 use crate::spec::SandboxId;
 
 /// Why a call about a sandbox failed. The text reaches the person who made the pod: first what, then why and what to
@@ -145,6 +143,3 @@ pub struct Granted {
     /// DER, leaf first.
     pub chain: Vec<Vec<u8>>,
 }
-
-/// What PodVMInfo answers with.
-pub type VmOf = Result<InstanceId, Error>;

@@ -130,7 +130,7 @@ impl Task {
             }
             (Some(network), Some(vm)) if self.plan.is_none() => {
                 self.slots.network.start(async move {
-                    Outcome::Connected(fx.connect(&netns, &network, vm).await.map(Box::new))
+                    Outcome::Connected(fx.connect(&netns, &id, &network, vm).await.map(Box::new))
                 });
             }
             (Some(_), _) => {}

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use peerpod_provider_api::CreateRequest;
+use peerpod_provider_api::{CreateRequest, InstanceId};
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{Instrument, error, info, info_span, warn};
 
@@ -16,7 +16,7 @@ use super::{
     Settings,
     claims::{Claim, Claims},
     effects::Effects,
-    error::{ClaimRefused, Error, Granted, VmOf},
+    error::{ClaimRefused, Error, Granted},
     phase::Phase,
     slots::Slots,
     task::{Command, Stop, Task},
@@ -140,13 +140,15 @@ impl Sandboxes {
         match waited {
             Ok(Ok(outcome)) => outcome,
             Ok(Err(_)) => Err(broken(id)),
-            Err(_) => Err(Error::Late {
-                id: id.clone(),
-                phase: view.borrow().phase.name(),
-                waited: limit,
-                why: "it goes on, and StartVM may be called again".into(),
-            }),
+            Err(_) => Err(self.late(id, limit)),
         }
+    }
+
+    /// What a StartVM is told that can wait no longer.
+    pub fn late(&self, id: &SandboxId, waited: Duration) -> Error {
+        let phase = self.view(id).map_or("unknown", |view| view.borrow().phase.name());
+        let why = "it goes on, and StartVM may be called again".into();
+        Error::Late { id: id.clone(), phase, waited, why }
     }
 
     /// StopVM (and the other reasons to stop). Answers as soon as the stop is durable. An unknown id becomes a
@@ -203,7 +205,7 @@ impl Sandboxes {
     ///
     /// # Errors
     /// When there is none (yet).
-    pub async fn vm_of(&self, namespace: &str, name: &str, wait: bool) -> VmOf {
+    pub async fn vm_of(&self, namespace: &str, name: &str, wait: bool) -> Result<InstanceId, Error> {
         let pod = (namespace.to_owned(), name.to_owned());
         let text = format!("{namespace}/{name}");
         let mut inserted = self.0.inserted.subscribe();
@@ -358,6 +360,8 @@ impl Sandboxes {
             pod: record.pod.as_ref().map(|pod| (pod.namespace.clone(), pod.name.clone())),
         };
         let is_live = record.phase.is_live();
+        let epoch = fx.relay_epoch();
+        let epoch_seen = *epoch.borrow();
         let task = Task {
             fx: fx.clone(),
             settings: settings.clone(),
@@ -367,7 +371,8 @@ impl Sandboxes {
             slots: Slots::default(),
             claims: Claims::default(),
             guest: fx.guest(&id),
-            epoch: fx.relay_epoch(),
+            epoch,
+            epoch_seen,
             predecessor,
             plan: None,
             refused_session: None,

@@ -88,6 +88,7 @@ pub(super) struct Task {
     pub(super) claims: Claims,
     pub(super) guest: watch::Receiver<Guest>,
     pub(super) epoch: watch::Receiver<u64>,
+    pub(super) epoch_seen: u64,
     /// The sandbox that had our network namespace before and is not out of it yet.
     pub(super) predecessor: Option<watch::Receiver<View>>,
     /// What the guest is to make of the pod's network, once it is connected.
@@ -268,6 +269,10 @@ impl Task {
     }
 
     fn relay_changed(&mut self) {
+        let before = std::mem::replace(&mut self.epoch_seen, *self.epoch.borrow_and_update());
+        if before == 0 {
+            return; // the first relay we meet; nothing was told to another one
+        }
         // Another relay process: what it kept on disk may be older than what we told the last one.
         self.put_wanted += 1;
         self.slots.relay.wake();

@@ -427,6 +427,7 @@ impl Effects for Fake {
     async fn connect(
         &self,
         _: &NetnsRef,
+        _: &SandboxId,
         network: &Network,
         vm: IpAddr,
     ) -> Result<NetworkPlan, NetworkError> {

@@ -1,0 +1,280 @@
+//! The real world behind the sandboxes' seam: disk, provider, tunnel, relay, trust. Only hands on and translates; no
+//! decision is made here.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    path::Path,
+    sync::{Arc, PoisonError, RwLock},
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use async_trait::async_trait;
+use peerpod_link::net::Error as NetError;
+use peerpod_proto::{
+    guest::{NetworkPlan, Reply, Request},
+    relay::PutSandboxRequest,
+};
+use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, Provider};
+use serde::{Deserialize, Serialize};
+use serde_json::value::to_raw_value;
+use tokio::{sync::watch, task::spawn_blocking};
+
+use crate::{
+    birth,
+    ledger::{self, Ledger, NetnsRef, Network, Record},
+    relay_client::RelayClient,
+    sandbox::effects::{Certificate, CloudError, Effects, Guest, NetworkError, RelayError},
+    spec::SandboxId,
+    trust::{Ticket, Trust},
+    tunnel::{Netns, NetnsId, Reserved, Seen, Tunnel},
+};
+
+pub use addresses::GuestAddresses;
+
+mod addresses;
+
+/// All that is real.
+pub struct Real {
+    /// The records.
+    pub ledger: Ledger,
+    /// The cloud, decorated.
+    pub provider: Arc<dyn Provider>,
+    /// The pods' networks.
+    pub tunnel: Tunnel,
+    /// The relay.
+    pub relay: RelayClient,
+    /// The CA.
+    pub trust: Arc<RwLock<Trust>>,
+    /// Where guests reach us.
+    pub addresses: GuestAddresses,
+    /// How long a guest goes on without us.
+    pub lease: Duration,
+    /// The kernel's boot id: after a reboot no namespace is the one it was.
+    pub boot_id: String,
+}
+
+/// What the tunnel must know of a pod, in the ledger.
+#[derive(Serialize, Deserialize)]
+struct Woven {
+    seen: Seen,
+    reserved: Reserved,
+}
+
+impl Real {
+    fn trust(&self) -> std::sync::RwLockReadGuard<'_, Trust> {
+        // A panic while the CA was rolled over leaves the old one or the new one, both whole.
+        self.trust.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Opens the very namespace that was recorded.
+    async fn open(&self, netns: &NetnsRef) -> Result<Netns, NetworkError> {
+        let path = netns.path.clone();
+        let opened = on_thread(move || Netns::open(path)).await??;
+        let NetnsId { dev, inode } = opened.id();
+        if (dev, inode) != netns.identity() || self.boot_id != netns.boot_id {
+            let text =
+                format!("the network namespace at {} is another one than at CreateVM", netns.path.display());
+            return Err(NetworkError { text, permanent: true });
+        }
+        Ok(opened)
+    }
+}
+
+async fn on_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, NetworkError> {
+    spawn_blocking(work)
+        .await
+        .map_err(|error| NetworkError { text: format!("a step ended early: {error}"), permanent: false })
+}
+
+impl From<NetError> for NetworkError {
+    fn from(error: NetError) -> NetworkError {
+        let permanent = match &error {
+            NetError::NotNetns { .. }
+            | NetError::CannotCarry(_)
+            | NetError::TooMany { .. }
+            | NetError::Claimed { .. }
+            | NetError::Plan(_) => true,
+            other => other.is_gone(),
+        };
+        NetworkError { text: error.to_string(), permanent }
+    }
+}
+
+fn woven(network: &Network) -> Result<Woven, NetworkError> {
+    serde_json::from_str(network.tunnel.get()).map_err(|error| NetworkError {
+        text: format!("the recorded tunnel cannot be read: {error}"),
+        permanent: true,
+    })
+}
+
+#[async_trait]
+impl Effects for Real {
+    fn now_ms(&self) -> u64 {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+    }
+
+    fn ticket(&self, ttl: Duration) -> Result<Ticket, String> {
+        Ticket::new(ttl).map_err(|error| error.to_string())
+    }
+
+    fn user_data(&self, ticket: &Ticket) -> Result<String, String> {
+        let addresses: Vec<SocketAddr> = self.addresses.now(self.relay.listen())?;
+        Ok(birth::user_data(ticket, &addresses, &self.trust().ca_sha256(), self.lease))
+    }
+
+    async fn save(&self, record: &Record) -> Result<(), ledger::Error> {
+        let (ledger, record) = (self.ledger.clone(), record.clone());
+        spawn_blocking(move || ledger.save(&record)).await.unwrap_or_else(|error| Err(lost(error)))
+    }
+
+    async fn forget(&self, id: &SandboxId) -> Result<(), ledger::Error> {
+        let (ledger, id) = (self.ledger.clone(), id.clone());
+        spawn_blocking(move || ledger.remove(&id)).await.unwrap_or_else(|error| Err(lost(error)))
+    }
+
+    async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError> {
+        self.provider.create(request, key).await.map(|created| created.id)
+    }
+
+    async fn find(&self, key: &IdempotencyKey) -> Result<Option<InstanceId>, CloudError> {
+        let owned = self.provider.list_owned().await?;
+        Ok(owned.into_iter().find(|vm| vm.key.as_ref() == Some(key)).map(|vm| vm.id))
+    }
+
+    async fn owned(&self) -> Result<Vec<Owned>, CloudError> {
+        self.provider.list_owned().await
+    }
+
+    async fn addresses(&self, vm: &InstanceId) -> Result<Vec<IpAddr>, CloudError> {
+        self.provider.addresses(vm).await
+    }
+
+    async fn delete(&self, vm: &InstanceId) -> Result<(), CloudError> {
+        self.provider.delete(vm).await
+    }
+
+    async fn console(&self, vm: &InstanceId) -> Option<String> {
+        let tail = self.provider.console()?.tail(vm, 4096).await.ok()?;
+        let text = String::from_utf8_lossy(&tail);
+        let lines: Vec<&str> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
+        let last = lines[lines.len().saturating_sub(5)..].join(" | ");
+        let clean: String = last.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+        let skip = clean.chars().count().saturating_sub(600);
+        Some(clean.chars().skip(skip).collect()).filter(|text: &String| !text.is_empty())
+    }
+
+    async fn netns(&self, path: &Path) -> Result<NetnsRef, NetworkError> {
+        let own = path.to_owned();
+        let NetnsId { dev, inode } = on_thread(move || Netns::open(own)).await??.id();
+        Ok(NetnsRef { path: path.into(), dev, inode, boot_id: self.boot_id.clone() })
+    }
+
+    fn netns_lives(&self, netns: &NetnsRef) -> bool {
+        let now = NetnsId::of(&netns.path).map(|NetnsId { dev, inode }| (dev, inode));
+        self.boot_id == netns.boot_id && now == Some(netns.identity())
+    }
+
+    async fn reserve(
+        &self,
+        netns: &NetnsRef,
+        id: &SandboxId,
+        v6: bool,
+        recorded: Option<&Network>,
+    ) -> Result<Network, NetworkError> {
+        let netns = self.open(netns).await?;
+        let recorded = recorded.map(woven).transpose()?;
+        let seen = match &recorded {
+            Some(woven) => woven.seen.clone(),
+            None => self.tunnel.look(&netns).await?,
+        };
+        let recorded = recorded.map(|woven| woven.reserved);
+        let reserved = self.tunnel.reserve(&netns, id.as_str(), v6, recorded.as_ref()).await?;
+        let tunnel = to_raw_value(&Woven { seen, reserved }).map_err(|error| NetworkError {
+            text: format!("write the tunnel down: {error}"),
+            permanent: true,
+        })?;
+        Ok(Network { v6, tunnel })
+    }
+
+    async fn connect(
+        &self,
+        netns: &NetnsRef,
+        id: &SandboxId,
+        network: &Network,
+        vm: IpAddr,
+    ) -> Result<NetworkPlan, NetworkError> {
+        let netns = self.open(netns).await?;
+        let Woven { seen, reserved } = woven(network)?;
+        match self.tunnel.connect(&netns, &reserved, &seen, vm).await {
+            Err(NetError::Gone { .. }) => {
+                // Somebody deleted the device. The guest knows the VNI, so it must be the same again.
+                let again = self.tunnel.reserve(&netns, id.as_str(), network.v6, Some(&reserved)).await?;
+                if again.vni != reserved.vni {
+                    let text = format!("the pod's tunnel was deleted and its VNI {} is taken", reserved.vni);
+                    return Err(NetworkError { text, permanent: true });
+                }
+                Ok(self.tunnel.connect(&netns, &again, &seen, vm).await?)
+            }
+            other => Ok(other?),
+        }
+    }
+
+    async fn disconnect(
+        &self,
+        netns: &NetnsRef,
+        id: &SandboxId,
+        network: Option<&Network>,
+        vm: Option<IpAddr>,
+    ) -> Result<(), NetworkError> {
+        // A namespace that is gone took its devices with it; what is left is the node's own filter.
+        let open = match self.open(netns).await {
+            Ok(open) => Some(open),
+            Err(error) if error.permanent || !self.netns_lives(netns) => None,
+            Err(error) => return Err(error),
+        };
+        let reserved = network.map(woven).transpose()?.map(|woven| woven.reserved);
+        let undone = self.tunnel.undo_for(id.as_str(), open.as_ref(), reserved.as_ref(), vm).await;
+        undone.map_err(|errors| {
+            let text = errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+            NetworkError { text, permanent: false }
+        })
+    }
+
+    fn relay_epoch(&self) -> watch::Receiver<u64> {
+        self.relay.epoch()
+    }
+
+    async fn put(&self, request: PutSandboxRequest) -> Result<(), RelayError> {
+        self.relay.put(&request).await
+    }
+
+    async fn remove(&self, id: &SandboxId) -> Result<(), RelayError> {
+        self.relay.remove(id).await
+    }
+
+    fn guest(&self, id: &SandboxId) -> watch::Receiver<Guest> {
+        self.relay.guest(id)
+    }
+
+    async fn call(&self, id: &SandboxId, request: Request, timeout: Duration) -> Result<Reply, RelayError> {
+        self.relay.call(id, &request, timeout).await
+    }
+
+    fn csr_key(&self, csr: &[u8]) -> Result<[u8; 32], String> {
+        Trust::csr_key_sha256(csr).map_err(|error| error.to_string())
+    }
+
+    fn sign(&self, id: &SandboxId, csr: &[u8]) -> Result<Certificate, String> {
+        let signed = self.trust().sign_guest(id.as_str(), csr).map_err(|error| error.to_string())?;
+        Ok(Certificate {
+            key_sha256: signed.key_sha256,
+            certificate_sha256: signed.certificate_sha256,
+            chain: signed.chain,
+        })
+    }
+}
+
+fn lost(error: tokio::task::JoinError) -> ledger::Error {
+    ledger::Error::Write { path: "the ledger".into(), source: std::io::Error::other(error) }
+}

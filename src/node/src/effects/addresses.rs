@@ -1,0 +1,131 @@
+//! Where a new VM will find this node's relay. Decided when the VM is asked for; written into its user-data.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use crate::config::GuestAddress;
+
+/// More do not make it easier to find us, and user-data is small.
+const MOST: usize = 8;
+
+/// Knows where guests can reach the relay: as configured; or as the provider says, which knows the network its VMs are
+/// on; or all of this host's addresses.
+#[derive(Clone, Debug)]
+pub struct GuestAddresses {
+    configured: Vec<GuestAddress>,
+    /// `relay.listen`.
+    listen: SocketAddr,
+    provider: Arc<Mutex<Vec<IpAddr>>>,
+}
+
+impl GuestAddresses {
+    /// From the settings.
+    pub fn new(configured: Vec<GuestAddress>, listen: SocketAddr) -> GuestAddresses {
+        GuestAddresses { configured, listen, provider: Arc::default() }
+    }
+
+    /// What the provider's preflight found.
+    pub fn provider_says(&self, addresses: Vec<IpAddr>) {
+        *self.provider.lock().unwrap_or_else(PoisonError::into_inner) = addresses;
+    }
+
+    /// The addresses as they are now. `bound`: what the relay says it listens on.
+    ///
+    /// # Errors
+    /// None is known; the text says what to set.
+    pub fn now(&self, bound: Option<SocketAddr>) -> Result<Vec<SocketAddr>, String> {
+        let port = match (self.listen.port(), bound) {
+            (0, Some(bound)) => bound.port(),
+            (port, _) => port,
+        };
+        let found = if self.configured.is_empty() { self.found() } else { self.configured.clone() };
+        let mut addresses: Vec<SocketAddr> = Vec::new();
+        for address in found {
+            let address = match address {
+                GuestAddress::Whole(address) => address,
+                GuestAddress::Host(_) if port == 0 => {
+                    return Err("the relay's port is not known yet; it is when peerpod-relay runs".into());
+                }
+                GuestAddress::Host(ip) => SocketAddr::new(ip, port),
+            };
+            if !addresses.contains(&address) {
+                addresses.push(address);
+            }
+        }
+        addresses.truncate(MOST);
+        if addresses.is_empty() {
+            return Err(
+                "no address is known by which VMs could reach this node; set node.relay-addresses".into()
+            );
+        }
+        Ok(addresses)
+    }
+
+    fn found(&self) -> Vec<GuestAddress> {
+        let provider = self.provider.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let ips = match (provider.is_empty(), self.listen.ip()) {
+            (false, _) => provider,
+            (true, ip) if !ip.is_unspecified() => vec![ip],
+            (true, any) => of_this_host().into_iter().filter(|ip| any.is_ipv6() || ip.is_ipv4()).collect(),
+        };
+        ips.into_iter().map(GuestAddress::Host).collect()
+    }
+
+    /// The same in words, for messages.
+    pub fn in_words(&self, bound: Option<SocketAddr>) -> String {
+        match self.now(bound) {
+            Ok(addresses) => addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
+            Err(why) => why,
+        }
+    }
+}
+
+/// Addresses of this host that another machine could dial.
+fn of_this_host() -> Vec<IpAddr> {
+    let Ok(interfaces) = nix::ifaddrs::getifaddrs() else { return Vec::new() };
+    let ips = interfaces.filter_map(|interface| {
+        let address = interface.address?;
+        let v4 = address.as_sockaddr_in().map(|v4| IpAddr::V4(v4.ip()));
+        v4.or_else(|| address.as_sockaddr_in6().map(|v6| IpAddr::V6(v6.ip())))
+    });
+    ips.filter(|ip| match ip {
+        IpAddr::V4(ip) => !ip.is_loopback() && !ip.is_link_local(),
+        IpAddr::V6(ip) => !ip.is_loopback() && !ip.is_unicast_link_local(),
+    })
+    .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn listen(text: &str) -> SocketAddr {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn what_is_configured_counts_then_what_the_provider_says_then_the_host() {
+        let configured =
+            vec![GuestAddress::Whole(listen("10.0.0.7:99")), GuestAddress::Host("fd00::7".parse().unwrap())];
+        let addresses = GuestAddresses::new(configured, listen("[::]:15151"));
+        addresses.provider_says(vec!["10.99.0.1".parse().unwrap()]);
+        assert_eq!(addresses.now(None).unwrap(), [listen("10.0.0.7:99"), listen("[fd00::7]:15151")]);
+
+        let addresses = GuestAddresses::new(vec![], listen("[::]:15151"));
+        addresses.provider_says(vec!["10.99.0.1".parse().unwrap(), "fd99::1".parse().unwrap()]);
+        assert_eq!(addresses.now(None).unwrap(), [listen("10.99.0.1:15151"), listen("[fd99::1]:15151")]);
+
+        let addresses = GuestAddresses::new(vec![], listen("10.1.2.3:15151"));
+        assert_eq!(addresses.now(None).unwrap(), [listen("10.1.2.3:15151")]);
+    }
+
+    #[test]
+    fn a_port_of_zero_is_the_one_the_relay_bound() {
+        let addresses =
+            GuestAddresses::new(vec![GuestAddress::Host("10.0.0.7".parse().unwrap())], listen("[::]:0"));
+        assert!(addresses.now(None).unwrap_err().contains("peerpod-relay"));
+        assert_eq!(addresses.now(Some(listen("[::]:4711"))).unwrap(), [listen("10.0.0.7:4711")]);
+    }
+}
