@@ -123,7 +123,9 @@ pub async fn build(
     let ready = Ready::new();
     let starting = ready.block("start");
 
-    make_dir(&config.run_dir).map_err(path_error("make", &config.run_dir))?;
+    // The sandboxes' own folders come and go in there; it stays.
+    let pods = config.run_dir.join("pods");
+    make_dir(&pods).map_err(path_error("make", &pods))?;
     let ledger = Ledger::open(&config.state_dir)?;
     let lock = lock(&config.state_dir, &starting, shutdown).await?;
 

@@ -155,6 +155,7 @@ impl Tunnel {
 
     /// Makes the filter's elements those of the live sandboxes (`live`: VM address and VNI), as after a restart or
     /// after somebody flushed the node's rules; the table goes with the last of them. Returns how many were removed.
+    /// A tunnel that is connected while this runs must be in `live`: call it before new sandboxes are served.
     ///
     /// # Errors
     /// [`Error::Kernel`].

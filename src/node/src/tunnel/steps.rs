@@ -167,14 +167,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Filtering {
     fn open(host: &Netns, port: u16) -> Result<Filtering, Error> {
         let filter = Filter::new(port);
-        let mut client = host.netfilter()?;
-        let known = filter.list(&mut client)?.into_iter().collect();
+        let missing = |e: Error| Error::NoFilter(e.to_string());
+        let mut client = host.netfilter().map_err(missing)?;
+        let known = filter.list(&mut client).map_err(missing)?.into_iter().collect();
         Ok(Filtering { filter, client, known })
     }
 
     fn add(&mut self, peer: Peer) -> Result<(), Error> {
-        let others: Vec<Peer> = self.known.iter().copied().collect();
-        self.filter.add(&mut self.client, &[peer], &others)?;
+        let known = &self.known;
+        self.filter.add(&mut self.client, &[peer], &|| known.iter().copied().collect())?;
         self.known.insert(peer);
         Ok(())
     }
@@ -208,7 +209,7 @@ impl Filtering {
         self.known = self.filter.list(&mut self.client)?.into_iter().collect();
         let missing: Vec<Peer> = live.difference(&self.known).copied().collect();
         if !missing.is_empty() {
-            self.filter.add(&mut self.client, &missing, &[])?;
+            self.filter.add(&mut self.client, &missing, &Vec::new)?;
             self.known.extend(missing);
         }
         let gone: HashSet<Peer> = self.known.difference(live).copied().collect();
