@@ -92,6 +92,12 @@ pub enum Error {
         /// Who is in the way.
         why: String,
     },
+    /// The kernel cannot filter the tunnels' packets.
+    #[error(
+        "use nftables against forged tunnel packets: {0}; load the kernel's module nf_tables, or accept the risk with \
+         `tunnel.anti-spoof: false`"
+    )]
+    NoFilter(String),
     /// The path between node and VM does not fit the tunnel.
     #[error("reach {peer} for the tunnel: {why}")]
     Path {

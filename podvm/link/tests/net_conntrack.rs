@@ -39,7 +39,9 @@ fn tunnel_packets_are_no_conntrack_entries() {
     let pod = world.pod("pod", 7);
     let seen = peerpod_link::net::look::look(&pod).unwrap();
     let held = world.reserve(&pod, "sandbox", SHAPE4, None).unwrap();
-    filter.add(&mut client, &[Peer { address: "10.77.0.2".parse().unwrap(), vni: held.vni }], &[]).unwrap();
+    filter
+        .add(&mut client, &[Peer { address: "10.77.0.2".parse().unwrap(), vni: held.vni }], &Vec::new)
+        .unwrap();
     let plan = world.connect(&pod, held, SHAPE4, &seen).unwrap();
     world.apply(&plan).unwrap();
     world.ping("other", "10.244.1.7", 56);

@@ -373,7 +373,7 @@ fn only_the_vm_itself_may_send_into_its_tunnel() {
         let filter = Filter::new(4789);
         let peer = Peer { address: vm.parse().unwrap(), vni: held.vni };
         for _ in 0..2 {
-            filter.add(&mut client, &[peer], &[]).unwrap();
+            filter.add(&mut client, &[peer], &Vec::new).unwrap();
         }
         assert_eq!(world.tables("node"), [peer]);
         assert!(!taken(&world, stranger, held.vni));
@@ -402,12 +402,12 @@ fn the_filters_table_survives_restarts_and_foreign_hands() {
         .collect();
     filter.delete(&mut client).unwrap();
     assert_eq!(filter.list(&mut client).unwrap(), []);
-    filter.add(&mut client, &peers[..1], &peers[1..]).unwrap();
+    filter.add(&mut client, &peers[..1], &|| peers[1..].to_vec()).unwrap();
     assert_eq!(filter.list(&mut client).unwrap().len(), peers.len());
     assert!(!filter.remove_if_empty(&mut client).unwrap(), "it is not empty");
     // Two at once, as two daemons are.
     let mut second = node.netfilter().unwrap();
-    filter.add(&mut second, &peers[..5], &[]).unwrap();
+    filter.add(&mut second, &peers[..5], &Vec::new).unwrap();
     assert_eq!(filter.list(&mut second).unwrap().len(), peers.len());
     filter.delete(&mut second).unwrap();
     std::thread::scope(|scope| {
@@ -416,10 +416,10 @@ fn the_filters_table_survives_restarts_and_foreign_hands() {
             scope.spawn(move || {
                 let mut client = node.netfilter().unwrap();
                 for peer in part {
-                    filter.add(&mut client, &[*peer], &[]).unwrap();
+                    filter.add(&mut client, &[*peer], &Vec::new).unwrap();
                     filter.remove(&mut client, *peer).unwrap();
                     filter.remove_if_empty(&mut client).unwrap();
-                    filter.add(&mut client, &[*peer], &[]).unwrap();
+                    filter.add(&mut client, &[*peer], &Vec::new).unwrap();
                 }
             });
         }

@@ -423,7 +423,7 @@ fn neighbour_message(index: u32, from: &Neighbour) -> NeighbourMessage {
 /// Only the node may send into the tunnels.
 fn filter(planned: &Planned) -> Result<(), Error> {
     let mut client = Client::netfilter().map_err(socket)?;
-    Filter::new(planned.underlay.port).add(&mut client, &peers(planned), &[])
+    Filter::new(planned.underlay.port).add(&mut client, &peers(planned), &Vec::new)
 }
 
 fn unfilter(planned: &Planned) -> Result<(), Error> {

@@ -461,3 +461,37 @@ fn kernels_words(mut attributes: &[u8]) -> Option<String> {
     }
     None
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn a_refusal_carries_the_kernels_words() {
+        // -EEXIST, the request's header alone (capped), then attributes: an offset (2) and the text (1).
+        let mut payload = (-17_i32).to_ne_bytes().to_vec();
+        payload.extend([0; HEADER]);
+        payload.extend([8, 0, 2, 0, 1, 2, 3, 4]);
+        payload.extend([9, 0, 1, 0]);
+        payload.extend(b"taken\0\0\0");
+        let answer = parse_answer(NLM_F_CAPPED | NLM_F_ACK_TLVS, &payload).unwrap();
+        let refusal = answer.unwrap_err();
+        assert_eq!((refusal.errno, refusal.text.as_deref()), (Errno::EEXIST, Some("taken")));
+        assert_eq!(refusal.to_string(), "File exists (EEXIST): taken");
+        assert_eq!(parse_answer(0, &[0; 20]).unwrap(), Ok(()));
+        assert!(parse_answer(0, &[1, 2]).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn no_answer_makes_the_reader_panic(bytes: Vec<u8>, flags: u16) {
+            drop(parse_answer(flags, &bytes));
+            let mut rest = bytes.as_slice();
+            while let Ok(Some((header, payload))) = next_message(&mut rest) {
+                drop(parse_route(header.kind, payload));
+            }
+        }
+    }
+}

@@ -83,11 +83,17 @@ impl Filter {
     }
 
     /// Lets packets of these tunnels pass, and no others with their VNIs. What is there already stays. Where the table
-    /// is missing (the first tunnel, or somebody flushed the rules) it is made, and `others` are put into it too.
+    /// is missing (the first tunnel, or somebody flushed the rules) it is made, and `others` (asked for only then) are put
+    /// into it too.
     ///
     /// # Errors
     /// [`Error::Kernel`]; where the kernel has no nftables the text says so.
-    pub fn add(&self, client: &mut Client, peers: &[Peer], others: &[Peer]) -> Result<(), Error> {
+    pub fn add(
+        &self,
+        client: &mut Client,
+        peers: &[Peer],
+        others: &dyn Fn() -> Vec<Peer>,
+    ) -> Result<(), Error> {
         let mut result = Ok(());
         for _ in 0..TRIES {
             result = client.transaction(&begin(None), &self.elements(peers, true), &end());
@@ -98,7 +104,7 @@ impl Filter {
             }
             let mut all = self.skeleton();
             all.append(&mut self.elements(peers, true));
-            all.append(&mut self.elements(others, true));
+            all.append(&mut self.elements(&others(), true));
             result = client.transaction(&begin(None), &all, &end());
             match result.as_ref().map_err(netlink::Error::errno) {
                 // Somebody else made it meanwhile, or took a part of it away.
