@@ -83,7 +83,6 @@ impl LedgerEntry {
     pub fn phase(&self) -> String {
         match &self.record["phase"] {
             Value::String(name) => name.clone(),
-            Value::Object(phase) if phase.len() == 1 => phase.keys().next().cloned().unwrap_or_default(),
             Value::Object(phase) if phase.contains_key("name") => {
                 phase["name"].as_str().unwrap_or_default().into()
             }
@@ -268,7 +267,7 @@ impl Daemons {
             entries.iter().any(|entry| entry.id == id && entry.is_tombstone()).then_some(())
         })
         .await
-        .with_context(|| self.log_tails())
+        .with_context(|| format!("the ledger has {:?}", self.ledger()))
     }
 
     /// The last lines of both logs, for error messages.

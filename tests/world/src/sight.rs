@@ -18,6 +18,9 @@ use crate::{
     command::{exists, run},
 };
 
+/// Folders that a daemon makes when it first needs them, and keeps.
+const FOLDERS: &[&str] = &["run/pods", "state/inbox", "state/relay/sandboxes"];
+
 /// One look, as lines that say what there is. Ledger records of sandboxes that are gone (tombstones) are no part of it:
 /// they are meant to stay.
 #[derive(Debug, Clone, Default)]
@@ -145,10 +148,13 @@ impl Sight {
     fn files(&mut self, folder: &Path, top: &Path) {
         for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
             let path = entry.path();
+            let shown = path.strip_prefix(top).unwrap_or(&path);
             if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
                 self.files(&path, top);
+                if FOLDERS.iter().any(|folder| shown == Path::new(folder)) {
+                    continue;
+                }
             }
-            let shown = path.strip_prefix(top).unwrap_or(&path);
             if !shown.starts_with("state/sandboxes") {
                 self.lines.insert(format!("file {}", shown.display()));
             }

@@ -47,7 +47,7 @@ impl Walk {
     /// Nothing is made yet.
     pub fn new(world: World, settings: Settings) -> Walk {
         // Ids as containerd makes them: 64 hexadecimal digits.
-        let seed = std::time::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos();
+        let seed = std::time::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos().reverse_bits();
         Walk {
             oom: None,
             agent: None,
