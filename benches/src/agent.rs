@@ -13,7 +13,7 @@ use peerpod_proto::{agent, ttrpc_frame};
 use protobuf::Message;
 
 /// Serves for ever, a thread per connection.
-pub fn serve(path: &Path) -> io::Result<()> {
+pub(crate) fn serve(path: &Path) -> io::Result<()> {
     let listener = UnixListener::bind(path)?;
     println!("ready");
     for socket in listener.incoming() {

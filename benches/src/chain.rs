@@ -30,7 +30,7 @@ use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 /// What lies between the client and the agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub(crate) enum Kind {
     /// Two processes that copy bytes, one TCP connection per client connection, 64 KiB buffers.
     Splice,
     /// Our endpoints with the relay's and the guest's filters.
@@ -47,16 +47,16 @@ impl Kind {
 }
 
 /// A running pair of processes; both die with it.
-pub struct Pair {
+pub(crate) struct Pair {
     near: Child,
     far: Child,
     /// Where the client connects.
-    pub socket: PathBuf,
+    pub(crate) socket: PathBuf,
 }
 
 impl Pair {
     /// Starts both in front of the agent at `agent`.
-    pub fn start(kind: Kind, with_tls: bool, folder: &Path, agent: &Path) -> anyhow::Result<Pair> {
+    pub(crate) fn start(kind: Kind, with_tls: bool, folder: &Path, agent: &Path) -> anyhow::Result<Pair> {
         let tls = if with_tls { "tls" } else { "plain" };
         let socket = folder.join(format!("{}-{tls}.sock", kind.name()));
         let (mut near, address) = role(&["near", kind.name(), tls], folder, &socket)?;
@@ -71,7 +71,7 @@ impl Pair {
     }
 
     /// CPU time of both so far.
-    pub fn cpu(&self) -> anyhow::Result<Duration> {
+    pub(crate) fn cpu(&self) -> anyhow::Result<Duration> {
         Ok(cpu_of(self.near.id())? + cpu_of(self.far.id())?)
     }
 }
@@ -86,7 +86,7 @@ impl Drop for Pair {
 }
 
 /// CPU time of a process and its threads, from the scheduler's own books.
-pub fn cpu_of(pid: u32) -> anyhow::Result<Duration> {
+pub(crate) fn cpu_of(pid: u32) -> anyhow::Result<Duration> {
     let mut total = 0;
     for task in fs::read_dir(format!("/proc/{pid}/task"))? {
         let path = task?.path().join("schedstat");
@@ -97,7 +97,7 @@ pub fn cpu_of(pid: u32) -> anyhow::Result<Duration> {
 }
 
 /// Starts this program in a role and waits for its one line, which says that it is ready.
-pub fn role(words: &[&str], folder: &Path, socket: &Path) -> anyhow::Result<(Child, String)> {
+pub(crate) fn role(words: &[&str], folder: &Path, socket: &Path) -> anyhow::Result<(Child, String)> {
     let mut child = Command::new(std::env::current_exe()?)
         .arg("role")
         .args(words)
@@ -114,7 +114,7 @@ pub fn role(words: &[&str], folder: &Path, socket: &Path) -> anyhow::Result<(Chi
 }
 
 /// Keys and certificates for the TLS chains, left in the folder.
-pub fn make_certificates(folder: &Path) -> anyhow::Result<()> {
+pub(crate) fn make_certificates(folder: &Path) -> anyhow::Result<()> {
     use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
     let ca_key = KeyPair::generate()?;
     let mut ca = CertificateParams::new(Vec::<String>::new())?;
@@ -143,7 +143,7 @@ fn identity(folder: &Path, name: &str) -> anyhow::Result<(Identity, CertificateD
 }
 
 /// The process's part when it was started as `role …`.
-pub async fn play(words: &[String]) -> anyhow::Result<()> {
+pub(crate) async fn play(words: &[String]) -> anyhow::Result<()> {
     let folder = PathBuf::from(std::env::var_os("BENCH_FOLDER").context("BENCH_FOLDER")?);
     let socket = PathBuf::from(std::env::var_os("BENCH_SOCKET").context("BENCH_SOCKET")?);
     let words: Vec<&str> = words.iter().map(String::as_str).collect();

@@ -14,7 +14,7 @@ use protobuf::Message;
 
 /// What one call is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Call {
+pub(crate) enum Call {
     /// `grpc.Health/Check`: the smallest there is.
     Check,
     /// `ReadStdout` with an answer of so many bytes.
@@ -22,7 +22,7 @@ pub enum Call {
 }
 
 /// One connection that makes calls.
-pub struct Client {
+pub(crate) struct Client {
     socket: UnixStream,
     stream: u32,
     body: Vec<u8>,
@@ -30,7 +30,7 @@ pub struct Client {
 
 impl Client {
     /// Connects; a call that gets no answer in 10 s is an error.
-    pub fn connect(path: &Path) -> io::Result<Client> {
+    pub(crate) fn connect(path: &Path) -> io::Result<Client> {
         let socket = UnixStream::connect(path)?;
         socket.set_read_timeout(Some(Duration::from_secs(10)))?;
         Ok(Client { socket, stream: 1, body: vec![0; 64 << 10] })
@@ -58,7 +58,7 @@ impl Client {
     }
 
     /// One call and its answer.
-    pub fn call(&mut self, call: Call) -> io::Result<Duration> {
+    pub(crate) fn call(&mut self, call: Call) -> io::Result<Duration> {
         let request = self.request(call)?;
         let start = Instant::now();
         self.socket.write_all(&request)?;
@@ -72,7 +72,7 @@ impl Client {
     }
 
     /// Calls one after another for so long; every latency.
-    pub fn burst(&mut self, call: Call, time: Duration) -> io::Result<Vec<Duration>> {
+    pub(crate) fn burst(&mut self, call: Call, time: Duration) -> io::Result<Vec<Duration>> {
         let end = Instant::now() + time;
         let mut all = Vec::new();
         while Instant::now() < end {
@@ -82,7 +82,7 @@ impl Client {
     }
 
     /// Keeps `width` small calls in flight for so long; calls per second.
-    pub fn flood(&mut self, width: usize, time: Duration) -> io::Result<f64> {
+    pub(crate) fn flood(&mut self, width: usize, time: Duration) -> io::Result<f64> {
         let start = Instant::now();
         for _ in 0..width {
             let request = self.request(Call::Check)?;
@@ -129,13 +129,13 @@ fn encode(call: Call, stream: u32) -> io::Result<Vec<u8>> {
 }
 
 /// The middle value; `None` when there is none.
-pub fn median(values: &mut [f64]) -> Option<f64> {
+pub(crate) fn median(values: &mut [f64]) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     (!values.is_empty()).then(|| values[values.len() / 2])
 }
 
 /// The value below which `share` (0 to 1) of all lie.
-pub fn quantile(values: &mut [f64], share: f64) -> Option<f64> {
+pub(crate) fn quantile(values: &mut [f64], share: f64) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     let last = values.len().checked_sub(1)?;
     values.get((last as f64 * share).round() as usize).copied()

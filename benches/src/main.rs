@@ -1,11 +1,15 @@
 //! Speed as ratios against something run beside it in the same run. `make bench` prints a table and writes
-//! `target/bench/summary.json`. `peerpod-benches relay memory road net` runs only what is named.
+//! `target/bench/summary.json`. `peerpod-benches relay net ready thousand` runs only what is named.
 
 mod agent;
 mod chain;
+mod guests;
 mod load;
+mod net;
+mod ready;
 mod relay;
 mod report;
+mod thousand;
 
 use std::path::{Path, PathBuf};
 
@@ -33,6 +37,16 @@ fn main() -> anyhow::Result<()> {
     let outcome = (|| {
         if wanted("relay") {
             relay::run(&folder, &mut report)?;
+        }
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+        if wanted("net") {
+            runtime.block_on(net::run(&mut report))?;
+        }
+        if wanted("ready") {
+            runtime.block_on(ready::run(&mut report))?;
+        }
+        if wanted("thousand") {
+            runtime.block_on(thousand::run(&folder, &mut report))?;
         }
         anyhow::Ok(())
     })();

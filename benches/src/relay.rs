@@ -24,7 +24,7 @@ const SPLICE_TLS: usize = 3;
 const RELAY_TLS: usize = 4;
 
 /// Runs all of it.
-pub fn run(folder: &Path, report: &mut Report) -> anyhow::Result<()> {
+pub(crate) fn run(folder: &Path, report: &mut Report) -> anyhow::Result<()> {
     make_certificates(folder)?;
     let agent = folder.join("agent.sock");
     let (mut agent_process, _) = role(&["agent"], folder, &agent)?;

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, fs, path::Path};
 
 /// A goal, and on which side of it one wants to be.
 #[derive(Clone, Copy, Debug)]
-pub enum Goal {
+pub(crate) enum Goal {
     /// No more than.
     AtMost(f64),
     /// No less than.
@@ -25,14 +25,14 @@ impl Goal {
 
 /// Collects figures in the order they come, prints each as it does.
 #[derive(Default)]
-pub struct Report {
+pub(crate) struct Report {
     figures: BTreeMap<String, f64>,
     lines: Vec<String>,
 }
 
 impl Report {
     /// A figure with its goal and a word about it.
-    pub fn figure(&mut self, key: &str, value: f64, goal: Goal, about: &str) {
+    pub(crate) fn figure(&mut self, key: &str, value: f64, goal: Goal, about: &str) {
         let (wanted, verdict) = goal.verdict(value);
         let line = format!("{key:28} {value:>10.3}  {wanted:>9}  {verdict:7} {about}");
         eprintln!("  {line}");
@@ -41,7 +41,7 @@ impl Report {
     }
 
     /// Prints the table and writes the file.
-    pub fn finish(&self, path: &Path) -> anyhow::Result<()> {
+    pub(crate) fn finish(&self, path: &Path) -> anyhow::Result<()> {
         println!("{:28} {:>10}  {:>9}", "figure", "value", "goal");
         for line in &self.lines {
             println!("{line}");

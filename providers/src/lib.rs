@@ -38,6 +38,14 @@ const TABLE: &[Row] = &[
             Box::new(|| Ok(Arc::new(peerpod_provider_local::LocalProvider::open(config)?)))
         },
     },
+    #[cfg(feature = "drill")]
+    Row {
+        kind: "drill",
+        read: |reader, context| {
+            let config = peerpod_provider_drill::DrillConfig::read(reader, &context.state_dir);
+            Box::new(|| Ok(Arc::new(peerpod_provider_drill::Drill::new(config))))
+        },
+    },
 ];
 
 /// A provider's settings, read but not acted on.

@@ -123,6 +123,7 @@ impl Provider for Drill {
     }
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error> {
+        self.capabilities().check(request, self.name())?;
         let id = id_of(key);
         let drilled = match self.read(&id) {
             Ok(known) if known.digest == request.digest() => known,

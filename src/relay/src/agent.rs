@@ -1,7 +1,7 @@
 //! The shims' side of a sandbox: its `agent.ttrpc`. Connections are accepted and handed to the sandbox's endpoint;
 //! a silent one costs nothing in the guest and is never timed out.
 
-pub(crate) mod filter;
+pub mod filter;
 
 use std::{
     io,

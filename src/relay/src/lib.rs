@@ -7,7 +7,7 @@
 //!
 //! No cloud SDK and no Kubernetes in here: this process faces hostile guests.
 
-mod agent;
+pub mod agent;
 pub mod app;
 pub mod config;
 mod control;

@@ -102,6 +102,7 @@ pub struct Seen {
     pub control: Mutex<Vec<Bytes>>,
     pub connections: AtomicUsize,
     pub dials: AtomicUsize,
+    pub filters: AtomicUsize,
     pub streams_lost: AtomicUsize,
     pub finished: AtomicUsize,
     pub changed: Notify,
@@ -122,12 +123,15 @@ pub struct TestHandler {
     pub seen: Arc<Seen>,
     /// Whether local sockets survive a lost stream, as at the relay.
     pub stay: bool,
+    /// Whether filters take the shortcut; None = every other one.
+    pub straight: Option<bool>,
     pub down: mpsc::UnboundedSender<()>,
 }
 
 pub struct Pass {
     seen: Arc<Seen>,
     stay: bool,
+    straight: bool,
 }
 
 /// What [`Pass`] answers when a stream is lost and when all is over.
@@ -141,6 +145,14 @@ impl Filter for Pass {
 
     fn from_peer(&mut self, input: &[u8], _peer: &mut BytesMut, local: &mut BytesMut) {
         local.extend_from_slice(input);
+    }
+
+    fn passes_from_local(&mut self, _input: &[u8]) -> bool {
+        self.straight
+    }
+
+    fn passes_from_peer(&mut self, _input: &[u8]) -> bool {
+        self.straight
     }
 
     fn stream_lost(&mut self, local: &mut BytesMut) -> bool {
@@ -161,7 +173,9 @@ impl Filter for Pass {
 
 impl Handler for TestHandler {
     fn filter(&mut self) -> Box<dyn Filter> {
-        Box::new(Pass { seen: self.seen.clone(), stay: self.stay })
+        // Every other connection takes the shortcut, so that both ways are tested.
+        let straight = self.straight.unwrap_or(self.seen.filters.fetch_add(1, SeqCst) % 2 == 0);
+        Box::new(Pass { seen: self.seen.clone(), stay: self.stay, straight })
     }
 
     fn dial(&mut self) -> BoxFuture<'static, io::Result<UnixStream>> {
@@ -320,9 +334,14 @@ pub struct End {
 }
 
 pub fn end(role: Role, agent: Option<PathBuf>, limits: Limits) -> End {
+    end_with(role, agent, limits, None)
+}
+
+pub fn end_with(role: Role, agent: Option<PathBuf>, limits: Limits, straight: Option<bool>) -> End {
     let seen = Arc::new(Seen::default());
     let (down_tx, down) = mpsc::unbounded_channel();
-    let handler = TestHandler { agent, seen: seen.clone(), stay: role == Role::Relay, down: down_tx };
+    let handler =
+        TestHandler { agent, seen: seen.clone(), stay: role == Role::Relay, straight, down: down_tx };
     let (endpoint, handle) = Endpoint::new(role, handler, limits);
     End { handle, seen, down, task: tokio::spawn(endpoint.run()) }
 }

@@ -26,7 +26,7 @@ const HOLD: usize = 16 << 10;
 
 /// What all connections of one sandbox share.
 #[derive(Debug, Default)]
-pub(crate) struct Shared {
+pub struct Shared {
     /// Calls that wait for the guest.
     pub(crate) pending: AtomicUsize,
     pub(crate) bytes_to_guest: AtomicU64,
@@ -56,9 +56,11 @@ impl Shared {
 
 /// Bounds of pending calls.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Bounds {
-    pub(crate) per_connection: usize,
-    pub(crate) per_sandbox: usize,
+pub struct Bounds {
+    /// Of one connection.
+    pub per_connection: usize,
+    /// Of all connections of a sandbox.
+    pub per_sandbox: usize,
 }
 
 impl Default for Bounds {
@@ -82,7 +84,7 @@ enum Fate {
 
 /// The filter of one connection.
 #[derive(Debug)]
-pub(crate) struct AgentFilter {
+pub struct AgentFilter {
     shared: Arc<Shared>,
     bounds: Bounds,
     /// Streams that wait for an answer; true for the long poll whose error the Rust shim would answer with a storm.
@@ -96,7 +98,8 @@ pub(crate) struct AgentFilter {
 }
 
 impl AgentFilter {
-    pub(crate) fn new(shared: Arc<Shared>, bounds: Bounds) -> AgentFilter {
+    /// A filter for a new connection of the sandbox that `shared` belongs to.
+    pub fn new(shared: Arc<Shared>, bounds: Bounds) -> AgentFilter {
         AgentFilter {
             shared,
             bounds,

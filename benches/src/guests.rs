@@ -1,0 +1,170 @@
+//! Plays the guests of the drill provider's VMs: sees each request's user-data, dials home from the address the "VM"
+//! has, claims, and answers its plan at once. What is left is the node's and the relay's own time.
+
+use std::{
+    collections::HashSet,
+    fs,
+    io::Read,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+
+use anyhow::{Context, ensure};
+use bytes::Bytes;
+use futures_util::future::BoxFuture;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, SockaddrIn, bind, connect, socket};
+use peerpod_guest::intercept::{Intercept, Notice};
+use peerpod_link::{
+    birth::BirthData,
+    claim,
+    endpoint::{Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role, Transport, tune},
+    tls,
+};
+use peerpod_proto::guest::{Claim, Reply, Request, Status};
+use peerpod_provider_drill::Drilled;
+use peerpod_world::Namespace;
+use protobuf::Message;
+use rustls_pki_types::{CertificateDer, PrivatePkcs8KeyDer};
+use tokio::net::{TcpStream, UnixStream};
+use tokio_rustls::{TlsConnector, client::TlsStream};
+
+/// Watches `dir` for new VMs until it is dropped.
+pub(crate) struct Guests(tokio::task::JoinHandle<()>);
+
+impl Guests {
+    /// Guests that dial from inside `node`, with the agent at `agent` behind them.
+    pub(crate) fn watch(node: Arc<Namespace>, dir: PathBuf, agent: PathBuf) -> Guests {
+        Guests(tokio::spawn(async move {
+            let mut known = HashSet::new();
+            // A poll, not inotify: it adds the same half millisecond to the first VM and to the last.
+            let mut beat = tokio::time::interval(Duration::from_millis(1));
+            loop {
+                beat.tick().await;
+                for path in new_files(&dir, &mut known) {
+                    let (node, agent) = (node.clone(), agent.clone());
+                    tokio::spawn(async move {
+                        if let Err(error) = live(&node, &path, agent).await {
+                            eprintln!("guest of {}: {error:#}", path.display());
+                        }
+                    });
+                }
+            }
+        }))
+    }
+}
+
+impl Drop for Guests {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+fn new_files(dir: &Path, known: &mut HashSet<PathBuf>) -> Vec<PathBuf> {
+    let Ok(listing) = fs::read_dir(dir) else { return Vec::new() };
+    let paths = listing.filter_map(|entry| Some(entry.ok()?.path()));
+    paths.filter(|path| path.extension().is_some_and(|e| e == "json") && known.insert(path.clone())).collect()
+}
+
+/// One guest's life.
+async fn live(node: &Namespace, file: &Path, agent: PathBuf) -> anyhow::Result<()> {
+    let drilled: Drilled = serde_json::from_slice(&fs::read(file)?)?;
+    let birth = BirthData::parse(drilled.user_data.as_bytes())?;
+    let to = *birth.node.addresses.first().context("no address of the node")?;
+    let pins = &birth.node.ca_sha256;
+
+    let key = rcgen::KeyPair::generate()?;
+    let csr = rcgen::CertificateParams::default().serialize_request(&key)?;
+    let mut stream = secure(node, &drilled, to, tls::client_config(pins, None)?).await?;
+    let question = Claim {
+        version: 1,
+        ticket_id: birth.ticket.id.clone(),
+        ticket_secret: birth.ticket.secret.expose().to_vec(),
+        csr: csr.der().to_vec(),
+        ..Default::default()
+    };
+    let mut answer = claim::ask(&mut stream, &question).await?;
+    while answer.retry {
+        tokio::time::sleep(Duration::from_millis(2)).await;
+        stream = secure(node, &drilled, to, tls::client_config(pins, None)?).await?;
+        answer = claim::ask(&mut stream, &question).await?;
+    }
+    ensure!(answer.error.is_empty(), "the claim was refused: {}", answer.error);
+    drop(stream);
+
+    let chain: Vec<_> = answer.certificates.into_iter().map(CertificateDer::from).collect();
+    let identity = (chain, PrivatePkcs8KeyDer::from(key.serialize_der()).into());
+    let stream = secure(node, &drilled, to, tls::client_config(pins, Some(identity))?).await?;
+    let home = Home { agent, handle: Arc::default() };
+    let ours = home.handle.clone();
+    let (endpoint, handle) = Endpoint::new(Role::Guest, home, Limits::default());
+    handle.attach(Transport::from(stream));
+    ensure!(ours.set(handle).is_ok(), "set twice");
+    endpoint.run().await;
+    Ok(())
+}
+
+/// A TLS connection from the VM's address, out of the node's namespace.
+async fn secure(
+    node: &Namespace,
+    drilled: &Drilled,
+    to: SocketAddr,
+    config: Arc<rustls::ClientConfig>,
+) -> anyhow::Result<TlsStream<TcpStream>> {
+    let SocketAddr::V4(to) = to else { anyhow::bail!("{to}: the drill's addresses are IPv4") };
+    let from = SockaddrIn::from(std::net::SocketAddrV4::new(drilled.address, 0));
+    let tcp = node.run(|| -> nix::Result<std::net::TcpStream> {
+        let socket = socket(AddressFamily::Inet, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+        bind(std::os::fd::AsRawFd::as_raw_fd(&socket), &from)?;
+        connect(std::os::fd::AsRawFd::as_raw_fd(&socket), &SockaddrIn::from(to))?;
+        Ok(std::net::TcpStream::from(socket))
+    })??;
+    tcp.set_nonblocking(true)?;
+    let tcp = TcpStream::from_std(tcp)?;
+    tune(&tcp)?;
+    Ok(TlsConnector::from(config).connect(tls::server_name(), tcp).await?)
+}
+
+struct Home {
+    agent: PathBuf,
+    handle: Arc<OnceLock<EndpointHandle>>,
+}
+
+struct Unnoticed;
+
+impl Notice for Unnoticed {
+    fn container(&self) {}
+    fn bind_source(&self, _: &str) {}
+    fn sandbox_ends(&self) {}
+}
+
+impl Handler for Home {
+    fn filter(&mut self) -> Box<dyn Filter> {
+        Box::new(Intercept::new(Arc::new(Unnoticed), "/run/netns/podns".to_owned()))
+    }
+    fn dial(&mut self) -> BoxFuture<'static, std::io::Result<UnixStream>> {
+        Box::pin(UnixStream::connect(self.agent.clone()))
+    }
+    fn on_control(&mut self, message: Bytes) {
+        let Ok(request) = Request::parse_from_bytes(&message) else { return };
+        let status = Status { stage: "running".into(), ready: true, ..Default::default() };
+        let reply = Reply { id: request.id, status: Some(status).into(), ..Default::default() };
+        if let (Some(handle), Ok(bytes)) = (self.handle.get(), reply.write_to_bytes())
+            && let Err(error) = handle.control(bytes.into())
+        {
+            eprintln!("guest: {error}");
+        }
+    }
+    fn on_link(&mut self, _: LinkEvent) {}
+    fn on_connections(&mut self, _: usize) {}
+}
+
+/// Resident memory of a process, in MiB.
+pub(crate) fn rss_mib(pid: u32) -> anyhow::Result<f64> {
+    let mut text = String::new();
+    fs::File::open(format!("/proc/{pid}/status"))?.read_to_string(&mut text)?;
+    let line = text.lines().find(|line| line.starts_with("VmRSS:")).context("no VmRSS")?;
+    let kib: f64 = line.split_whitespace().nth(1).context("VmRSS without a number")?.parse()?;
+    Ok(kib / 1024.0)
+}

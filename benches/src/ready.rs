@@ -1,0 +1,86 @@
+//! How soon a VM that is ready is known to be: from the moment the agent's socket exists in the VM to the answer of
+//! StartVM, with real VMs of the local provider, whose boot is made to take odd times so that no beat is met by luck.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::{Duration, SystemTime},
+};
+
+use anyhow::Context;
+use peerpod_client::Annotations;
+use peerpod_world::{Daemons, Settings, World};
+
+use crate::{
+    load::quantile,
+    report::{Goal, Report},
+};
+
+const STARTS: usize = 24;
+
+/// Runs it.
+pub(crate) async fn run(report: &mut Report) -> anyhow::Result<()> {
+    let (mut lags, mut starts) = (Vec::new(), Vec::new());
+    for boot_ms in [0, 370, 810] {
+        let world = World::new()?;
+        let settings = Settings::none()
+            .set("log.level", "info")
+            .set("provider.local.agent-binary", std::env::current_exe()?.to_string_lossy().into_owned())
+            .set("provider.local.boot-delay", format!("{boot_ms}ms"));
+        let daemons = Daemons::start(&world, settings).await?;
+        let shim = daemons.shim().await?;
+        for number in 0..STARTS / 3 {
+            let pod = world.pod()?;
+            let id = format!("ready-{number}");
+            let began = SystemTime::now();
+            shim.create_vm(&id, Annotations::new("bench", &id), &pod.namespace().path()).await?;
+            shim.start_vm_within(&id, Duration::from_secs(60)).await.with_context(|| daemons.log_tails())?;
+            let answered = SystemTime::now();
+            let ready = agent_ready(&daemons.state_dir().join("local"), began)?;
+            // The file's clock is that of the last tick (4 ms at HZ=250) and may lie a little early, never late.
+            lags.push(answered.duration_since(ready).unwrap_or_default().as_secs_f64() * 1e3);
+            if boot_ms == 0 {
+                starts.push(answered.duration_since(began)?.as_secs_f64() * 1e3);
+            }
+            shim.stop_vm(&id).await?;
+            daemons.gone(&id, Duration::from_secs(30)).await?;
+        }
+    }
+    let p50 = quantile(&mut lags, 0.5).context("no starts")?;
+    let p99 = quantile(&mut lags, 0.99).context("no starts")?;
+    report.figure("ready_lag_p50_ms", p50, Goal::None, "agent's socket exists -> StartVM answers");
+    report.figure("ready_lag_p99_ms", p99, Goal::AtMost(100.0), "the same; the slowest of 24");
+    let local = quantile(&mut starts, 0.5).context("no starts")?;
+    report.figure(
+        "start_local_p50_ms",
+        local,
+        Goal::None,
+        "CreateVM to StartVM's answer, a VM out of namespaces",
+    );
+    Ok(())
+}
+
+/// When the agent's socket of the VM that was made since `began` came to be.
+fn agent_ready(state: &Path, began: SystemTime) -> anyhow::Result<SystemTime> {
+    let mut newest: Option<SystemTime> = None;
+    for process in fs::read_dir("/proc")? {
+        let path: PathBuf = process?.path();
+        if !path.join("ns").exists() {
+            continue;
+        }
+        // Only processes in a VM's root see this path; the folder keeps us from looking at another bench's VMs.
+        let command = fs::read(path.join("cmdline")).unwrap_or_default();
+        if !command.starts_with(b"/usr/local/bin/kata-agent")
+            && !command.windows(10).any(|w| w == b"kata-agent")
+        {
+            continue;
+        }
+        if let Ok(socket) = fs::metadata(path.join("root/run/peerpod/agent.sock")) {
+            let at = socket.modified()?;
+            if at + Duration::from_millis(10) >= began {
+                newest = newest.max(Some(at));
+            }
+        }
+    }
+    newest.with_context(|| format!("no agent of a VM in {} listens", state.display()))
+}

@@ -1,0 +1,58 @@
+//! The suite that every provider passes, with files for VMs.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    fs,
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+};
+
+use async_trait::async_trait;
+use peerpod_provider_api::{InstanceId, Provider, conformance::Harness};
+use peerpod_provider_drill::{Drill, DrillConfig, Drilled};
+
+struct Files {
+    provider: Arc<Drill>,
+    dir: PathBuf,
+}
+
+fn make() -> Files {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let number = COUNT.fetch_add(1, Ordering::Relaxed);
+    let dir = std::env::temp_dir().join(format!("peerpod-drill-{}-{number}", std::process::id()));
+    fs::create_dir_all(&dir).unwrap();
+    let config = DrillConfig { dir: dir.clone(), first_address: [10, 200, 0, 1].into() };
+    Files { provider: Arc::new(Drill::new(config)), dir }
+}
+
+#[async_trait]
+impl Harness for Files {
+    fn provider(&self) -> Arc<dyn Provider> {
+        self.provider.clone()
+    }
+
+    async fn user_data(&self, id: &InstanceId) -> Vec<u8> {
+        let bytes = fs::read(self.dir.join(format!("{id}.json"))).unwrap();
+        serde_json::from_slice::<Drilled>(&bytes).unwrap().user_data.into_bytes()
+    }
+
+    async fn machines(&self) -> usize {
+        fs::read_dir(&self.dir).unwrap().count()
+    }
+
+    fn unknown_id(&self) -> InstanceId {
+        InstanceId::new("drill-unknown").unwrap()
+    }
+}
+
+impl Drop for Files {
+    fn drop(&mut self) {
+        drop(fs::remove_dir_all(&self.dir));
+    }
+}
+
+peerpod_provider_api::conformance_suite!(make);
