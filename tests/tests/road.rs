@@ -60,8 +60,8 @@ fn interrupted_after(lines: usize) {
         .spawn()
         .unwrap();
     let pid = demo.id();
-    let output = BufReader::new(demo.stdout.take().unwrap());
-    let seen: Vec<String> = output.lines().take(lines).map_while(Result::ok).collect();
+    let mut output = BufReader::new(demo.stdout.take().unwrap()).lines();
+    let seen: Vec<String> = output.by_ref().take(lines).map_while(Result::ok).collect();
     // As a terminal does it: to the whole group.
     killpg(Pid::from_raw(pid as i32), Signal::SIGINT).unwrap();
     let status = demo.wait().unwrap();

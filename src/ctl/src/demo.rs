@@ -14,6 +14,11 @@ use peerpod_world::{
 };
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
+/// A line to whoever listens. Nobody may: `peerpod demo | head` is no reason to stop in the middle.
+macro_rules! say {
+    ($($words:tt)*) => { writeln!(std::io::stdout(), $($words)*).ok() };
+}
+
 /// What a shell reports for a program that Ctrl-C ended.
 const INTERRUPTED: u8 = 130;
 
@@ -26,22 +31,34 @@ pub(crate) fn run() -> anyhow::Result<ExitCode> {
 }
 
 async fn demo() -> anyhow::Result<ExitCode> {
-    println!("One pod's road: a VM beside its node, all in namespaces of this machine.\n");
+    say!("One pod's road: a VM beside its node, all in namespaces of this machine.\n");
     let began = Instant::now();
     let mut lines = Lines { live: std::io::stdout().is_terminal() };
     // Kept for as long as the clean-up takes, so that a second Ctrl-C does not leave half of it undone.
     let mut signals = Signals::new()?;
     let outcome = tokio::select! {
-        outcome = road::walk(Settings::none(), &mut lines) => outcome,
+        biased;
         name = signals.next() => {
-            // The walk is dropped at the end of this statement's other branch; from here on it is clean-up.
-            println!("\n\n{name}: everything that was made is being taken away");
-            return Ok(ExitCode::from(INTERRUPTED));
+            // The walk is dropped on the way out: that is the clean-up.
+            return Ok(interrupted(name));
         }
+        outcome = road::walk(Settings::none(), &mut lines) => outcome,
     };
-    let report = outcome?;
+    let report = match outcome {
+        Ok(report) => report,
+        // A Ctrl-C can hit a program that we have just started, too; then this is no failure of the road.
+        Err(error) => match tokio::time::timeout(Duration::from_millis(20), signals.next()).await {
+            Ok(name) => return Ok(interrupted(name)),
+            Err(_) => return Err(error),
+        },
+    };
     table(&report, began.elapsed());
     Ok(ExitCode::SUCCESS)
+}
+
+fn interrupted(name: &str) -> ExitCode {
+    say!("\n\n{name}: everything that was made is being taken away");
+    ExitCode::from(INTERRUPTED)
 }
 
 struct Signals {
@@ -75,7 +92,7 @@ struct Lines {
 
 impl Progress for Lines {
     fn begin(&mut self, number: usize, of: usize, name: &str) {
-        print!("{number:>2}/{of}  {name:<NAME_WIDTH$}");
+        write!(std::io::stdout(), "{number:>2}/{of}  {name:<NAME_WIDTH$}").ok();
         if self.live {
             // Nobody to see it: then it need not be seen.
             std::io::stdout().flush().ok();
@@ -83,20 +100,20 @@ impl Progress for Lines {
     }
 
     fn done(&mut self, took: Duration, seen: &str) {
-        println!("{:>8}  {seen}", seconds(took));
+        say!("{:>8}  {seen}", seconds(took));
     }
 }
 
 fn table(report: &Report, total: Duration) {
-    println!("\n{:<NAME_WIDTH$}{:>10}{:>8}", "stage", "took", "share");
+    say!("\n{:<NAME_WIDTH$}{:>10}{:>8}", "stage", "took", "share");
     for stage in &report.passed {
         let share = stage.took.as_secs_f64() / total.as_secs_f64() * 100.0;
-        println!("{:<NAME_WIDTH$}{:>10}{share:>7.1}%", stage.name, seconds(stage.took));
+        say!("{:<NAME_WIDTH$}{:>10}{share:>7.1}%", stage.name, seconds(stage.took));
     }
-    println!("{:<NAME_WIDTH$}{:>10}", "all of it", seconds(total));
-    println!("\n{:<NAME_WIDTH$}{:>10}", "the node's own stages", "reached");
+    say!("{:<NAME_WIDTH$}{:>10}", "all of it", seconds(total));
+    say!("\n{:<NAME_WIDTH$}{:>10}", "the node's own stages", "reached");
     for (name, at) in &report.inside {
-        println!("{name:<NAME_WIDTH$}{:>10}", seconds(*at));
+        say!("{name:<NAME_WIDTH$}{:>10}", seconds(*at));
     }
 }
 

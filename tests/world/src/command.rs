@@ -2,6 +2,7 @@
 
 use std::{
     io::Write,
+    os::unix::process::CommandExt,
     process::{Command, Stdio},
 };
 
@@ -12,6 +13,7 @@ pub(crate) fn run(program: &str, arguments: &[&str], input: &str) -> anyhow::Res
     let attempt = || format!("{program} {}", arguments.join(" "));
     let mut child = Command::new(program)
         .args(arguments)
+        .process_group(0) // a Ctrl-C at the terminal is for us; we end what we began
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
