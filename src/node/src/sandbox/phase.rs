@@ -19,7 +19,7 @@ pub const MAX_ATTEMPTS: u32 = 4;
 
 /// The phase of one sandbox, with what is known in it. This is what the ledger keeps.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "snake_case", tag = "name")]
 pub enum Phase {
     /// Known in memory alone; nobody was asked for anything.
     Created,
