@@ -61,7 +61,7 @@ async fn a_node_killed_again_and_again_is_not_noticed_by_running_execs() {
         assert!(stream.await.unwrap().unwrap() > 0);
     }
     assert_eq!(sandbox.shim.vm_id("default", &sandbox.id, true, PATIENCE).await.unwrap(), vm);
-    assert_eq!(daemons.ledger().unwrap()[0].phase(), "running");
+    assert_eq!(daemons.ledger().unwrap()[0].phase(), "running", "{:?}", daemons.ledger());
     sandbox.lives().await.unwrap();
     sandbox.stop(&daemons).await.unwrap();
 }

@@ -8,9 +8,9 @@ use std::{
     process::{Child, ChildStdin, Command, Stdio},
 };
 
-/// Ends every process in the world's network namespaces (that ends the local provider's VMs too: they live in a
-/// process of the node's), removes the namespaces, what is mounted below the folder, and the folder. `$1` is what the
-/// namespaces' names begin with, `$2` the folder.
+/// Ends every process in the world's network namespaces and every program of ours that has a file of the world's folder
+/// open (each of the local provider's VMs hangs on such a one), removes the namespaces, what is mounted below the folder,
+/// and the folder. `$1` is what the namespaces' names begin with, `$2` the folder, `$3` the process that made them.
 const SCRIPT: &str = r#"
 trap '' INT TERM HUP QUIT
 read -r _
@@ -19,8 +19,14 @@ for round in 1 2 3 4 5 6 7 8 9 10; do
     for path in /run/netns/"$1"*; do
         [ -e "$path" ] || continue
         for pid in $(ip netns pids "${path##*/}" 2>/dev/null); do
-            kill -9 "$pid" 2>/dev/null && found=yes
+            [ "$pid" != "$3" ] && kill -9 "$pid" 2>/dev/null && found=yes
         done
+    done
+    for open in $(find /proc/[0-9]*/fd -maxdepth 1 -lname "$2/*" 2>/dev/null); do
+        pid=${open#/proc/} pid=${pid%%/*}
+        case "$(readlink /proc/$pid/exe)" in
+            */peerpod-*) [ "$pid" != "$3" ] && kill -9 "$pid" 2>/dev/null && found=yes ;;
+        esac
     done
     [ -z "$found" ] && break
     sleep 0.05
@@ -49,6 +55,7 @@ impl Janitor {
             .arg("peerpod-janitor")
             .arg(prefix)
             .arg(folder)
+            .arg(std::process::id().to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .stderr(Stdio::inherit())

@@ -119,6 +119,10 @@ impl Sight {
         }
         for line in run("ip", &["-n", name, "-o", "addr", "show"], "")?.lines() {
             let words: Vec<&str> = line.split_whitespace().skip(1).take(3).collect();
+            // A device gets its link-local address when the kernel finds the time.
+            if words.iter().any(|word| word.starts_with("fe80:")) {
+                continue;
+            }
             self.lines.insert(format!("address {} in {name}", words.join(" ")));
         }
         for line in run("tc", &["-n", name, "qdisc", "show"], "")?.lines() {
@@ -172,8 +176,8 @@ impl Sight {
         Ok(())
     }
 
-    /// Those in the world's network namespaces, those whose arguments or mounts name its folder, and the descendants of
-    /// both: a VM's processes live in namespaces of their own, below a process in the node's.
+    /// Those in the world's network namespaces, those whose arguments, mounts or open files name its folder, and the
+    /// descendants of all of them: a VM's processes live in namespaces of their own, below one that keeps its console.
     fn processes(&mut self, world: &World, namespaces: &[&Namespace]) -> anyhow::Result<()> {
         let us = fs::metadata("/proc/self/ns/mnt")?.ino();
         let folder = world.folder().to_string_lossy().into_owned();
@@ -196,11 +200,17 @@ impl Sight {
                 let text = fs::read(at(name)).unwrap_or_default();
                 text.windows(folder.len()).any(|window| window == folder.as_bytes())
             };
+            let holds = || {
+                let open = fs::read_dir(at("fd")).into_iter().flatten().flatten();
+                open.filter_map(|entry| fs::read_link(entry.path()).ok())
+                    .any(|path| path.starts_with(world.folder()))
+            };
             let in_network = networks.contains(&inode("ns/net"));
             let elsewhere = inode("ns/mnt");
             let own_mounts = elsewhere != 0 && elsewhere != us && mentions("mountinfo");
             if pid != std::process::id()
-                && (in_network || own_mounts || (mentions("cmdline") && !is_janitor(pid)))
+                && !is_janitor(pid)
+                && (in_network || own_mounts || mentions("cmdline") || holds())
             {
                 ours.insert(pid);
             }
