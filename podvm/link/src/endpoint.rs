@@ -17,7 +17,7 @@ mod task;
 mod tls;
 mod transport;
 
-use std::{fmt, io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{fmt, io, net::SocketAddr, time::Duration};
 
 use bytes::{Bytes, BytesMut};
 use futures_util::future::BoxFuture;
@@ -69,7 +69,7 @@ pub trait Handler: Send + 'static {
     fn filter(&mut self) -> Box<dyn Filter>;
     /// Guest: opens the local end of a stream that the peer opened. The relay refuses with an error.
     fn dial(&mut self) -> BoxFuture<'static, io::Result<UnixStream>>;
-    /// A control message from the peer.
+    /// A control message from the peer. They have no credit: a handler that keeps them bounds how many.
     fn on_control(&mut self, message: Bytes);
     /// The link came up, went down or lost its session.
     fn on_link(&mut self, event: LinkEvent);
@@ -86,6 +86,17 @@ pub trait Filter: Send {
     fn from_local(&mut self, input: &[u8], peer: &mut BytesMut, local: &mut BytesMut);
     /// Bytes from the peer: append what goes to the local socket to `local`, what is answered to the peer to `peer`.
     fn from_peer(&mut self, input: &[u8], peer: &mut BytesMut, local: &mut BytesMut);
+    /// A shortcut that spares a copy: whether `input` from the local socket goes to the peer exactly as it is, with
+    /// nothing to answer. Yes means that the filter has taken note of it; no, that it has not, and `from_local` follows.
+    fn passes_from_local(&mut self, input: &[u8]) -> bool {
+        let _ = input;
+        false
+    }
+    /// The same for bytes from the peer that go to the local socket exactly as they are; else `from_peer` follows.
+    fn passes_from_peer(&mut self, input: &[u8]) -> bool {
+        let _ = input;
+        false
+    }
     /// The stream behind is lost (another guest program, or the peer closed it). Append answers for pending calls to
     /// `local`; return whether the local socket stays open (a new stream is then opened at the next byte to the peer:
     /// the rest of a frame that was cut by the loss must not become the new stream's beginning).
@@ -144,7 +155,7 @@ pub struct Endpoint<H> {
     role: Role,
     handler: H,
     limits: Limits,
-    shared: Arc<handle::Shared>,
+    shared: handle::Ended,
 }
 
 impl<H> fmt::Debug for Endpoint<H> {

@@ -167,6 +167,11 @@ impl Session {
         self.id
     }
 
+    /// Bytes kept for the peer: unacknowledged, or waiting for credit.
+    pub fn buffered(&self) -> usize {
+        self.log.len() + self.streams.values().map(Stream::waiting).sum::<usize>()
+    }
+
     /// Bytes kept for a replay.
     pub fn unacknowledged(&self) -> usize {
         self.log.len()

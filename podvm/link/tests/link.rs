@@ -1,5 +1,7 @@
 //! Relay's and guest's endpoint together, over real sockets: what a shim and an agent see of the link.
 
+#![allow(clippy::unwrap_used)] // only functions marked as tests are exempt by themselves
+
 mod support;
 
 use std::{
@@ -430,6 +432,22 @@ async fn the_last_handle_takes_the_endpoint_with_it() {
     clone.stats();
     drop(clone);
     timeout(DEADLINE, relay.task).await.unwrap().unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_handed_to_an_endpoint_that_ended_is_closed() {
+    for abort in [false, true] {
+        let relay = end(Role::Relay, None, Limits::default());
+        if abort {
+            relay.task.abort()
+        } else {
+            relay.handle.close()
+        }
+        until("it ended", || relay.task.is_finished()).await;
+        let (mut client, theirs) = UnixStream::pair().unwrap();
+        relay.handle.adopt(theirs);
+        assert_eq!(timeout(DEADLINE, client.read(&mut [0; 1])).await.unwrap().unwrap(), 0);
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -112,7 +112,24 @@ pub(super) struct Shared {
     pub(super) counters: Counters,
 }
 
-pub(super) fn pair(control_limit: usize) -> (Arc<Shared>, EndpointHandle) {
+/// The endpoint's own share: ends the command queue with it, however it ends.
+pub(super) struct Ended(Arc<Shared>);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        self.0.end();
+    }
+}
+
+impl std::ops::Deref for Ended {
+    type Target = Shared;
+
+    fn deref(&self) -> &Shared {
+        &self.0
+    }
+}
+
+pub(super) fn pair(control_limit: usize) -> (Ended, EndpointHandle) {
     let shared = Arc::new(Shared {
         queue: Mutex::default(),
         queued: AtomicBool::new(false),
@@ -123,7 +140,7 @@ pub(super) fn pair(control_limit: usize) -> (Arc<Shared>, EndpointHandle) {
         counters: Counters::default(),
     });
     let handle = EndpointHandle { shared: shared.clone(), _last: Arc::new(CloseOnDrop(shared.clone())) };
-    (shared, handle)
+    (Ended(shared), handle)
 }
 
 impl Shared {
@@ -132,7 +149,13 @@ impl Shared {
     }
 
     fn push(&self, command: Command) {
-        self.lock().push_back(command);
+        let mut queue = self.lock();
+        // Nobody would take it: a socket must not stay open and unread because somebody still has a handle.
+        if self.is_closed() {
+            return;
+        }
+        queue.push_back(command);
+        drop(queue);
         self.queued.store(true, Release);
         self.waker.wake();
     }
@@ -147,9 +170,20 @@ impl Shared {
         self.waker.register(cx.waker());
     }
 
+    /// Nothing is taken any more; what was queued is dropped.
+    pub(super) fn end(&self) {
+        self.close();
+        let queue = std::mem::take(&mut *self.lock());
+        drop(queue);
+    }
+
     /// What was queued since.
     pub(super) fn take(&self) -> VecDeque<Command> {
-        if self.queued.swap(false, AcqRel) { std::mem::take(&mut *self.lock()) } else { VecDeque::new() }
+        if self.queued.load(Acquire) && self.queued.swap(false, AcqRel) {
+            std::mem::take(&mut *self.lock())
+        } else {
+            VecDeque::new()
+        }
     }
 
     pub(super) fn is_closed(&self) -> bool {
@@ -158,6 +192,8 @@ impl Shared {
 
     /// Control bytes went out of the queue into records (or were dropped).
     pub(super) fn control_left(&self, bytes: usize) {
-        self.control_waiting.fetch_sub(bytes, AcqRel);
+        if bytes > 0 {
+            self.control_waiting.fetch_sub(bytes, AcqRel);
+        }
     }
 }

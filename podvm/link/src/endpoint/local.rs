@@ -1,7 +1,7 @@
 //! One local connection: its socket, its filter, what it has not taken yet.
 
 use std::{
-    io,
+    io::{self, IoSlice},
     pin::Pin,
     task::{Context, Poll},
 };
@@ -11,13 +11,17 @@ use futures_util::future::BoxFuture;
 use tokio::{io::AsyncWrite, net::UnixStream, time::Instant};
 
 use super::{Filter, transport::poll_read};
+use crate::session::CHUNK;
 
 /// Undelivered answers of our own above which nothing more is read from a socket. (Bytes of the stream do not count,
 /// the window bounds them: an agent that writes before it reads on must be read.)
 const BACKLOG: usize = 64 << 10;
 
-/// The most that is read from a socket before another one has its turn.
-pub(super) const READ: usize = 64 << 10;
+/// The most that is read from a socket before another one has its turn: whole records, and a frame of 64 KiB in one.
+pub(super) const READ: usize = 8 * CHUNK;
+
+/// The most pieces that one write takes.
+pub(super) const SLICES: usize = 8;
 
 pub(super) struct Local {
     socket: Socket,
@@ -105,6 +109,30 @@ impl Local {
     pub(super) fn write_received(&mut self, cx: &mut Context<'_>, data: &[u8], received: usize) {
         self.owed += received;
         self.write(cx, data);
+    }
+
+    /// Writes bytes of the stream exactly as they came.
+    pub(super) fn write_straight(&mut self, cx: &mut Context<'_>, slices: &[&[u8]]) {
+        let total: usize = slices.iter().map(|slice| slice.len()).sum();
+        self.owed += total;
+        let mut written = 0;
+        if let (Socket::Open(socket), true, false) = (&mut self.socket, self.out.is_empty(), self.deaf) {
+            let mut vector = [IoSlice::new(&[]); SLICES];
+            vector.iter_mut().zip(slices).for_each(|(to, from)| *to = IoSlice::new(from));
+            match Pin::new(socket).poll_write_vectored(cx, &vector[..slices.len()]) {
+                Poll::Ready(Ok(n)) => written = n,
+                Poll::Ready(Err(_)) => self.deaf = true,
+                Poll::Pending => {}
+            }
+        }
+        // A socket that took a part is asked again, so that it wakes us.
+        for slice in slices {
+            let rest = &slice[written.min(slice.len())..];
+            written -= slice.len() - rest.len();
+            if !rest.is_empty() {
+                self.write(cx, rest);
+            }
+        }
     }
 
     /// Writes an answer of the filter's own.

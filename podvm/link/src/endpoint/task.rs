@@ -3,7 +3,7 @@
 use std::{
     collections::HashMap,
     pin::Pin,
-    sync::{Arc, atomic::Ordering::Relaxed},
+    sync::atomic::Ordering::Relaxed,
     task::{Context, Poll},
 };
 
@@ -13,7 +13,7 @@ use tracing::debug;
 
 use super::{
     Handler, Limits, LinkEvent, Role, Transport,
-    handle::{Command, Shared},
+    handle::{Command, Ended},
     join::Joining,
     local::Local,
 };
@@ -26,7 +26,7 @@ mod link;
 mod locals;
 
 /// Rounds of one poll; then other tasks have their turn.
-const ROUNDS: usize = 4;
+const ROUNDS: usize = 3;
 
 /// What is left for a closing connection is written in this time, or dropped.
 const LINGER: Duration = Duration::from_secs(1);
@@ -38,7 +38,7 @@ pub(super) struct Task<H> {
     role: Role,
     handler: H,
     limits: Limits,
-    shared: Arc<Shared>,
+    shared: Ended,
     session: Session,
     link: Option<Link>,
     joining: Option<Joining>,
@@ -102,7 +102,7 @@ impl Scratch {
 }
 
 impl<H: Handler> Task<H> {
-    pub(super) fn new(role: Role, handler: H, limits: Limits, shared: Arc<Shared>) -> Task<H> {
+    pub(super) fn new(role: Role, handler: H, limits: Limits, shared: Ended) -> Task<H> {
         let id = (role == Role::Guest).then(random_id);
         let bounds = session::Limits {
             replay: limits.replay,

@@ -1,5 +1,5 @@
-//! TLS over TCP after the handshake, driven without a layer between: a read takes 64 KiB from the socket at once (the
-//! usual adapter takes 4 KiB), and nothing is held while the connection is idle but what rustls itself needs.
+//! TLS over TCP after the handshake, driven without a layer between: a read takes what the socket has (the usual adapter takes
+//! 4 KiB), and nothing is held while the connection is idle but what rustls itself needs.
 
 use std::{
     io::{self, IoSlice, Read, Write},
@@ -13,6 +13,9 @@ use tokio::{io::AsyncWrite, net::TcpStream};
 use super::transport::poll_read;
 use crate::session::pool::{self, Size};
 
+/// What one write may encrypt: a frame of 64 KiB, or eight records, go to the socket in one call.
+const AHEAD: usize = 132 << 10;
+
 pub(super) struct Tls {
     tcp: TcpStream,
     tls: Connection,
@@ -21,7 +24,8 @@ pub(super) struct Tls {
 }
 
 impl Tls {
-    pub(super) fn new(tcp: TcpStream, tls: Connection) -> Tls {
+    pub(super) fn new(tcp: TcpStream, mut tls: Connection) -> Tls {
+        tls.set_buffer_limit(Some(AHEAD));
         Tls { tcp, tls, carry: Vec::new() }
     }
 
@@ -37,7 +41,7 @@ impl Tls {
             if let Some(filled) = filled {
                 return Poll::Ready(Ok(filled));
             }
-            let mut cipher = pool::take(Size::Large);
+            let mut cipher = pool::take(Size::Read);
             let read = poll_read(&mut self.tcp, cx, &mut cipher);
             let Poll::Ready(Ok(n @ 1..)) = read else {
                 pool::give(cipher);
@@ -116,7 +120,11 @@ impl Write for Socket<'_, '_> {
     }
 
     fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
-        or_would_block(Pin::new(&mut *self.tcp).poll_write_vectored(self.cx, slices))
+        match slices {
+            // The plain call is the cheaper one, and small calls are one slice.
+            [one] => self.write(one),
+            many => or_would_block(Pin::new(&mut *self.tcp).poll_write_vectored(self.cx, many)),
+        }
     }
 
     fn flush(&mut self) -> io::Result<()> {

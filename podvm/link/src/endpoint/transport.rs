@@ -81,7 +81,10 @@ impl Transport {
     ) -> Poll<io::Result<usize>> {
         match &mut self.io {
             Kind::Tls(tls) => tls.poll_write(cx, slices),
-            Kind::Tcp(tcp) => Pin::new(tcp).poll_write_vectored(cx, slices),
+            Kind::Tcp(tcp) => match slices {
+                [one] => Pin::new(tcp).poll_write(cx, one),
+                many => Pin::new(tcp).poll_write_vectored(cx, many),
+            },
             Kind::Any(io) => Pin::new(io).poll_write_vectored(cx, slices),
         }
     }

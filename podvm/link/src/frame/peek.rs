@@ -119,7 +119,8 @@ fn varint(bytes: &mut &[u8]) -> Result<u64, Stop> {
 
 /// A whole response frame for call `stream` that ends it with the gRPC `code` and this text (cut at 16 KiB).
 pub fn error_response(stream: u32, code: i32, message: &str) -> Vec<u8> {
-    let message = &message[..message.floor_char_boundary(MAX_MESSAGE)];
+    let message = &message
+        [..(0..=message.len().min(MAX_MESSAGE)).rfind(|at| message.is_char_boundary(*at)).unwrap_or(0)];
     let mut status = Vec::with_capacity(message.len() + 32);
     status.push(1 << 3); // code, varint; protobuf writes negative numbers as 64 bits
     put_varint(&mut status, i64::from(code) as u64);

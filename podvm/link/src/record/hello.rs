@@ -112,7 +112,7 @@ impl Welcome {
 }
 
 fn shortened(text: &str) -> &str {
-    &text[..text.floor_char_boundary(MAX_VERSION_TEXT)]
+    &text[..(0..=text.len().min(MAX_VERSION_TEXT)).rfind(|at| text.is_char_boundary(*at)).unwrap_or(0)]
 }
 
 struct Rest<'a> {

@@ -19,8 +19,8 @@ use crate::{
     },
 };
 
-/// Writes of one round; each is at most what TLS buffers (64 KiB).
-const WRITES: usize = 4;
+/// Writes of one round; each is at most what TLS buffers.
+const WRITES: usize = 2;
 
 impl<H: Handler> Task<H> {
     pub(super) fn poll_joining(&mut self, cx: &mut Context<'_>) -> bool {

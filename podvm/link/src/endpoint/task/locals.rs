@@ -12,18 +12,24 @@ use super::{LINGER, LOOK, Scratch, Task};
 use crate::{
     endpoint::{
         Handler, Role,
-        local::{Local, READ},
+        local::{Local, READ, SLICES},
     },
     record::{CloseReason, StreamKind},
     session::pool::{self, Size},
 };
 
+/// Records at least so long are worth a slice of their own.
+const STRAIGHT: usize = 2 << 10;
+
 /// Consecutive records for one connection become one write.
 #[derive(Default)]
-pub(super) struct Batch {
+pub(super) struct Batch<'a> {
     at: Option<usize>,
     /// Stream bytes that became what is in the scratch buffer.
     received: usize,
+    /// Or what goes straight from the transport's buffer to the socket.
+    straight: [&'a [u8]; SLICES],
+    filled: usize,
 }
 
 impl<H: Handler> Task<H> {
@@ -84,17 +90,31 @@ impl<H: Handler> Task<H> {
     }
 
     /// Bytes of a stream; gathered for as long as they are for the same connection.
-    pub(super) fn data(
+    pub(super) fn data<'a>(
         &mut self,
         cx: &mut Context<'_>,
         scratch: &mut Scratch,
-        batch: &mut Batch,
+        batch: &mut Batch<'a>,
         stream: u32,
-        data: &[u8],
+        data: &'a [u8],
     ) {
         self.shared.counters.bytes_from_peer.fetch_add(data.len() as u64, Relaxed);
         let Some(at) = self.by_stream.get(&stream).copied() else { return };
-        if batch.at != Some(at) {
+        if batch.at != Some(at) || batch.filled == SLICES {
+            self.deliver(cx, scratch, batch);
+            batch.at = Some(at);
+        }
+        let Some(local) = &mut self.locals[at] else { return };
+        if data.len() >= STRAIGHT && local.filter.passes_from_peer(data) {
+            if batch.received > 0 {
+                self.deliver(cx, scratch, batch);
+                batch.at = Some(at);
+            }
+            batch.straight[batch.filled] = data;
+            batch.filled += 1;
+            return;
+        }
+        if batch.filled > 0 {
             self.deliver(cx, scratch, batch);
             batch.at = Some(at);
         }
@@ -105,11 +125,17 @@ impl<H: Handler> Task<H> {
     }
 
     /// Writes what was gathered.
-    pub(super) fn deliver(&mut self, cx: &mut Context<'_>, scratch: &mut Scratch, batch: &mut Batch) {
+    pub(super) fn deliver(&mut self, cx: &mut Context<'_>, scratch: &mut Scratch, batch: &mut Batch<'_>) {
         let Some(at) = batch.at.take() else { return };
         let received = std::mem::take(&mut batch.received);
+        let filled = std::mem::take(&mut batch.filled);
         if let Some(local) = &mut self.locals[at] {
-            local.write_received(cx, &scratch.local, received);
+            if received > 0 {
+                local.write_received(cx, &scratch.local, received);
+            }
+            if filled > 0 {
+                local.write_straight(cx, &batch.straight[..filled]);
+            }
             if let Some(stream) = local.stream {
                 self.session.consumed(stream, local.take_credit());
                 if !scratch.peer.is_empty() {
@@ -165,7 +191,7 @@ impl<H: Handler> Task<H> {
         if room == 0 {
             return false;
         }
-        let mut buffer = pool::take(Size::Large);
+        let mut buffer = pool::take(Size::Read);
         let read = local.poll_read(cx, &mut buffer[..room.min(READ)]);
         let moved = match read {
             Poll::Pending => false,
@@ -185,14 +211,22 @@ impl<H: Handler> Task<H> {
 
     fn take_local(&mut self, at: usize, data: &[u8], cx: &mut Context<'_>, scratch: &mut Scratch) {
         let Some(local) = &mut self.locals[at] else { return };
+        if local.filter.passes_from_local(data) {
+            return self.give_peer(at, data);
+        }
         local.filter.from_local(data, &mut scratch.peer, &mut scratch.local);
         if !scratch.local.is_empty() {
             local.write_answer(cx, &scratch.local);
             scratch.local.clear();
         }
-        if scratch.peer.is_empty() {
-            return;
+        if !scratch.peer.is_empty() {
+            self.give_peer(at, &scratch.peer);
+            scratch.peer.clear();
         }
+    }
+
+    fn give_peer(&mut self, at: usize, data: &[u8]) {
+        let Some(local) = &mut self.locals[at] else { return };
         // A stream only when there is something to say: the agent shall not see connections that stay silent.
         if local.stream.is_none() {
             local.stream = self.session.open(StreamKind::Agent);
@@ -202,13 +236,12 @@ impl<H: Handler> Task<H> {
         }
         match local.stream {
             Some(stream) => {
-                self.shared.counters.bytes_to_peer.fetch_add(scratch.peer.len() as u64, Relaxed);
-                self.session.send(stream, &scratch.peer);
+                self.shared.counters.bytes_to_peer.fetch_add(data.len() as u64, Relaxed);
+                self.session.send(stream, data);
             }
             // Not reached before 2^31 streams: room_for_new() was asked.
             None => self.remove(at, CloseReason::Closed),
         }
-        scratch.peer.clear();
     }
 
     /// Looks at connections that wait for the clock.
