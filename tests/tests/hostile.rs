@@ -375,11 +375,11 @@ async fn without_room_for_the_intent_nothing_is_begun() {
     let world = World::new().unwrap();
     let state = world.folder().join("state");
     fs::create_dir_all(&state).unwrap();
-    let mount = |arguments: &[&str]| {
-        let done = Command::new("mount").args(arguments).arg(&state).status().unwrap();
-        assert!(done.success(), "{arguments:?}");
+    let mount = |program: &str, arguments: &[&str], path: &Path| {
+        let done = Command::new(program).args(arguments).arg(path).status().unwrap();
+        assert!(done.success(), "{program} {arguments:?}");
     };
-    mount(&["-t", "tmpfs", "-o", "size=2m,mode=0700", "none"]);
+    mount("mount", &["-t", "tmpfs", "-o", "size=2m,mode=0700", "none"], &state);
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let pod = world.pod().unwrap();
     let shim = daemons.shim().await.unwrap();
@@ -401,13 +401,16 @@ async fn without_room_for_the_intent_nothing_is_begun() {
     assert!(error.answer().contains("space"), "{error}");
     fs::remove_file(&filler).unwrap();
 
-    mount(&["-o", "remount,ro"]);
+    // A file system cannot turn read-only under somebody's open file; a mount of the records alone can.
+    let records = state.join("sandboxes");
+    mount("mount", &["--bind", records.to_str().unwrap()], &records);
+    mount("mount", &["-o", "remount,bind,ro"], &records);
     let error = create(&shim, &fresh_id("read-only"), &pod.namespace().path()).await.unwrap_err();
     assert!(error.answer().to_lowercase().contains("read-only"), "{error}");
+    mount("umount", &[], &records);
     nothing_beyond(&world, &[pod.namespace()], &daemons, &before, &before).await.unwrap();
 
     // And when there is room again, it works again.
-    mount(&["-o", "remount,rw"]);
     let sandbox = Sandbox::start(&world, &daemons, "room").await.unwrap();
     sandbox.stop(&daemons).await.unwrap();
 }

@@ -110,10 +110,7 @@ async fn a_vm_that_does_not_join_in_time_is_named_and_taken_away() {
     let id = fresh_id("late");
     shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
     let error = tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap_err();
-    assert!(
-        error.answer().contains("joined") || error.answer().contains("join"),
-        "the stage is named: {error}"
-    );
+    assert!(error.answer().contains("did not call this node within"), "the stage is named: {error}");
     daemons.gone(&id, PATIENCE).await.unwrap();
     nothing_beyond(&world, &[pod.namespace()], &daemons, &before, &before).await.unwrap();
 }
