@@ -2,12 +2,12 @@
 //! told to stop. The end kills no pod: what runs goes on without us, and what was begun is in the ledger.
 
 use std::{
-    fs::{DirBuilder, File, OpenOptions},
+    fs::{DirBuilder, File},
     io,
     net::SocketAddr,
-    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
+    os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
-    sync::{Arc, RwLock},
+    sync::Arc,
     time::{Duration, SystemTime},
 };
 
@@ -29,6 +29,7 @@ use crate::{
     ledger::{self, Inbox, Ledger, Loaded},
     metrics::Metrics,
     relay_client::RelayClient,
+    roll_over::{self, SharedTrust},
     rpc::{self, Door},
     sandbox::{
         Reaper, Sandboxes,
@@ -139,7 +140,7 @@ pub async fn build(
         error!(file = %bad.file.display(), moved_to = %bad.moved_to.display(), why = bad.why, sandbox = bad.id.as_ref().map(tracing::field::display), "set aside: this sandbox is not looked after");
     }
 
-    let trust = Arc::new(RwLock::new(Trust::open(&config.state_dir.join("trust"), SystemTime::now())?));
+    let trust = SharedTrust::new(Trust::open(&config.state_dir.join("trust"), SystemTime::now())?);
     let tunnel = Tunnel::open(config.tunnel.clone())?;
     let provider = provider.open().map_err(AppError::Provider)?;
     let provider = decorate(provider, DecoratorConfig::default(), &mut registry);
@@ -174,6 +175,11 @@ pub async fn build(
         inbox.done(&note)?;
     }
     info!(records = count, quarantined = quarantined.len(), "recovered from the ledger");
+    let (rolled, told, table) = (trust.clone(), relay.clone(), sandboxes.clone());
+    tasks.spawn(async move {
+        roll_over::run(rolled, told, table, config.ca_roll_over).await;
+        "roll-over of the CA"
+    });
     let protected = quarantined.into_iter().filter_map(|bad| bad.id).collect();
     look_after(&mut tasks, &sandboxes, &inbox, &metrics, Orphans::new(protected, config.orphan_grace));
 
@@ -243,9 +249,9 @@ impl Bound {
 }
 
 /// What the relay is given: a certificate that guests can check, and whom to trust.
-fn identity(trust: Arc<RwLock<Trust>>) -> crate::relay_client::Identity {
+fn identity(trust: SharedTrust) -> crate::relay_client::Identity {
     Arc::new(move || {
-        let trust = trust.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let trust = trust.read();
         let (chain, key) = trust.relay_identity().map_err(|error| error.to_string())?;
         Ok(ConfigureRequest {
             certificates: chain.iter().map(|der| der.to_vec()).collect(),
@@ -329,11 +335,11 @@ fn look_after(
 
 /// One node for one state directory. An older one that is just leaving is waited for.
 async fn lock(state_dir: &Path, starting: &BlockReady, shutdown: &Shutdown) -> Result<Flock<File>, AppError> {
-    let path = state_dir.join("node.lock");
+    // The folder of records itself: it needs no file that is open for writing, and goes with what it guards.
+    let path = state_dir.join("sandboxes");
     let mut said = false;
     loop {
-        let file = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(&path);
-        let file = file.map_err(path_error("open", &path))?;
+        let file = File::open(&path).map_err(path_error("open", &path))?;
         match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
             Ok(lock) => return Ok(lock),
             Err((_, nix::errno::Errno::EWOULDBLOCK)) => {}

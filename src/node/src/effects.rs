@@ -4,7 +4,7 @@
 use std::{
     net::{IpAddr, SocketAddr},
     path::Path,
-    sync::{Arc, PoisonError, RwLock},
+    sync::Arc,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
@@ -23,7 +23,8 @@ use crate::{
     birth,
     ledger::{self, Ledger, NetnsRef, Network, Record},
     relay_client::RelayClient,
-    sandbox::effects::{Certificate, CloudError, Effects, Guest, NetworkError, RelayError},
+    roll_over::SharedTrust,
+    sandbox::effects::{Certificate, CloudError, Effects, Guest, NetworkError, RelayError, Trusted},
     spec::SandboxId,
     trust::{Ticket, Trust},
     tunnel::{Netns, NetnsId, Reserved, Seen, Tunnel},
@@ -44,7 +45,7 @@ pub struct Real {
     /// The relay.
     pub relay: RelayClient,
     /// The CA.
-    pub trust: Arc<RwLock<Trust>>,
+    pub trust: SharedTrust,
     /// Where guests reach us.
     pub addresses: GuestAddresses,
     /// How long a guest goes on without us.
@@ -61,11 +62,6 @@ struct Woven {
 }
 
 impl Real {
-    fn trust(&self) -> std::sync::RwLockReadGuard<'_, Trust> {
-        // A panic while the CA was rolled over leaves the old one or the new one, both whole.
-        self.trust.read().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Opens the very namespace that was recorded.
     async fn open(&self, netns: &NetnsRef) -> Result<Netns, NetworkError> {
         let path = netns.path.clone();
@@ -120,7 +116,7 @@ impl Effects for Real {
 
     fn user_data(&self, ticket: &Ticket) -> Result<String, String> {
         let addresses: Vec<SocketAddr> = self.addresses.now(self.relay.listen())?;
-        Ok(birth::user_data(ticket, &addresses, &self.trust().ca_sha256(), self.lease))
+        Ok(birth::user_data(ticket, &addresses, &self.trust.read().ca_sha256(), self.lease))
     }
 
     async fn save(&self, record: &Record) -> Result<(), ledger::Error> {
@@ -261,12 +257,16 @@ impl Effects for Real {
         self.relay.call(id, &request, timeout).await
     }
 
+    fn trusted(&self) -> watch::Receiver<Arc<Trusted>> {
+        self.trust.trusted()
+    }
+
     fn csr_key(&self, csr: &[u8]) -> Result<[u8; 32], String> {
         Trust::csr_key_sha256(csr).map_err(|error| error.to_string())
     }
 
     fn sign(&self, id: &SandboxId, csr: &[u8]) -> Result<Certificate, String> {
-        let signed = self.trust().sign_guest(id.as_str(), csr).map_err(|error| error.to_string())?;
+        let signed = self.trust.read().sign_guest(id.as_str(), csr).map_err(|error| error.to_string())?;
         Ok(Certificate {
             key_sha256: signed.key_sha256,
             certificate_sha256: signed.certificate_sha256,

@@ -8,6 +8,7 @@ pub mod effects;
 pub mod ledger;
 pub mod metrics;
 pub mod relay_client;
+pub mod roll_over;
 pub mod rpc;
 pub mod sandbox;
 pub mod spec;

@@ -21,6 +21,7 @@ mod clear;
 mod error;
 mod outcomes;
 mod reaper;
+mod renew;
 mod slots;
 mod steps;
 mod table;

@@ -53,6 +53,9 @@ pub struct Record {
     /// The key that used the ticket.
     #[serde(default)]
     pub binding: Option<Binding>,
+    /// Whom the guest trusts: what was in its user-data, or was told since (see `Trusted` of the effects).
+    #[serde(default)]
+    pub trust: Option<String>,
     /// The VM's addresses, as the cloud told them.
     #[serde(default)]
     pub addresses: Vec<IpAddr>,
@@ -140,6 +143,7 @@ impl Record {
             initdata: None,
             ticket: None,
             binding: None,
+            trust: None,
             addresses: Vec::new(),
             network: None,
             session: None,

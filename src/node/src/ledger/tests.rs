@@ -1,1 +1,207 @@
+use std::{
+    fs,
+    net::IpAddr,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
+};
 
+use proptest::prelude::*;
+
+use super::*;
+use crate::{sandbox::phase::Phase, spec::SandboxId};
+
+struct Dir(PathBuf);
+
+impl Dir {
+    fn new() -> Dir {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        let name = format!("peerpod-ledger-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let dir = std::env::temp_dir().join(name);
+        fs::create_dir_all(&dir).unwrap();
+        Dir(dir)
+    }
+}
+
+impl Drop for Dir {
+    fn drop(&mut self) {
+        drop(fs::remove_dir_all(&self.0));
+    }
+}
+
+fn id(text: &str) -> SandboxId {
+    text.parse().unwrap()
+}
+
+fn mode(path: &Path) -> u32 {
+    fs::metadata(path).unwrap().permissions().mode() & 0o777
+}
+
+const SAMPLES: [(&str, &str); 4] = [
+    ("3f0c8f8e0a4a4b7e9d1c2b3a4f5e6d7c", include_str!("../../tests/samples/ledger-v1-booting.json")),
+    ("web_1.a-b", include_str!("../../tests/samples/ledger-v1-running.json")),
+    ("web-2", include_str!("../../tests/samples/ledger-v1-leaving.json")),
+    ("web-3", include_str!("../../tests/samples/ledger-v1-gone.json")),
+];
+
+#[test]
+fn what_version_1_wrote_is_read_and_written_back_the_same() {
+    let dir = Dir::new();
+    let ledger = Ledger::open(&dir.0).unwrap();
+    for (name, text) in SAMPLES {
+        fs::write(dir.0.join(format!("sandboxes/{name}.json")), text).unwrap();
+    }
+    let loaded = ledger.load().unwrap();
+    assert_eq!(loaded.quarantined, []);
+    assert_eq!(loaded.records.len(), SAMPLES.len());
+    let get = |name: &str| loaded.records.iter().find(|record| record.id.as_str() == name).unwrap();
+    let booting = get(SAMPLES[0].0);
+    assert_eq!(booting.phase, Phase::Booting { attempt: 1 });
+    assert_eq!(booting.request.as_ref().unwrap().size.memory_mib, 2048);
+    assert_eq!(
+        booting.network.as_ref().unwrap().tunnel.get(),
+        r#"{"seen":{"anything":1},"reserved":{"vni":4711}}"#
+    );
+    let running = get("web_1.a-b");
+    assert_eq!(running.phase.vm().unwrap().as_str(), "i-0abc");
+    assert_eq!(running.addresses, ["10.99.0.7".parse::<IpAddr>().unwrap(), "fd99::7".parse().unwrap()]);
+    assert_eq!(running.binding.as_ref().unwrap().certificates_sha256, ["bb", "cc"]);
+    // Fields that came later have their defaults.
+    assert!(get("web-2").failed && get("web-2").stages.is_empty());
+    assert_eq!(get("web-3").gone_ms, Some(1_763_630_000_000));
+    for record in &loaded.records {
+        ledger.save(record).unwrap();
+    }
+    for (name, text) in SAMPLES.iter().take(2) {
+        let written = fs::read_to_string(dir.0.join(format!("sandboxes/{name}.json"))).unwrap();
+        let (was, is): (serde_json::Value, serde_json::Value) =
+            (serde_json::from_str(text).unwrap(), serde_json::from_str(&written).unwrap());
+        assert_eq!(was, is, "{name}");
+    }
+}
+
+#[test]
+fn records_are_for_root_alone_and_survive_a_crash_in_mid_write() {
+    let dir = Dir::new();
+    let state = dir.0.join("state");
+    let ledger = Ledger::open(&state).unwrap();
+    ledger.save(&Record::tombstone(id("a"), 1)).unwrap();
+    let file = state.join("sandboxes/a.json");
+    assert_eq!((mode(&state), mode(&state.join("sandboxes")), mode(&file)), (0o700, 0o700, 0o600));
+    // What a crash leaves of the next write is swept, and the record is what it was.
+    fs::write(state.join("sandboxes/.a.tmp"), "{\"version\":1,\"id\":\"a\",\"pha").unwrap();
+    let loaded = ledger.load().unwrap();
+    assert_eq!((loaded.records.len(), loaded.quarantined.len()), (1, 0));
+    assert!(!state.join("sandboxes/.a.tmp").exists());
+    ledger.remove(&id("a")).unwrap();
+    ledger.remove(&id("a")).unwrap();
+    assert!(!file.exists());
+}
+
+#[test]
+fn a_folder_that_others_could_read_is_narrowed() {
+    let dir = Dir::new();
+    fs::create_dir(dir.0.join("sandboxes")).unwrap();
+    fs::set_permissions(dir.0.join("sandboxes"), fs::Permissions::from_mode(0o755)).unwrap();
+    Ledger::open(&dir.0).unwrap();
+    assert_eq!(mode(&dir.0.join("sandboxes")), 0o700);
+}
+
+#[test]
+fn what_cannot_be_understood_is_set_aside_and_named() {
+    let dir = Dir::new();
+    let ledger = Ledger::open(&dir.0).unwrap();
+    ledger.save(&Record::tombstone(id("good"), 1)).unwrap();
+    let whole = fs::read_to_string(dir.0.join("sandboxes/good.json")).unwrap();
+    let cases = [
+        ("torn.json", whole[..whole.len() / 2].to_owned(), "not a versioned record"),
+        ("empty.json", String::new(), "not a versioned record"),
+        ("newer.json", whole.replace("\"version\":1", "\"version\":2"), "version 2 is unknown"),
+        ("zero.json", whole.replace("\"version\":1", "\"version\":0"), "version 0 is unknown"),
+        ("other.json", whole.clone(), "it is the record of good"),
+        ("phase.json", whole.replace("\"gone\"", "\"limbo\""), "not a record"),
+        ("not a name.json", whole.clone(), "not a sandbox id"),
+        ("noise.txt", whole.clone(), "not a sandbox id"),
+    ];
+    for (name, text, _) in &cases {
+        fs::write(dir.0.join("sandboxes").join(name), text).unwrap();
+    }
+    fs::create_dir(dir.0.join("sandboxes/folder.json")).unwrap();
+    let loaded = ledger.load().unwrap();
+    assert_eq!(loaded.records.len(), 1);
+    assert_eq!(loaded.quarantined.len(), cases.len() + 1);
+    for (name, text, why) in &cases {
+        let bad = loaded.quarantined.iter().find(|bad| bad.file.ends_with(name)).unwrap();
+        assert!(bad.why.contains(why), "{name}: {}", bad.why);
+        assert_eq!(fs::read_to_string(&bad.moved_to).unwrap(), *text, "nothing of it is lost");
+        assert_eq!(bad.id.is_some(), name.ends_with(".json") && !name.contains(' '));
+    }
+    // The next start does not stumble over them again.
+    assert_eq!(ledger.load().unwrap().quarantined, []);
+}
+
+#[test]
+fn a_file_too_long_is_not_read_into_memory() {
+    let dir = Dir::new();
+    let ledger = Ledger::open(&dir.0).unwrap();
+    let file = fs::File::create(dir.0.join("sandboxes/long.json")).unwrap();
+    file.set_len(1 << 40).unwrap();
+    let loaded = ledger.load().unwrap();
+    assert!(loaded.quarantined[0].why.contains("longer than"), "{:?}", loaded.quarantined);
+}
+
+#[test]
+fn a_disk_that_cannot_be_written_is_said_with_its_place_and_a_remedy() {
+    // Root writes to read-only folders; a folder that is none refuses everybody.
+    let dir = Dir::new();
+    fs::write(dir.0.join("state"), "a file").unwrap();
+    let error = Ledger::open(&dir.0.join("state")).unwrap_err().to_string();
+    assert!(error.contains("state") && error.contains("writable"), "{error}");
+    let ledger = Ledger::open(&dir.0.join("other")).unwrap();
+    fs::remove_dir_all(dir.0.join("other/sandboxes")).unwrap();
+    let error = ledger.save(&Record::tombstone(id("a"), 1)).unwrap_err().to_string();
+    assert!(error.contains("sandboxes/a.json") && error.contains("No such file"), "{error}");
+}
+
+fn note(dir: &Path, name: &str, text: &str) {
+    fs::write(dir.join("inbox").join(name), text).unwrap();
+}
+
+#[test]
+fn notes_are_read_oldest_first_and_removed_when_done() {
+    let dir = Dir::new();
+    let inbox = Inbox::open(&dir.0).unwrap();
+    assert_eq!(mode(&dir.0.join("inbox")), 0o700);
+    note(&dir.0, "b.json", r#"{"version":1,"op":"stop","id":"b","at_ms":20}"#);
+    note(&dir.0, "a.json", r#"{"version":1,"op":"stop","id":"a","at_ms":10,"more":"later"}"#);
+    note(&dir.0, ".c.json.tmp", "{");
+    note(&dir.0, "newer.json", r#"{"version":2,"op":"stop","id":"n","at_ms":10}"#);
+    note(&dir.0, "what.json", r#"{"version":1,"op":"explode","id":"w","at_ms":10}"#);
+    note(&dir.0, "bad.json", r#"{"version":1,"op":"stop","id":"../x","at_ms":10}"#);
+    let (notes, bad) = inbox.read().unwrap();
+    assert_eq!(notes.iter().map(|note| note.id.as_str()).collect::<Vec<_>>(), ["a", "b"]);
+    assert_eq!(bad.len(), 3);
+    for note in &notes {
+        inbox.done(note).unwrap();
+        inbox.done(note).unwrap();
+    }
+    let (notes, bad) = inbox.read().unwrap();
+    assert_eq!((notes.len(), bad.len()), (0, 0));
+    assert!(dir.0.join("inbox/.c.json.tmp").exists(), "a note that is being written is left alone");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn no_bytes_in_a_record_make_the_reader_panic(bytes in prop::collection::vec(any::<u8>(), 0..400), at in 0usize..900) {
+        let dir = Dir::new();
+        let ledger = Ledger::open(&dir.0).unwrap();
+        let mut text = SAMPLES[0].1.as_bytes().to_vec();
+        let at = at.min(text.len());
+        text.splice(at..(at + bytes.len()).min(text.len()), bytes);
+        fs::write(dir.0.join(format!("sandboxes/{}.json", SAMPLES[0].0)), &text).unwrap();
+        let loaded = ledger.load().unwrap();
+        prop_assert_eq!(loaded.records.len() + loaded.quarantined.len(), 1);
+    }
+}

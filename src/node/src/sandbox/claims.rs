@@ -37,7 +37,10 @@ impl std::fmt::Debug for Secret {
 
 /// Granted claims that wait until the relay knows the certificate.
 #[derive(Default)]
-pub(super) struct Claims(Vec<(u64, Granted, oneshot::Sender<Result<Granted, Error>>)>);
+pub(super) struct Claims(Vec<Waiting>);
+
+/// The relay's version that knows the certificate, what is granted, and who waits.
+type Waiting = (u64, Granted, oneshot::Sender<Result<Granted, Error>>);
 
 /// More guests than one sandbox has never wait at once; beyond it somebody is playing.
 const MAX_WAITING: usize = 16;

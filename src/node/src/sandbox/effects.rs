@@ -3,7 +3,7 @@
 //! Tests put a world of their own behind it, stop time, and fail or kill at every call. The real one is
 //! [`crate::effects`]. No method retries: when and whether to try again is the task's decision.
 
-use std::{net::IpAddr, path::Path, time::Duration};
+use std::{net::IpAddr, path::Path, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use peerpod_proto::{
@@ -48,6 +48,15 @@ pub struct Certificate {
     pub certificate_sha256: [u8; 32],
     /// DER, leaf first.
     pub chain: Vec<Vec<u8>>,
+}
+
+/// Whom guests are to trust at present.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Trusted {
+    /// Changes with the CAs and with the one that signs; a guest that knows another one must be told.
+    pub id: String,
+    /// The CAs, DER.
+    pub cas: Vec<Vec<u8>>,
 }
 
 /// What the relay last said of a sandbox's guest.
@@ -150,6 +159,9 @@ pub trait Effects: Send + Sync + 'static {
 
     /// One request to the guest and its answer.
     async fn call(&self, id: &SandboxId, request: Request, timeout: Duration) -> Result<Reply, RelayError>;
+
+    /// Whom guests are to trust; changes while the CA is rolled over.
+    fn trusted(&self) -> watch::Receiver<Arc<Trusted>>;
 
     /// SHA-256 of the public key in a CSR.
     ///

@@ -59,6 +59,12 @@ impl Task {
                 self.later(Which::Guest, error.text);
                 Ok(())
             }
+            Outcome::Told { trusted, result: Ok(reply) } => self.told(trusted, *reply).await,
+            Outcome::Renewed { trusted, result: Ok(reply) } => self.renewed(trusted, *reply).await,
+            Outcome::Told { result: Err(error), .. } | Outcome::Renewed { result: Err(error), .. } => {
+                self.later(Which::Guest, error.text);
+                Ok(())
+            }
             Outcome::Cleared(pass) => self.passed(pass).await,
         };
         match result {
@@ -209,11 +215,7 @@ impl Task {
             record.session = Some(session);
             self.save(record).await.map_err(Unapplied::Disk)?;
             let lost: Vec<String> = status.lost.iter().map(|what| clip(what)).collect();
-            warn!(
-                lost = lost.join("; "),
-                guest_version = clip(&status.version),
-                "the guest is another one and rejoined"
-            );
+            warn!(lost = lost.join("; "), guest_version = clip(&status.version), "the guest rejoined");
         }
         Ok(())
     }
@@ -267,7 +269,7 @@ impl Task {
     }
 
     /// Something did not work and is tried again.
-    fn later(&mut self, which: Which, text: String) {
+    pub(super) fn later(&mut self, which: Which, text: String) {
         let slot = self.slots.get(which);
         if slot.failures() == 3 {
             warn!(error = text, step = ?which, "still does not work");
@@ -313,7 +315,7 @@ impl Task {
             _ if self.record.binding.is_none() => (
                 "boot",
                 format!(
-                    "{name} did not call this node within {limit:?}: it did not boot, its image has no peerpod-guest, or \
+                    "{name} did not join within {limit:?}, nor call this node: it did not boot, its image has no peerpod-guest, or \
                      a firewall between them is closed (TCP to {}){}",
                     self.settings.guest_addresses,
                     after(Which::Relay)
@@ -322,7 +324,7 @@ impl Task {
             _ if !self.guest.borrow().connected => (
                 "link",
                 format!(
-                    "the guest of {name} got its certificate but did not link up within {limit:?}{}",
+                    "the guest of {name} got its certificate but did not join by the link within {limit:?}{}",
                     after(Which::Relay)
                 ),
             ),
@@ -357,6 +359,6 @@ impl From<Error> for Unapplied {
 }
 
 /// Words of a guest, cut to what a log line should carry, on one line.
-fn clip(text: &str) -> String {
+pub(super) fn clip(text: &str) -> String {
     text.chars().take(400).map(|c| if c.is_control() { ' ' } else { c }).collect()
 }

@@ -4,13 +4,13 @@
 //! An effect runs inside its sandbox's task. A slot can also rest (back-off), and can hold an outcome that could not
 //! be recorded, to deliver it again.
 
-use std::{future::Future, net::IpAddr, time::Duration};
+use std::{future::Future, net::IpAddr, sync::Arc, time::Duration};
 
 use futures_util::future::{BoxFuture, FutureExt, pending};
 use peerpod_proto::guest::{NetworkPlan, Reply};
 use peerpod_provider_api::InstanceId;
 
-use super::effects::{CloudError, NetworkError, RelayError};
+use super::effects::{CloudError, NetworkError, RelayError, Trusted};
 use crate::ledger::Network;
 
 /// What an effect came to.
@@ -33,6 +33,16 @@ pub(super) enum Outcome {
     },
     Greeted {
         session: String,
+        result: Result<Box<Reply>, RelayError>,
+    },
+    /// The guest was told whom to trust and asked for a CSR.
+    Told {
+        trusted: Arc<Trusted>,
+        result: Result<Box<Reply>, RelayError>,
+    },
+    /// The guest was given its new certificate.
+    Renewed {
+        trusted: Arc<Trusted>,
         result: Result<Box<Reply>, RelayError>,
     },
     Cleared(super::clear::Pass),

@@ -6,6 +6,7 @@ use peerpod_proto::{
     guest::{Personalise, Request},
     relay::PutSandboxRequest,
 };
+use tracing::warn;
 
 use super::{
     claims::fingerprints,
@@ -35,6 +36,7 @@ impl Task {
                 self.weave();
                 self.tell_relay();
                 self.greet();
+                self.renew();
             }
             Action::Learn => self.learn(),
             Action::Clear => self.clear(),
@@ -165,6 +167,9 @@ impl Task {
             return;
         }
         self.reached("guest_connected");
+        if self.record.session.is_some() {
+            warn!(session = guest.session, "the guest program is another one: what it had under way is lost");
+        }
         let mut request = Request::new();
         request.set_personalise(Personalise {
             version: 1,

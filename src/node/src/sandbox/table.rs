@@ -289,6 +289,7 @@ impl Sandboxes {
             request: Some(request),
             initdata: wanted.initdata,
             ticket: Some(ticket),
+            trust: Some(fx.trusted().borrow().id.clone()),
             cause: None,
             gone_ms: None,
             ..Record::tombstone(id, now)
@@ -375,6 +376,8 @@ impl Sandboxes {
             epoch_seen,
             predecessor,
             plan: None,
+            trusted: fx.trusted(),
+            renewal: None,
             refused_session: None,
             network_given_up: false,
             put_wanted: 1,

@@ -17,9 +17,10 @@ use super::{
     Settings,
     claims::{Claim, Claims},
     clear::Left,
-    effects::{Effects, Guest},
+    effects::{Effects, Guest, Trusted},
     error::{Error, Granted},
     phase::{self, Action, Event, Phase},
+    renew::Renewal,
     slots::{Outcome, Slots, Which},
     view::View,
 };
@@ -89,6 +90,10 @@ pub(super) struct Task {
     pub(super) guest: watch::Receiver<Guest>,
     pub(super) epoch: watch::Receiver<u64>,
     pub(super) epoch_seen: u64,
+    /// Whom guests are to trust.
+    pub(super) trusted: watch::Receiver<Arc<Trusted>>,
+    /// A certificate that waits for the relay to know it before the guest gets it.
+    pub(super) renewal: Option<Renewal>,
     /// The sandbox that had our network namespace before and is not out of it yet.
     pub(super) predecessor: Option<watch::Receiver<View>>,
     /// What the guest is to make of the pod's network, once it is connected.
@@ -113,6 +118,7 @@ enum Woken {
     Outcome(Which, Outcome),
     Guest,
     Epoch,
+    Trust,
     Deadline,
 }
 
@@ -144,13 +150,14 @@ impl Task {
                 (which, outcome) = self.slots.next() => Woken::Outcome(which, outcome),
                 () = changed(&mut self.guest) => Woken::Guest,
                 () = changed(&mut self.epoch) => Woken::Epoch,
+                () = changed(&mut self.trusted) => Woken::Trust,
                 () = sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => Woken::Deadline,
             };
             match woken {
                 Woken::Command(Some(command)) => self.command(command).await,
                 Woken::Command(None) => return self.record,
                 Woken::Outcome(which, outcome) => self.outcome(which, outcome).await,
-                Woken::Guest => {} // the pump looks
+                Woken::Guest | Woken::Trust => {} // the pump looks
                 Woken::Epoch => self.relay_changed(),
                 Woken::Deadline => self.too_late().await,
             }

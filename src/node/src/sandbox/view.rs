@@ -22,6 +22,8 @@ pub struct View {
     pub cause: Option<Arc<str>>,
     /// Whether that is a failure.
     pub failed: bool,
+    /// Whom its guest trusts, by the id of the set.
+    pub trust: Option<Arc<str>>,
     /// Nothing of it is left in the pod's network namespace.
     pub network_gone: bool,
     /// It could not even be recorded; there is no such sandbox.
@@ -37,6 +39,7 @@ impl View {
             created_ms: record.created_ms,
             cause: record.cause.as_deref().map(Arc::from),
             failed: record.failed,
+            trust: record.trust.as_deref().map(Arc::from),
             network_gone,
             unborn: None,
         }

@@ -46,7 +46,7 @@ async fn starts_at_once_and_again_give_one_vm_and_all_are_answered() {
     node.create("a").await.unwrap();
     let a = id("a");
     let (one, two, three) = tokio::join!(node.table.start(&a), node.table.start(&a), node.table.start(&a));
-    (one.unwrap(), two.unwrap(), three.unwrap());
+    one.and(two).and(three).unwrap();
     node.table.start(&a).await.unwrap();
     assert_eq!(world.create_calls(), 1);
     node.kill().await;
@@ -74,10 +74,11 @@ async fn stop_answers_at_once_though_the_cloud_takes_a_minute_and_start_is_refus
     assert!(matches!(node.table.start(&id("a")).await, Err(Error::Stopped { .. })));
     node.until("gone", |node| node.phase("a") == "gone").await;
     assert!(begin.elapsed() >= Duration::from_secs(60));
-    let state = world.state();
-    assert_eq!((state.vms.len(), state.relay.len(), state.devices.len()), (0, 0, 0));
-    assert_eq!(state.flushed, ["a"], "the guest was asked to flush before its VM went");
-    drop(state);
+    {
+        let state = world.state();
+        assert_eq!((state.vms.len(), state.relay.len(), state.devices.len()), (0, 0, 0));
+        assert_eq!(state.flushed, ["a"], "the guest was asked to flush before its VM went");
+    }
     assert!(matches!(node.table.start(&id("a")).await, Err(Error::Stopped { .. })));
     node.kill().await;
 }

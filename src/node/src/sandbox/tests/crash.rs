@@ -150,19 +150,20 @@ async fn life(seed: u64) {
     let live: BTreeSet<String> =
         node.table.views().iter().filter_map(|view| view.vm().map(|vm| vm.to_string())).collect();
     let names: BTreeSet<String> = node.table.views().iter().map(|view| view.id.to_string()).collect();
-    let state = world.state();
-    let vms: BTreeSet<String> = state.vms.keys().map(ToString::to_string).collect();
-    assert_eq!(vms, live, "seed {seed}: VMs are those of live sandboxes");
-    assert_eq!(names.len(), live.len(), "seed {seed}: one each");
-    assert_eq!(state.devices.keys().cloned().collect::<BTreeSet<_>>(), names, "seed {seed}: tunnels");
-    assert_eq!(state.relay.keys().cloned().collect::<BTreeSet<_>>(), names, "seed {seed}: relay");
-    for shim in &shims {
-        assert!(!shim.stopped || !names.contains(&shim.name), "seed {seed}: {} was stopped", shim.name);
-        if shim.next == Next::Stays {
-            assert!(names.contains(&shim.name), "seed {seed}: {} was lost", shim.name);
+    {
+        let state = world.state();
+        let vms: BTreeSet<String> = state.vms.keys().map(ToString::to_string).collect();
+        assert_eq!(vms, live, "seed {seed}: VMs are those of live sandboxes");
+        assert_eq!(names.len(), live.len(), "seed {seed}: one each");
+        assert_eq!(state.devices.keys().cloned().collect::<BTreeSet<_>>(), names, "seed {seed}: tunnels");
+        assert_eq!(state.relay.keys().cloned().collect::<BTreeSet<_>>(), names, "seed {seed}: relay");
+        for shim in &shims {
+            assert!(!shim.stopped || !names.contains(&shim.name), "seed {seed}: {} was stopped", shim.name);
+            if shim.next == Next::Stays {
+                assert!(names.contains(&shim.name), "seed {seed}: {} was lost", shim.name);
+            }
         }
     }
-    drop(state);
     assert_eq!(node.metrics.panics.get(), 0, "seed {seed}");
     node.kill().await;
 }
@@ -222,11 +223,12 @@ fn killed_at_each_boundary_of_one_life() {
                 node.table.stop(&id("a"), Stop::Called).await.unwrap();
                 node.until("gone", |node| node.phase("a") == "gone").await;
             }
-            let state = world.state();
-            assert!(state.vms.is_empty(), "boundary {boundaries}");
-            assert!(state.devices.is_empty() && state.relay.is_empty(), "boundary {boundaries}");
-            assert!(state.made <= 1, "boundary {boundaries}: {} VMs were made", state.made);
-            drop(state);
+            {
+                let state = world.state();
+                assert!(state.vms.is_empty(), "boundary {boundaries}");
+                assert!(state.devices.is_empty() && state.relay.is_empty(), "boundary {boundaries}");
+                assert!(state.made <= 1, "boundary {boundaries}: {} VMs were made", state.made);
+            }
             node.kill().await;
             survived
         });

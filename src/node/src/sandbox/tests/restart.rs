@@ -1,11 +1,15 @@
 //! What a restarted node finds, and what the relay and the guest may do meanwhile.
 
-use std::{fs, sync::atomic::Ordering, time::Duration};
+use std::{
+    fs,
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 use super::world::*;
 use crate::{
     ledger::Ledger,
-    sandbox::{Stop, recover::Orphans},
+    sandbox::{Stop, effects::Trusted, recover::Orphans},
 };
 
 fn note(dir: &Dir, name: &str) {
@@ -163,5 +167,35 @@ async fn a_vm_that_no_record_claims_is_deleted_after_a_second_look() {
     assert_eq!(orphans.pass(&node.table).await.unwrap(), 1);
     let names: Vec<String> = world.state().vms.keys().map(|vm| vm.to_string()).collect();
     assert_eq!(names, ["i-2", "i-3"]);
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_running_guest_follows_the_ca_and_its_old_certificate_stays_good_for_a_while() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    let first = world.state().relay["a"].guest_certificates.clone();
+    world
+        .trusted
+        .send_replace(Arc::new(Trusted { id: "second".into(), cas: vec![b"ca".to_vec(), b"cb".to_vec()] }));
+    let trusts = |node: &Node, id: &str| {
+        node.table.view(&super::world::id("a")).is_some_and(|view| view.borrow().trust.as_deref() == Some(id))
+    };
+    node.until("told", |node| trusts(node, "second")).await;
+    assert_eq!(world.state().rotated, [("a".to_owned(), false), ("a".to_owned(), true)]);
+    let both = world.state().relay["a"].guest_certificates.clone();
+    assert!(both.len() == 2 && both[0] == first[0]);
+    // One that was away while it happened follows when it is back; also after a restart of ours.
+    world.state().links.remove("a");
+    node.kill().await;
+    world.trusted.send_replace(Arc::new(Trusted { id: "third".into(), cas: vec![b"cb".to_vec()] }));
+    world.guests_stay_away.store(true, Ordering::Relaxed);
+    let node = Node::start(&world, &dir).await;
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    assert!(!trusts(&node, "third"));
+    node.fx.link("a", "i-1");
+    node.until("told", |node| trusts(node, "third")).await;
+    assert_eq!(world.state().relay["a"].guest_certificates.len(), 3);
     node.kill().await;
 }

@@ -27,7 +27,7 @@ use crate::{
     metrics::Metrics,
     sandbox::{
         Claim, Reaper, Sandboxes, Secret, Settings, Wish,
-        effects::{Certificate, CloudError, Effects, Guest, NetworkError, RelayError},
+        effects::{Certificate, CloudError, Effects, Guest, NetworkError, RelayError, Trusted},
         recover::recover,
     },
     spec::{PodRef, SandboxId, Size, Wanted},
@@ -93,6 +93,8 @@ pub(super) struct State {
     /// Sandbox → the session of its guest on the link.
     pub links: BTreeMap<String, String>,
     pub greeted: Vec<String>,
+    /// Sandbox and what its guest was given, `true` for a certificate.
+    pub rotated: Vec<(String, bool)>,
     pub flushed: Vec<String>,
     pub dead_netns: BTreeSet<PathBuf>,
     pub dice: Dice,
@@ -113,6 +115,7 @@ pub(super) struct World {
     /// Percent of effects that fail; of those, half fail after they worked.
     pub faults: AtomicU64,
     pub epoch: watch::Sender<u64>,
+    pub trusted: watch::Sender<Arc<Trusted>>,
 }
 
 pub(super) fn transient(text: &str) -> CloudError {
@@ -134,6 +137,7 @@ impl World {
                 devices: BTreeMap::new(),
                 links: BTreeMap::new(),
                 greeted: Vec::new(),
+                rotated: Vec::new(),
                 flushed: Vec::new(),
                 dead_netns: BTreeSet::new(),
                 dice: Dice::new(seed),
@@ -149,6 +153,7 @@ impl World {
             disk_full: AtomicBool::new(false),
             faults: AtomicU64::new(0),
             epoch: watch::Sender::new(1),
+            trusted: watch::Sender::new(Arc::new(Trusted { id: "first".into(), cas: vec![b"ca".to_vec()] })),
         })
     }
 
@@ -495,12 +500,26 @@ impl Effects for Fake {
         let mut state = self.world.state();
         if request.has_flush() {
             state.flushed.push(id.to_string());
+        } else if request.has_rotate() {
+            let gets = request.rotate().certificates.first().map(|leaf| Sha256::digest(leaf).to_vec());
+            state.rotated.push((id.to_string(), gets.is_some()));
+            let put = &state.relay[id.as_str()];
+            assert!(
+                gets.is_none_or(|print| put.guest_certificates.contains(&print)),
+                "the relay must know it first"
+            );
+            let csr = state.links[id.as_str()].clone().into_bytes();
+            return Ok(Reply { csr, ..Reply::default() });
         } else {
             assert_eq!(request.personalise().sandbox_id, id.as_str());
             state.greeted.push(id.to_string());
         }
         drop(state);
         Ok(Reply { error: self.world.guest_error.lock().unwrap().clone(), ..Reply::default() })
+    }
+
+    fn trusted(&self) -> watch::Receiver<Arc<Trusted>> {
+        self.world.trusted.subscribe()
     }
 
     fn csr_key(&self, csr: &[u8]) -> Result<[u8; 32], String> {
@@ -541,7 +560,6 @@ pub(super) struct Node {
     pub table: Sandboxes,
     pub fx: Arc<Fake>,
     pub fuse: Arc<Fuse>,
-    pub inbox: Inbox,
     pub metrics: Metrics,
     others: Vec<tokio::task::AbortHandle>,
 }
@@ -594,7 +612,7 @@ impl Node {
         }
         let guests = tokio::spawn(play_guests(table.clone(), fx.clone())).abort_handle();
         let reaper = tokio::spawn(Reaper::default().run(table.clone())).abort_handle();
-        Some(Node { table, fx, fuse, inbox, metrics, others: vec![guests, reaper] })
+        Some(Node { table, fx, fuse, metrics, others: vec![guests, reaper] })
     }
 
     /// `kill -9`.

@@ -1,0 +1,107 @@
+//! A running guest follows the node's CA: it is told whom to trust, gives a CSR for the key it has, and gets a new
+//! certificate once the relay knows it. Each step may be repeated; a crash begins with the first.
+
+use std::{sync::Arc, time::Duration};
+
+use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
+use peerpod_link::birth::to_hex;
+use peerpod_proto::guest::{Reply, Request, Rotate};
+use tracing::{error, info};
+
+use super::{
+    effects::Trusted,
+    outcomes::clip,
+    slots::{Outcome, Which},
+    task::{Task, Unapplied},
+};
+
+/// A certificate on its way to the guest.
+pub(super) struct Renewal {
+    trusted: Arc<Trusted>,
+    chain: Vec<Vec<u8>>,
+    /// The relay knows it from this version on.
+    put: u64,
+}
+
+/// A guest may still be connected by a certificate that was replaced, and may have missed a newer one.
+const KEEP: usize = 3;
+/// The guest only writes a file.
+const WITHIN: Duration = Duration::from_secs(10);
+
+impl Task {
+    /// Starts the step that is due, if any.
+    pub(super) fn renew(&mut self) {
+        let trusted = self.trusted.borrow_and_update().clone();
+        let up_to_date = self.record.trust.as_deref() == Some(&trusted.id);
+        let (connected, session) = {
+            let guest = self.guest.borrow();
+            (guest.connected, Some(guest.session.clone()))
+        };
+        if up_to_date || !connected || session != self.record.session || !self.slots.guest.is_idle() {
+            return;
+        }
+        let renewal = self.renewal.as_ref().filter(|renewal| renewal.trusted == trusted);
+        let certificates = match renewal {
+            None => Vec::new(),
+            Some(renewal) if renewal.put <= self.put_done => renewal.chain.clone(),
+            Some(_) => return, // the relay first, or the guest would be turned away
+        };
+        let asks = certificates.is_empty();
+        let mut request = Request::new();
+        request.set_rotate(Rotate { trusted_cas: trusted.cas.clone(), certificates, ..Rotate::default() });
+        let (fx, id) = (self.fx.clone(), self.record.id.clone());
+        self.slots.guest.start(async move {
+            let result = fx.call(&id, request, WITHIN).await.map(Box::new);
+            if asks { Outcome::Told { trusted, result } } else { Outcome::Renewed { trusted, result } }
+        });
+    }
+
+    /// The guest trusts the new set; here is its CSR.
+    pub(super) async fn told(&mut self, trusted: Arc<Trusted>, reply: Reply) -> Result<(), Unapplied> {
+        let bound = self.record.binding.clone();
+        let ours = self.fx.csr_key(&reply.csr).ok().map(|key| to_hex(&key));
+        let refused = if !reply.error.is_empty() {
+            Some(clip(&reply.error))
+        } else if bound.is_none() || ours != bound.as_ref().map(|binding| binding.key_sha256.clone()) {
+            Some("its request is not for the key it joined with".to_owned())
+        } else {
+            None
+        };
+        if let Some(why) = refused {
+            error!(why, "the guest cannot follow the node's CA; trying again");
+            self.later(Which::Guest, why);
+            return Ok(());
+        }
+        let (Some(mut binding), Ok(signed)) = (bound, self.fx.sign(&self.record.id, &reply.csr)) else {
+            self.later(Which::Guest, "its certificate cannot be signed".into());
+            return Ok(());
+        };
+        binding.certificates_sha256.push(to_hex(&signed.certificate_sha256));
+        let drop = binding.certificates_sha256.len().saturating_sub(KEEP);
+        binding.certificates_sha256.drain(..drop);
+        binding.chain = signed.chain.iter().map(|der| BASE64.encode(der)).collect();
+        let mut record = self.record.clone();
+        record.binding = Some(binding);
+        self.save(record).await?;
+        self.put_wanted += 1;
+        self.slots.relay.wake();
+        self.renewal = Some(Renewal { trusted, chain: signed.chain, put: self.put_wanted });
+        Ok(())
+    }
+
+    /// The guest has its new certificate.
+    pub(super) async fn renewed(&mut self, trusted: Arc<Trusted>, reply: Reply) -> Result<(), Unapplied> {
+        self.renewal = None;
+        if !reply.error.is_empty() {
+            let why = clip(&reply.error);
+            error!(why, "the guest does not take its new certificate; trying again");
+            self.later(Which::Guest, why);
+            return Ok(());
+        }
+        let mut record = self.record.clone();
+        record.trust = Some(trusted.id.clone());
+        self.save(record).await?;
+        info!(trust = trusted.id, "the guest follows the node's CA");
+        Ok(())
+    }
+}
