@@ -1,37 +1,39 @@
-//! A minimal agent: the physical limit of what a relay can be measured against. Knows `Check` and `ReadStdout`, reads
-//! many frames per system call, answers each with prepared bytes.
+//! A minimal agent: the physical limit of what a relay can be measured against. On tokio as the real one is, knows
+//! `Check` and `ReadStdout`, reads many frames per system call and answers each with prepared bytes.
 
 use std::{
-    collections::HashMap,
-    io::{self, Read, Write},
-    os::unix::net::{UnixListener, UnixStream},
+    collections::{HashMap, hash_map::Entry},
+    io,
     path::Path,
 };
 
 use peerpod_link::frame::{HEADER_LEN, Header, RESPONSE};
 use peerpod_proto::{agent, ttrpc_frame};
 use protobuf::Message;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{UnixListener, UnixStream},
+};
 
-/// Serves for ever, a thread per connection.
+/// Serves for ever.
 pub(crate) fn serve(path: &Path) -> io::Result<()> {
-    let listener = UnixListener::bind(path)?;
-    println!("ready");
-    for socket in listener.incoming() {
-        let socket = socket?;
-        std::thread::spawn(move || {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let listener = UnixListener::bind(path)?;
+        println!("ready");
+        loop {
             // A client that goes ends its connection; there is nobody to tell.
-            drop(connection(socket));
-        });
-    }
-    Ok(())
+            tokio::spawn(connection(listener.accept().await?.0));
+        }
+    })
 }
 
-fn connection(mut socket: UnixStream) -> io::Result<()> {
+async fn connection(mut socket: UnixStream) -> io::Result<()> {
     let mut answers: HashMap<u32, Vec<u8>> = HashMap::new();
     let mut input = vec![0_u8; 64 << 10];
     let (mut have, mut out) = (0, Vec::new());
     loop {
-        let read = socket.read(&mut input[have..])?;
+        let read = socket.read(&mut input[have..]).await?;
         if read == 0 {
             return Ok(());
         }
@@ -45,8 +47,8 @@ fn connection(mut socket: UnixStream) -> io::Result<()> {
             }
             let want = wanted(&input[at + HEADER_LEN..end])?;
             let answer = match answers.entry(want) {
-                std::collections::hash_map::Entry::Occupied(known) => known.into_mut(),
-                std::collections::hash_map::Entry::Vacant(new) => new.insert(prepared(want)?),
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(new) => new.insert(prepared(want)?),
             };
             let header =
                 Header { length: answer.len() as u32, stream: header.stream, kind: RESPONSE, flags: 0 };
@@ -56,7 +58,7 @@ fn connection(mut socket: UnixStream) -> io::Result<()> {
         }
         input.copy_within(at..have, 0);
         have -= at;
-        socket.write_all(&out)?;
+        socket.write_all(&out).await?;
         out.clear();
     }
 }

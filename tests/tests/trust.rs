@@ -199,6 +199,17 @@ async fn certificates_of_others_and_of_nobody_do_not_open_the_link() {
     assert_closed(foreign, "a foreign certificate").await;
     // A session without a certificate.
     assert_closed(secure(&world, &birth.node.ca_sha256, None).await, "no certificate").await;
+    // And words that are none, behind a handshake that is right.
+    let lengths: [u32; 4] = [0, 65_537, 4 << 20, u32::MAX];
+    for (length, kind) in lengths.into_iter().flat_map(|length| [1u8, 3, 11, 255].map(|kind| (length, kind)))
+    {
+        let mut stream = secure(&world, &birth.node.ca_sha256, None).await.unwrap();
+        let mut record = length.to_be_bytes().to_vec();
+        record.extend([kind, 0xff, 0xff, 0xff]);
+        record.resize(record.len() + 4096, 0xa5);
+        drop(stream.write_all(&record).await);
+        assert_closed(Ok(stream), &format!("a record of kind {kind} and {length} bytes")).await;
+    }
     sandbox.lives().await.unwrap();
     sandbox.stop(&daemons).await.unwrap();
 }
