@@ -216,7 +216,7 @@ async fn far(relay: bool, folder: Option<&PathBuf>, to: SocketAddr, agent: PathB
             Some(connector) => connector.connect(name, tcp).await?.into(),
             None => Transport::new(tcp, to),
         });
-        endpoint.run().await;
+        tokio::spawn(endpoint.run()).await?;
         return Ok(());
     }
     // One connection is always waiting for the next client of the near end.

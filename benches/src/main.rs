@@ -25,7 +25,9 @@ fn main() -> anyhow::Result<()> {
             return Ok(agent::serve(&socket)?);
         }
         Some("role") => {
-            let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+            // As the relay and the guest run: one thread that carries links.
+            let runtime =
+                tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
             return runtime.block_on(chain::play(&words[1..]));
         }
         _ => {}

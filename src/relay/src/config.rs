@@ -21,6 +21,8 @@ pub struct RelayConfig {
     pub listen: SocketAddr,
     /// `relay.admin-listen`: metrics and health.
     pub admin_listen: SocketAddr,
+    /// `relay.threads`: threads that carry the links.
+    pub threads: usize,
     /// `relay.max-handshakes`: guests' connections that are no sandbox's yet, at once.
     pub max_handshakes: u32,
     /// `relay.max-handshakes-per-address`: the same of one address.
@@ -43,6 +45,11 @@ impl RelayConfig {
                 "127.0.0.1:15152",
                 "address and port of /metrics, /healthz and /readyz",
             ),
+            threads: threads(reader.get(
+                "relay.threads",
+                "0",
+                "threads that carry the links; 0 is a quarter of the processors, at least one",
+            )),
             max_handshakes: reader.get(
                 "relay.max-handshakes",
                 "512",
@@ -80,6 +87,15 @@ impl RelayConfig {
         let log = LogConfig::read(&mut reader);
         let printed = reader.finish()?;
         Ok((config, log, printed))
+    }
+}
+
+/// Few threads are faster than many: a link's wake-ups then find a thread that is awake, and one thread carries some
+/// hundred megabytes a second.
+fn threads(wanted: u32) -> usize {
+    match wanted {
+        0 => std::thread::available_parallelism().map_or(1, |all| all.get() / 4).max(1),
+        wanted => wanted.min(256) as usize,
     }
 }
 

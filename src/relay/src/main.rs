@@ -53,7 +53,12 @@ fn start() -> anyhow::Result<()> {
         tracing::warn!(%error, "the limit of open files stays as it is");
     }
     harden::harden(config.listen.port());
-    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(async {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(config.threads)
+        .thread_name("peerpod-relay")
+        .enable_all()
+        .build()?;
+    runtime.block_on(async {
         let shutdown = lifecycle::signals()?;
         let bound = app::build(config).await?;
         bound.run(&shutdown).await?;

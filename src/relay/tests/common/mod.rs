@@ -108,6 +108,7 @@ impl World {
         std::fs::create_dir_all(&base).unwrap();
         let any = SocketAddr::from(([127, 0, 0, 1], 0));
         let config = RelayConfig {
+            threads: 1,
             run_dir: base.join("run"),
             state_dir: base.join("state"),
             listen: any,
