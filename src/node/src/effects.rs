@@ -96,6 +96,19 @@ impl From<NetError> for NetworkError {
     }
 }
 
+/// What the kernel said about a device, with the namespace it was said in: the device alone tells a person nothing.
+fn within(netns: &Netns) -> impl Fn(NetError) -> NetworkError {
+    let path = netns.path().display().to_string();
+    move |error| {
+        let kernel = matches!(error, NetError::Kernel { .. });
+        let mut error = NetworkError::from(error);
+        if kernel {
+            error.text = format!("in network namespace {path}: {}", error.text);
+        }
+        error
+    }
+}
+
 fn woven(network: &Network) -> Result<Woven, NetworkError> {
     serde_json::from_str(network.tunnel.get()).map_err(|error| NetworkError {
         text: format!("the recorded tunnel cannot be read: {error}"),
@@ -182,10 +195,11 @@ impl Effects for Real {
         let recorded = recorded.map(woven).transpose()?;
         let seen = match &recorded {
             Some(woven) => woven.seen.clone(),
-            None => self.tunnel.look(&netns).await?,
+            None => self.tunnel.look(&netns).await.map_err(within(&netns))?,
         };
         let recorded = recorded.map(|woven| woven.reserved);
-        let reserved = self.tunnel.reserve(&netns, id.as_str(), v6, recorded.as_ref()).await?;
+        let reserved = self.tunnel.reserve(&netns, id.as_str(), v6, recorded.as_ref()).await;
+        let reserved = reserved.map_err(within(&netns))?;
         let tunnel = to_raw_value(&Woven { seen, reserved }).map_err(|error| NetworkError {
             text: format!("write the tunnel down: {error}"),
             permanent: true,
@@ -205,14 +219,15 @@ impl Effects for Real {
         match self.tunnel.connect(&netns, &reserved, &seen, vm).await {
             Err(NetError::Gone { .. }) => {
                 // Somebody deleted the device. The guest knows the VNI, so it must be the same again.
-                let again = self.tunnel.reserve(&netns, id.as_str(), network.v6, Some(&reserved)).await?;
+                let again = self.tunnel.reserve(&netns, id.as_str(), network.v6, Some(&reserved)).await;
+                let again = again.map_err(within(&netns))?;
                 if again.vni != reserved.vni {
                     let text = format!("the pod's tunnel was deleted and its VNI {} is taken", reserved.vni);
                     return Err(NetworkError { text, permanent: true });
                 }
-                Ok(self.tunnel.connect(&netns, &again, &seen, vm).await?)
+                self.tunnel.connect(&netns, &again, &seen, vm).await.map_err(within(&netns))
             }
-            other => Ok(other?),
+            other => other.map_err(within(&netns)),
         }
     }
 

@@ -315,7 +315,7 @@ impl Task {
             _ if self.record.binding.is_none() => (
                 "boot",
                 format!(
-                    "{name} did not join within {limit:?}, nor call this node: it did not boot, its image has no peerpod-guest, or \
+                    "{name} did not call this node within {limit:?} and so did not join: it did not boot, its image has no peerpod-guest, or \
                      a firewall between them is closed (TCP to {}){}",
                     self.settings.guest_addresses,
                     after(Which::Relay)

@@ -75,8 +75,9 @@ impl Shim {
     }
 }
 
-async fn life(seed: u64) {
+async fn life(seed: u64, late: bool) {
     let (world, dir) = (World::new(seed), Dir::new());
+    world.late_creates.store(late, Ordering::Relaxed);
     let mut dice = Dice::new(seed ^ 0xdead_beef);
     world.faults.store(dice.below(25), Ordering::Relaxed);
     let mut shims: Vec<Shim> = (0..3)
@@ -168,18 +169,25 @@ async fn life(seed: u64) {
     node.kill().await;
 }
 
-fn lives(seeds: std::ops::Range<u64>) {
+fn lives(seeds: std::ops::Range<u64>, late: bool) {
     for seed in seeds {
         // A runtime each: its clock begins anew, and nothing of one life reaches the next.
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
-        runtime.block_on(life(seed));
+        runtime.block_on(life(seed, late));
     }
 }
 
 #[test]
 fn killed_at_random_boundaries_no_vm_is_leaked_and_none_is_lost() {
-    lives(0..400);
+    lives(0..400, false);
+}
+
+/// Here a create may also arrive at the cloud after its caller died: what no record can know of is found by comparing
+/// the cloud's list with the ledger.
+#[test]
+fn creates_that_arrive_after_their_caller_died_are_found_too() {
+    lives(0..200, true);
 }
 
 /// As many as one has patience for: `PEERPOD_CRASH_SEEDS=20000 cargo test -p peerpod-node -- --ignored crash`.
@@ -187,7 +195,8 @@ fn killed_at_random_boundaries_no_vm_is_leaked_and_none_is_lost() {
 #[ignore = "long"]
 fn killed_at_random_boundaries_very_often() {
     let seeds = std::env::var("PEERPOD_CRASH_SEEDS").ok().and_then(|n| n.parse().ok()).unwrap_or(5000);
-    lives(1000..1000 + seeds);
+    lives(1000..1000 + seeds, false);
+    lives(1000..1000 + seeds, true);
 }
 
 /// Every boundary of one quiet life in turn: create, run, stop.

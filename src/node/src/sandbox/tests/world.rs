@@ -28,7 +28,7 @@ use crate::{
     sandbox::{
         Claim, Reaper, Sandboxes, Secret, Settings, Wish,
         effects::{Certificate, CloudError, Effects, Guest, NetworkError, RelayError, Trusted},
-        recover::recover,
+        recover::{Orphans, recover},
     },
     spec::{PodRef, SandboxId, Size, Wanted},
     trust::Ticket,
@@ -87,6 +87,8 @@ pub(super) struct Vm {
 pub(super) struct State {
     pub vms: BTreeMap<InstanceId, Vm>,
     pub made: u64,
+    /// A key that made a VM once never makes another one, as with a cloud's client token.
+    pub tokens: HashMap<IdempotencyKey, InstanceId>,
     pub create_calls: u64,
     pub relay: BTreeMap<String, PutSandboxRequest>,
     pub devices: BTreeMap<String, bool>,
@@ -111,6 +113,8 @@ pub(super) struct World {
     pub reserve_fails: Mutex<Option<NetworkError>>,
     pub guest_error: Mutex<String>,
     pub guests_stay_away: AtomicBool,
+    /// A create that its caller did not live to see answered may reach the cloud later all the same.
+    pub late_creates: AtomicBool,
     pub disk_full: AtomicBool,
     /// Percent of effects that fail; of those, half fail after they worked.
     pub faults: AtomicU64,
@@ -132,6 +136,7 @@ impl World {
             state: Mutex::new(State {
                 vms: BTreeMap::new(),
                 made: 0,
+                tokens: HashMap::new(),
                 create_calls: 0,
                 relay: BTreeMap::new(),
                 devices: BTreeMap::new(),
@@ -150,6 +155,7 @@ impl World {
             reserve_fails: Mutex::default(),
             guest_error: Mutex::default(),
             guests_stay_away: AtomicBool::new(false),
+            late_creates: AtomicBool::new(false),
             disk_full: AtomicBool::new(false),
             faults: AtomicU64::new(0),
             epoch: watch::Sender::new(1),
@@ -180,6 +186,20 @@ impl World {
 
     pub(super) fn devices(&self) -> usize {
         self.state().devices.len()
+    }
+
+    /// Makes the VM of this key, or finds it, even if it is gone meanwhile.
+    fn make(&self, request: &CreateRequest, key: &IdempotencyKey) -> InstanceId {
+        let mut state = self.state();
+        if let Some(id) = state.tokens.get(key) {
+            return id.clone();
+        }
+        state.made += 1;
+        let id = InstanceId::new(format!("i-{}", state.made)).unwrap();
+        let birth = BirthData::parse(request.user_data.as_bytes()).unwrap();
+        state.vms.insert(id.clone(), Vm { key: key.clone(), made: Instant::now(), birth });
+        state.tokens.insert(key.clone(), id.clone());
+        id
     }
 
     /// Whether an effect fails now, and whether it works all the same.
@@ -249,6 +269,30 @@ impl Fake {
     }
 }
 
+/// A create request from the moment it is sent until the cloud has it.
+struct OnTheWire {
+    world: Arc<World>,
+    request: Option<(CreateRequest, IdempotencyKey)>,
+}
+
+impl Drop for OnTheWire {
+    fn drop(&mut self) {
+        let late = self.world.late_creates.load(Ordering::Relaxed);
+        let Some((request, key)) = self.request.take().filter(|_| late) else { return };
+        let (arrives, after) = {
+            let mut state = self.world.state();
+            (state.dice.percent(50), Duration::from_millis(state.dice.below(3000)))
+        };
+        if arrives {
+            let world = self.world.clone();
+            tokio::spawn(async move {
+                tokio::time::sleep(after).await;
+                world.make(&request, &key);
+            });
+        }
+    }
+}
+
 #[async_trait]
 impl Effects for Fake {
     fn now_ms(&self) -> u64 {
@@ -289,11 +333,13 @@ impl Effects for Fake {
     }
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError> {
+        let mut wire = OnTheWire { world: self.world.clone(), request: Some((request.clone(), key.clone())) };
         self.fuse.boundary().await;
         let takes = *self.world.create_takes.lock().unwrap();
         tokio::time::sleep(takes / 2).await;
         let fault = self.world.fault();
         if fault == Some(false) {
+            wire.request = None;
             self.world.state().create_calls += 1;
             let which = self.world.state().dice.below(4);
             return Err(match which {
@@ -302,21 +348,13 @@ impl Effects for Fake {
             });
         }
         if let Some(error) = self.world.scripted_creates.lock().unwrap().pop_front() {
+            wire.request = None;
             self.world.state().create_calls += 1;
             return Err(error);
         }
-        let id = {
-            let mut state = self.world.state();
-            state.create_calls += 1;
-            let known = state.vms.iter().find(|(_, vm)| vm.key == *key).map(|(id, _)| id.clone());
-            known.unwrap_or_else(|| {
-                state.made += 1;
-                let id = InstanceId::new(format!("i-{}", state.made)).unwrap();
-                let birth = BirthData::parse(request.user_data.as_bytes()).unwrap();
-                state.vms.insert(id.clone(), Vm { key: key.clone(), made: Instant::now(), birth });
-                id
-            })
-        };
+        self.world.state().create_calls += 1;
+        let id = self.world.make(request, key);
+        wire.request = None;
         // The VM exists; whoever dies now has not heard of it.
         self.fuse.boundary().await;
         tokio::time::sleep(takes / 2).await;
@@ -612,7 +650,12 @@ impl Node {
         }
         let guests = tokio::spawn(play_guests(table.clone(), fx.clone())).abort_handle();
         let reaper = tokio::spawn(Reaper::default().run(table.clone())).abort_handle();
-        Some(Node { table, fx, fuse, metrics, others: vec![guests, reaper] })
+        let mut others = vec![guests, reaper];
+        if world.late_creates.load(Ordering::Relaxed) {
+            let orphans = Orphans::new(Vec::new(), Duration::from_secs(10));
+            others.push(tokio::spawn(orphans.run(table.clone(), Duration::from_secs(20))).abort_handle());
+        }
+        Some(Node { table, fx, fuse, metrics, others })
     }
 
     /// `kill -9`.
