@@ -110,7 +110,9 @@ async fn a_vm_that_does_not_join_in_time_is_named_and_taken_away() {
     let id = fresh_id("late");
     shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
     let error = tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap_err();
-    assert!(error.answer().contains("did not call this node within"), "the stage is named: {error}");
+    for word in ["join", "within 2s", "firewall", "10.99.0.1:15151"] {
+        assert!(error.answer().contains(word), "the stage and what to look at are named: {error}");
+    }
     daemons.gone(&id, PATIENCE).await.unwrap();
     nothing_beyond(&world, &[pod.namespace()], &daemons, &before, &before).await.unwrap();
 }

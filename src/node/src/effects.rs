@@ -96,13 +96,12 @@ impl From<NetError> for NetworkError {
     }
 }
 
-/// What the kernel said about a device, with the namespace it was said in: the device alone tells a person nothing.
+/// Names the namespace where the error does not: a device alone tells a person nothing.
 fn within(netns: &Netns) -> impl Fn(NetError) -> NetworkError {
     let path = netns.path().display().to_string();
     move |error| {
-        let kernel = matches!(error, NetError::Kernel { .. });
         let mut error = NetworkError::from(error);
-        if kernel {
+        if !error.text.contains(&path) {
             error.text = format!("in network namespace {path}: {}", error.text);
         }
         error
