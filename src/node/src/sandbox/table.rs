@@ -363,7 +363,7 @@ impl Sandboxes {
         let is_live = record.phase.is_live();
         let epoch = fx.relay_epoch();
         let epoch_seen = *epoch.borrow();
-        let task = Task {
+        let task = Box::new(Task {
             fx: fx.clone(),
             settings: settings.clone(),
             metrics: metrics.clone(),
@@ -387,7 +387,7 @@ impl Sandboxes {
             left_ms: 0,
             trouble: Vec::new(),
             record,
-        };
+        });
         if let Some(ticket) = &running.ticket {
             state.tickets.insert(ticket.clone(), id.clone());
         }
@@ -405,16 +405,19 @@ impl Sandboxes {
         state.count += 1;
         let table = self.clone();
         while state.tasks.try_join_next().is_some() {} // ended ones; their panics were heard below
-        state.tasks.spawn(async move { table.live(id, task).await }.instrument(span));
+        let life = table.live(id, task);
+        // A node has a thousand of them, nearly always idle.
+        debug_assert!(size_of_val(&life) < 5 << 10, "{}", size_of_val(&life));
+        state.tasks.spawn(life.instrument(span));
         self.0.inserted.send_modify(|count| *count += 1);
         view
     }
 
     /// One task from its beginning to its tombstone.
-    async fn live(self, id: SandboxId, mut task: Task) {
+    async fn live(self, id: SandboxId, mut task: Box<Task>) {
         let _mourner = Mourner { table: self.clone(), id: id.clone() };
         if task.record.phase == Phase::Created {
-            if let Err(error) = task.begin().await {
+            if let Err(error) = Box::pin(task.begin()).await {
                 error!(%error, "could not be created");
                 // First out of the table, then heard of: who hears of it may create it again at once.
                 self.remove(&id);
@@ -425,11 +428,11 @@ impl Sandboxes {
         } else {
             info!(phase = %task.record.phase, vm = ?task.record.phase.vm(), "picked up from the ledger");
         }
-        let record = task.run().await;
-        if record.phase == Phase::Gone {
+        task.run().await;
+        if task.record.phase == Phase::Gone {
             let mut state = self.state();
             self.unlink(&mut state, &id);
-            self.tombstone(&mut state, &record);
+            self.tombstone(&mut state, &task.record);
         }
     }
 

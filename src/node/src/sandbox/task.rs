@@ -140,7 +140,7 @@ impl Task {
     }
 
     /// Runs until the sandbox is gone (its tombstone durable), or its table is.
-    pub(super) async fn run(mut self) -> Record {
+    pub(super) async fn run(&mut self) {
         self.enter();
         loop {
             self.pump();
@@ -153,17 +153,18 @@ impl Task {
                 () = changed(&mut self.trusted) => Woken::Trust,
                 () = sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => Woken::Deadline,
             };
+            // Boxed: a sandbox idles in the select above for hours, and these are much larger than it.
             match woken {
-                Woken::Command(Some(command)) => self.command(command).await,
-                Woken::Command(None) => return self.record,
-                Woken::Outcome(which, outcome) => self.outcome(which, outcome).await,
+                Woken::Command(Some(command)) => Box::pin(self.command(command)).await,
+                Woken::Command(None) => return,
+                Woken::Outcome(which, outcome) => Box::pin(self.outcome(which, outcome)).await,
                 Woken::Guest | Woken::Trust => {} // the pump looks
                 Woken::Epoch => self.relay_changed(),
-                Woken::Deadline => self.too_late().await,
+                Woken::Deadline => Box::pin(self.too_late()).await,
             }
             if self.record.phase == Phase::Gone {
                 self.last_words();
-                return self.record;
+                return;
             }
         }
     }
