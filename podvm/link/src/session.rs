@@ -260,7 +260,7 @@ impl Session {
         self.control.push_back(message);
     }
 
-    /// Bytes of control messages, and [`CONTROL_COST`] for each, that left the queue since this was asked last.
+    /// Bytes of control messages, and 64 for each, that left the queue since this was asked last.
     pub fn control_done(&mut self) -> usize {
         std::mem::take(&mut self.control_done)
     }
