@@ -13,7 +13,8 @@ use nix::{
     sys::signal::{Signal, killpg},
     unistd::Pid,
 };
-use peerpod_tests::{Sandbox, stop_in_time};
+use peerpod_client::{AgentClient, Annotations};
+use peerpod_tests::{PATIENCE, Sandbox, fresh_id, stop_in_time};
 use peerpod_world::{Daemons, Settings, World, binary, eventually_blocking, road};
 
 #[tokio::test]
@@ -84,4 +85,25 @@ fn an_interrupted_demo_leaves_nothing_wherever_it_was() {
     for lines in [2, 3, 4, 5, 6, 9, 11, 15] {
         interrupted_after(lines);
     }
+}
+
+#[tokio::test]
+async fn a_shim_that_dials_anew_for_every_call_is_served_too() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let pod = world.pod().unwrap();
+    let (id, netns) = (fresh_id("go"), pod.namespace().path());
+    let annotations = || Annotations::new("default", "go").size("0", 0);
+    let socket = daemons.shim().await.unwrap().create_vm(&id, annotations(), &netns).await.unwrap();
+    daemons.shim().await.unwrap().start_vm_within(&id, Duration::from_secs(600)).await.unwrap();
+    let agent = AgentClient::connect(&socket).await.unwrap();
+    agent.check().await.unwrap();
+    // The shim dies. Its clean-up process begins with CreateVM, when the network namespace may be gone already.
+    drop((agent, pod));
+    let again = daemons.shim().await.unwrap().create_vm(&id, annotations(), &netns).await.unwrap();
+    assert_eq!(again, socket);
+    let cleaner = AgentClient::connect(&socket).await.unwrap();
+    cleaner.destroy_sandbox().await.unwrap();
+    stop_in_time(&daemons.shim().await.unwrap(), &id).await.unwrap();
+    daemons.gone(&id, PATIENCE).await.unwrap();
 }

@@ -31,11 +31,11 @@ pub(crate) fn run() -> anyhow::Result<ExitCode> {
 }
 
 async fn demo() -> anyhow::Result<ExitCode> {
+    // First of all, and kept for as long as the clean-up takes: a second Ctrl-C does not leave half of it undone.
+    let mut signals = Signals::new()?;
     say!("One pod's road: a VM beside its node, all in namespaces of this machine.\n");
     let began = Instant::now();
     let mut lines = Lines { live: std::io::stdout().is_terminal() };
-    // Kept for as long as the clean-up takes, so that a second Ctrl-C does not leave half of it undone.
-    let mut signals = Signals::new()?;
     let outcome = tokio::select! {
         biased;
         name = signals.next() => {

@@ -27,6 +27,9 @@ use crate::{TOOL, error};
 /// Bytes answered to one read at most, whatever was asked: an answer must fit a frame.
 const MAX_READ: usize = 1 << 20;
 
+/// The program of every pod's own container.
+const PAUSE: &str = "/pause";
+
 type Stream = Box<dyn AsyncRead + Send + Unpin>;
 type Input = Box<dyn AsyncWrite + Send + Unpin>;
 
@@ -176,12 +179,11 @@ impl Process {
 fn command(specification: &Specification) -> ttrpc::Result<Command> {
     let (program, arguments) =
         specification.Args.split_first().ok_or_else(|| error::invalid("the process has no arguments"))?;
-    let mut command = if program == TOOL {
-        let mut command = Command::new("/proc/self/exe");
-        command.arg("tool");
-        command
-    } else {
-        Command::new(program)
+    let mut command = match program.as_str() {
+        TOOL => tool(&[]),
+        // The real agent unpacks this program from its image for the pod's own container.
+        PAUSE if !Path::new(PAUSE).exists() => tool(&["pause"]),
+        program => Command::new(program),
     };
     command.args(arguments).env_clear();
     command.envs(specification.Env.iter().filter_map(|entry| entry.split_once('=')));
@@ -193,6 +195,13 @@ fn command(specification: &Specification) -> ttrpc::Result<Command> {
     }
     command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     Ok(command)
+}
+
+/// This very program, as its little tools.
+fn tool(arguments: &[&str]) -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg("tool").args(arguments);
+    command
 }
 
 /// Gives the command a terminal of its own; answers our two ends. `setsid --ctty` of util-linux does in the child what

@@ -12,12 +12,16 @@ use anyhow::{Context, bail};
 
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// `page PORT` serves a page with the asker's address until it is ended; `fetch ADDRESS:PORT` prints one.
+/// `page PORT` serves a page with the asker's address until it is ended; `fetch ADDRESS:PORT` prints one; `pause` waits to
+/// be ended.
 pub(crate) fn run(arguments: &[String]) -> anyhow::Result<()> {
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["page", port] => serve(port.parse().with_context(|| format!("{port} is not a port"))?),
         ["fetch", address] => fetch(address.parse().with_context(|| format!("{address} is not an address"))?),
-        _ => bail!("tool page PORT | tool fetch ADDRESS:PORT"),
+        ["pause"] => loop {
+            thread::park();
+        },
+        _ => bail!("tool page PORT | tool fetch ADDRESS:PORT | tool pause"),
     }
 }
 

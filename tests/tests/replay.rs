@@ -1,0 +1,178 @@
+//! The frames of a real shim, byte for byte as they were recorded (`tests/transcripts/`), through the whole road: what
+//! comes back is what the real hypervisor service and the real agent answered.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use std::{collections::BTreeMap, path::Path, sync::Arc, time::Duration};
+
+use base64::{Engine, prelude::BASE64_STANDARD};
+use peerpod_proto::{
+    agent::{ReadStreamRequest, ReadStreamResponse},
+    hypervisor::{CreateVMRequest, CreateVMResponse},
+    ttrpc_frame::{Request, Response},
+};
+use peerpod_tests::PATIENCE;
+use peerpod_world::{Daemons, Pod, Settings, World};
+use protobuf::Message;
+use serde_json::Value;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{UnixStream, unix::OwnedWriteHalf},
+    sync::watch,
+};
+
+type Answers = BTreeMap<u32, Response>;
+
+/// One connection of the shim's: requests go out as they are, answers are collected by stream.
+struct Connection {
+    write: OwnedWriteHalf,
+    answers: watch::Receiver<Arc<Answers>>,
+}
+
+impl Connection {
+    async fn open(path: &Path) -> Connection {
+        let (mut read, write) = UnixStream::connect(path).await.unwrap().into_split();
+        let (sender, answers) = watch::channel(Arc::new(Answers::new()));
+        tokio::spawn(async move {
+            let mut header = [0; 10];
+            while read.read_exact(&mut header).await.is_ok() {
+                let mut payload = vec![0; u32::from_be_bytes(header[..4].try_into().unwrap()) as usize];
+                read.read_exact(&mut payload).await.unwrap();
+                let stream = u32::from_be_bytes(header[4..8].try_into().unwrap());
+                let answer = Response::parse_from_bytes(&payload).unwrap();
+                sender
+                    .send_modify(|answers| assert!(Arc::make_mut(answers).insert(stream, answer).is_none()));
+            }
+        });
+        Connection { write, answers }
+    }
+
+    async fn send(&mut self, stream: u32, payload: &[u8]) {
+        let mut frame = u32::try_from(payload.len()).unwrap().to_be_bytes().to_vec();
+        frame.extend(stream.to_be_bytes());
+        frame.extend([1, 0]);
+        frame.extend(payload);
+        self.write.write_all(&frame).await.unwrap();
+    }
+
+    async fn answer(&mut self, stream: u32, what: &str) -> Response {
+        let waiting = self.answers.wait_for(|answers| answers.contains_key(&stream));
+        let answered = tokio::time::timeout(PATIENCE, waiting).await;
+        answered.unwrap_or_else(|_| panic!("{what} was not answered")).unwrap()[&stream].clone()
+    }
+}
+
+/// What each process wrote, by container, exec and stream.
+type Outputs = BTreeMap<(String, String, String), Vec<u8>>;
+
+fn add_output(outputs: &mut Outputs, method: &str, request: &Request, response: &Response) {
+    let asked = ReadStreamRequest::parse_from_bytes(&request.payload).unwrap();
+    let data = ReadStreamResponse::parse_from_bytes(&response.payload).unwrap().data;
+    outputs.entry((asked.container_id, asked.exec_id, method.into())).or_default().extend(data);
+}
+
+/// `exact`: the processes need nothing of the recording's image, so they end and speak as recorded.
+async fn replay(name: &str, exact: bool) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("transcripts").join(name);
+    let text = std::fs::read_to_string(path).unwrap();
+    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let pod = world.pod().unwrap();
+    let mut hypervisor = Connection::open(&daemons.hypervisor_socket()).await;
+    let mut agent: Option<(Connection, UnixStream)> = None;
+    let (mut socket, mut last) = (String::new(), 0.0);
+    let (mut requests, mut recorded, mut seen) = (BTreeMap::new(), Outputs::new(), Outputs::new());
+    for line in &lines {
+        let on_agent = line["sock"] == "agent";
+        let Some(payload) = line["payload_b64"].as_str() else {
+            // Both of the agent's connections are opened together, and the second one never says anything.
+            if on_agent && line["event"] == "open" && agent.is_none() {
+                let silent = UnixStream::connect(&socket).await.unwrap();
+                agent = Some((Connection::open(Path::new(&socket)).await, silent));
+            }
+            continue;
+        };
+        let last = std::mem::replace(&mut last, line["t_ms"].as_f64().unwrap());
+        let payload = BASE64_STANDARD.decode(payload).unwrap();
+        let (stream, method) = (line["stream"].as_u64().unwrap() as u32, line["method"].as_str().unwrap());
+        let connection = if on_agent { &mut agent.as_mut().unwrap().0 } else { &mut hypervisor };
+        let what = format!("{name}: {method} of stream {stream}");
+        if line["type"] == 1 {
+            let at = line["t_ms"].as_f64().unwrap();
+            if at - last > 1000.0 {
+                // The shim was quiet for seconds while the container's program came to the point of waiting, which
+                // nothing shows; it needs a moment here, too.
+                tokio::time::sleep(Duration::from_millis(300)).await;
+            }
+            let payload = if method == "CreateVM" { here(&payload, &pod) } else { payload };
+            requests.insert((on_agent, stream), Request::parse_from_bytes(&payload).unwrap());
+            connection.send(stream, &payload).await;
+            continue;
+        }
+        let expected = Response::parse_from_bytes(&payload).unwrap();
+        if matches!(method, "ReadStdout" | "ReadStderr") {
+            // How output falls into pieces is chance: collected here, compared at the end.
+            add_output(&mut recorded, method, &requests[&(on_agent, stream)], &expected);
+            continue;
+        }
+        let answer = connection.answer(stream, &what).await;
+        assert_eq!(answer.status, expected.status, "{what}");
+        match method {
+            "CreateVM" => {
+                socket = CreateVMResponse::parse_from_bytes(&answer.payload).unwrap().agentSocketPath
+            }
+            "WaitProcess" | "Check" if exact => assert_eq!(answer.payload, expected.payload, "{what}"),
+            _ => {}
+        }
+    }
+    let (connection, mut silent) = agent.unwrap();
+    for (stream, answer) in connection.answers.borrow().iter() {
+        let request = &requests[&(true, *stream)];
+        if matches!(request.method.as_str(), "ReadStdout" | "ReadStderr") {
+            add_output(&mut seen, &request.method, request, answer);
+        }
+    }
+    assert!(!recorded.is_empty());
+    for (process, output) in recorded.into_iter().filter(|_| exact) {
+        // The containers have our VM's files and names, not those of the recording's image.
+        let first = output.split_inclusive(|byte| *byte == b'\n').next().unwrap_or_default();
+        let ours = seen.remove(&process).unwrap_or_default();
+        assert!(ours.starts_with(first), "{name}: {process:?}: {:?}", String::from_utf8_lossy(&ours));
+    }
+    let mut byte = [0];
+    let read = silent.try_read(&mut byte);
+    assert!(!matches!(read, Ok(1)), "the silent connection heard something");
+    drop(silent.shutdown().await);
+    let id = lines.iter().find_map(|line| {
+        let payload = (line["method"] == "CreateVM").then(|| line["payload_b64"].as_str()).flatten()?;
+        let request = Request::parse_from_bytes(&BASE64_STANDARD.decode(payload).ok()?).ok()?;
+        Some(CreateVMRequest::parse_from_bytes(&request.payload).ok()?.id)
+    });
+    daemons.gone(&id.unwrap(), PATIENCE).await.unwrap();
+}
+
+/// The recorded CreateVM with a network namespace of ours; the only bytes that are not the shim's.
+fn here(payload: &[u8], pod: &Pod) -> Vec<u8> {
+    let mut request = Request::parse_from_bytes(payload).unwrap();
+    let mut create = CreateVMRequest::parse_from_bytes(&request.payload).unwrap();
+    create.networkNamespacePath = pod.namespace().path().to_string_lossy().into_owned();
+    request.payload = create.write_to_bytes().unwrap();
+    request.write_to_bytes().unwrap()
+}
+
+#[tokio::test]
+async fn a_recorded_cri_pod_lives_again() {
+    replay("rust-cri-pod.jsonl", true).await;
+}
+
+#[tokio::test]
+async fn a_recorded_ctr_run_lives_again() {
+    replay("rust-ctr-run.jsonl", true).await;
+}
+
+#[tokio::test]
+async fn a_recorded_pod_with_volumes_lives_again() {
+    // Its processes look at volumes that the test agent does not mount.
+    replay("rust-volume.jsonl", false).await;
+}
