@@ -18,8 +18,8 @@ use crate::{
 /// The version this program writes. It reads all up to it.
 pub const VERSION: u32 = 1;
 
-/// A record file is never larger; initdata is what makes one large. A file beyond it is not ours.
-pub const MAX_FILE: u64 = 8 << 20;
+/// A record has a few kilobytes; a file of this size is not ours.
+pub const MAX_FILE: u64 = 1 << 20;
 
 /// All that a restarted node must know of a sandbox.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -44,9 +44,6 @@ pub struct Record {
     /// What the cloud is asked for, byte for byte the same at each retry; dropped when the sandbox runs.
     #[serde(default)]
     pub request: Option<CreateRequest>,
-    /// The raw TOML of `cc_init_data`, for the guest.
-    #[serde(default)]
-    pub initdata: Option<String>,
     /// What the VM shows in order to join.
     #[serde(default)]
     pub ticket: Option<Ticket>,
@@ -140,7 +137,6 @@ impl Record {
             started: false,
             netns: None,
             request: None,
-            initdata: None,
             ticket: None,
             binding: None,
             trust: None,

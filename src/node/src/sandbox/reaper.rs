@@ -9,8 +9,8 @@ use std::{
 use tokio::time::Instant;
 use tracing::{info, warn};
 
-use super::{Sandboxes, task::Stop};
-use crate::spec::SandboxId;
+use super::{Sandboxes, phase::Phase, table::Entry, task::Stop};
+use crate::{ledger::NetnsRef, spec::SandboxId};
 
 /// Remembers since when each sandbox is without its namespace.
 #[derive(Default)]
@@ -54,5 +54,42 @@ impl Reaper {
             }
         }
         self.missing.retain(|id, _| seen.contains(id));
+    }
+}
+
+impl Sandboxes {
+    /// Network namespaces of live sandboxes, for the reaper.
+    fn live_netns(&self) -> Vec<(SandboxId, NetnsRef, u64, bool)> {
+        let state = self.state();
+        let entries = state.entries.iter().filter_map(|(id, entry)| match entry {
+            Entry::Task(running) => {
+                let view = running.view.borrow();
+                let netns = running.netns.clone().filter(|_| view.phase.is_live())?;
+                Some((id.clone(), netns, view.created_ms, view.started))
+            }
+            Entry::Tombstone { .. } => None,
+        });
+        entries.collect()
+    }
+
+    /// Tombstones whose time is over.
+    fn expired(&self, now_ms: u64) -> Vec<SandboxId> {
+        let state = self.state();
+        let entries = state.entries.iter().filter_map(|(id, entry)| match entry {
+            Entry::Tombstone { until_ms, .. } if *until_ms <= now_ms => Some(id.clone()),
+            Entry::Task(_) | Entry::Tombstone { .. } => None,
+        });
+        entries.collect()
+    }
+
+    /// Forgets a tombstone, on disk first.
+    async fn forget(&self, id: &SandboxId) {
+        match self.0.fx.forget(id).await {
+            Ok(()) => {
+                self.state().entries.remove(id);
+                self.0.metrics.moved(Some(&Phase::Gone), None);
+            }
+            Err(error) => warn!(sandbox = %id, %error, "a tombstone stays"),
+        }
     }
 }

@@ -1,8 +1,10 @@
 //! Id → sandbox. Finds the task that owns a sandbox, and keeps what must be known across sandboxes: whose network
 //! namespace, whose ticket, which pod. Everything here is a look-up; nothing scans on the path of a call.
 
+mod state;
+
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::BTreeMap,
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
@@ -11,6 +13,9 @@ use std::{
 use peerpod_provider_api::{CreateRequest, InstanceId};
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{Instrument, error, info, info_span, warn};
+
+pub(super) use state::Entry;
+use state::{Running, State};
 
 use super::{
     Settings,
@@ -25,7 +30,7 @@ use super::{
 use crate::{
     ledger::{NetnsRef, Record, VERSION},
     metrics::Metrics,
-    spec::{SandboxId, Wanted},
+    spec::{self, SandboxId, Wanted},
 };
 
 /// What CreateVM wishes for.
@@ -48,37 +53,10 @@ pub(super) struct Inner {
     pub(super) settings: Arc<Settings>,
     pub(super) metrics: Metrics,
     state: Mutex<State>,
+    /// Held while a tombstone of an unknown id is written: one at a time, they are rare.
+    burying: tokio::sync::Mutex<()>,
     /// Counts insertions, for who waits for a pod that is not there yet.
     inserted: watch::Sender<u64>,
-}
-
-#[derive(Default)]
-pub(super) struct State {
-    pub(super) entries: HashMap<SandboxId, Entry>,
-    tickets: HashMap<String, SandboxId>,
-    pods: HashMap<(String, String), Vec<SandboxId>>,
-    netns: HashMap<(u64, u64), SandboxId>,
-    /// How many entries are tasks.
-    count: usize,
-    tasks: tokio::task::JoinSet<()>,
-}
-
-pub(super) enum Entry {
-    Task(Running),
-    /// Until when (ms since 1970), and why it is not wanted.
-    Tombstone {
-        until_ms: u64,
-        view: Box<View>,
-    },
-}
-
-#[derive(Clone)]
-pub(super) struct Running {
-    commands: mpsc::Sender<Command>,
-    pub(super) view: watch::Receiver<View>,
-    pub(super) netns: Option<NetnsRef>,
-    ticket: Option<String>,
-    pod: Option<(String, String)>,
 }
 
 /// Commands that may wait for one sandbox; a shim has one or two in flight.
@@ -92,6 +70,7 @@ impl Sandboxes {
             settings: Arc::new(settings),
             metrics,
             state: Mutex::default(),
+            burying: tokio::sync::Mutex::default(),
             inserted: watch::Sender::new(0),
         }))
     }
@@ -107,6 +86,11 @@ impl Sandboxes {
             return born(view).await.map(|()| path);
         }
         let wanted = wish.wanted.map_err(Error::Invalid)?;
+        if wanted.initdata.is_some() {
+            // Better no pod than one whose policy silently does not count.
+            let why = "the guest of this version does not take initdata; leave it out";
+            return Err(Error::Invalid(format!("{}: {why}", spec::INIT_DATA)));
+        }
         let netns = self
             .0
             .fx
@@ -159,7 +143,13 @@ impl Sandboxes {
     pub async fn stop(&self, id: &SandboxId, stop: Stop) -> Result<(), Error> {
         loop {
             match self.find(id) {
-                Some(Found::Tombstone(_)) => return Ok(()),
+                Some(Found::Tombstone(_)) => {
+                    if !self.state().unwritten.contains(id) {
+                        return Ok(());
+                    }
+                    // Somebody else's stop of it is being written down just now.
+                    drop(self.0.burying.lock().await);
+                }
                 Some(Found::Task(running)) => {
                     // One that cannot be recorded does not exist: then there is nothing to stop.
                     if born(running.view.clone()).await.is_err() {
@@ -211,7 +201,7 @@ impl Sandboxes {
         let mut inserted = self.0.inserted.subscribe();
         loop {
             inserted.borrow_and_update();
-            let Some(mut view) = self.newest_of(&pod) else {
+            let Some(mut view) = self.state().newest_of(&pod) else {
                 if !wait {
                     return Err(Error::NoSuchPod { pod: text });
                 }
@@ -287,7 +277,6 @@ impl Sandboxes {
             pod: Some(wanted.pod),
             netns: Some(netns),
             request: Some(request),
-            initdata: wanted.initdata,
             ticket: Some(ticket),
             trust: Some(fx.trusted().borrow().id.clone()),
             cause: None,
@@ -315,11 +304,13 @@ impl Sandboxes {
                 state.netns.get(&netns.identity()).and_then(|other| state.entries.get(other))
         {
             let view = other.view.borrow();
-            if view.phase.is_live() {
+            // After a reboot, or when the kernel gives an inode again, the other one's is another namespace.
+            let lives = other.netns.as_ref().is_some_and(|netns| self.0.fx.netns_lives(netns));
+            if view.phase.is_live() && lives {
                 let path = netns.path.display().to_string();
                 return Err(Error::NetnsTaken { path, other: view.id.clone() });
             }
-            predecessor = (!view.network_gone).then(|| other.view.clone());
+            predecessor = (lives && !view.network_gone).then(|| other.view.clone());
         }
         Ok(self.spawn(&mut state, record, predecessor))
     }
@@ -329,7 +320,7 @@ impl Sandboxes {
         let mut state = self.state();
         if record.phase == Phase::Gone {
             self.0.metrics.moved(None, Some(&record.phase));
-            self.tombstone(&mut state, &record);
+            state.bury(&record, self.0.settings.tombstone_ttl);
             return;
         }
         self.0.metrics.recovered(&record.phase);
@@ -388,21 +379,7 @@ impl Sandboxes {
             trouble: Vec::new(),
             record,
         });
-        if let Some(ticket) = &running.ticket {
-            state.tickets.insert(ticket.clone(), id.clone());
-        }
-        if let Some(pod) = &running.pod {
-            state.pods.entry(pod.clone()).or_default().push(id.clone());
-        }
-        if let Some(netns) = &running.netns {
-            // One that leaves does not take the namespace from one that lives.
-            let owner = state.netns.entry(netns.identity()).or_insert_with(|| id.clone());
-            if is_live {
-                *owner = id.clone();
-            }
-        }
-        state.entries.insert(id.clone(), Entry::Task(running));
-        state.count += 1;
+        state.link(&id, running, is_live);
         let table = self.clone();
         while state.tasks.try_join_next().is_some() {} // ended ones; their panics were heard below
         let life = table.live(id, task);
@@ -431,13 +408,14 @@ impl Sandboxes {
         task.run().await;
         if task.record.phase == Phase::Gone {
             let mut state = self.state();
-            self.unlink(&mut state, &id);
-            self.tombstone(&mut state, &task.record);
+            state.unlink(&id);
+            state.bury(&task.record, self.0.settings.tombstone_ttl);
         }
     }
 
     /// Writes a tombstone for an id that nobody knows. `None`: it became known meanwhile.
     async fn bury_unknown(&self, id: &SandboxId) -> Option<Result<(), Error>> {
+        let _one = self.0.burying.lock().await;
         let Inner { fx, settings, metrics, .. } = &*self.0;
         let mut record = Record::tombstone(id.clone(), fx.now_ms());
         record.cause = Some(Stop::Called.reason().into());
@@ -447,64 +425,29 @@ impl Sandboxes {
                 return None;
             }
             // Known from here on, so that nothing is made behind our back while it is written.
-            let until_ms = record.created_ms.saturating_add(ms(settings.tombstone_ttl));
-            let view = Box::new(View::of(&record, true));
-            state.entries.insert(id.clone(), Entry::Tombstone { until_ms, view });
+            state.bury(&record, settings.tombstone_ttl);
+            state.unwritten.insert(id.clone());
         }
-        if let Err(error) = fx.save(&record).await {
-            metrics.ledger_errors.inc();
-            self.state().entries.remove(id);
-            return Some(Err(error.into()));
+        let saved = fx.save(&record).await;
+        {
+            let mut state = self.state();
+            state.unwritten.remove(id);
+            if let Err(error) = saved {
+                metrics.ledger_errors.inc();
+                state.entries.remove(id);
+                return Some(Err(error.into()));
+            }
         }
         metrics.moved(None, Some(&Phase::Gone));
         info!(sandbox = %id, "stopped before it was known: a tombstone is all there is of it");
         Some(Ok(()))
     }
 
-    fn tombstone(&self, state: &mut State, record: &Record) {
-        let since = record.gone_ms.unwrap_or(record.created_ms);
-        let until_ms = since.saturating_add(ms(self.0.settings.tombstone_ttl));
-        let view = Box::new(View::of(record, true));
-        state.entries.insert(record.id.clone(), Entry::Tombstone { until_ms, view });
-    }
-
     /// Takes a sandbox out of the table and out of all indexes.
     fn remove(&self, id: &SandboxId) {
         let mut state = self.state();
-        self.unlink(&mut state, id);
+        state.unlink(id);
         state.entries.remove(id);
-    }
-
-    fn unlink(&self, state: &mut State, id: &SandboxId) {
-        let Some(Entry::Task(running)) = state.entries.get(id) else { return };
-        let running = running.clone();
-        state.count -= 1;
-        if let Some(ticket) = &running.ticket {
-            state.tickets.remove(ticket);
-        }
-        if let Some(pod) = running.pod
-            && let std::collections::hash_map::Entry::Occupied(mut ids) = state.pods.entry(pod)
-        {
-            ids.get_mut().retain(|other| other != id);
-            if ids.get().is_empty() {
-                ids.remove();
-            }
-        }
-        if let Some(netns) = &running.netns
-            && state.netns.get(&netns.identity()) == Some(id)
-        {
-            state.netns.remove(&netns.identity());
-        }
-    }
-
-    fn newest_of(&self, pod: &(String, String)) -> Option<watch::Receiver<View>> {
-        let state = self.state();
-        let ids = state.pods.get(pod)?;
-        let live = ids.iter().filter_map(|id| match state.entries.get(id)? {
-            Entry::Task(running) if running.view.borrow().phase.is_live() => Some(running.view.clone()),
-            Entry::Task(_) | Entry::Tombstone { .. } => None,
-        });
-        live.max_by_key(|view| view.borrow().created_ms)
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
@@ -566,45 +509,4 @@ async fn born(mut view: watch::Receiver<View>) -> Result<(), Error> {
 
 fn broken(id: &SandboxId) -> Error {
     Error::Unavailable(format!("the task of sandbox {id} is gone; the call may be sent again"))
-}
-
-fn ms(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
-}
-
-impl Sandboxes {
-    /// Network namespaces of live sandboxes, for the reaper.
-    pub(super) fn live_netns(&self) -> Vec<(SandboxId, NetnsRef, u64, bool)> {
-        let state = self.state();
-        let entries = state.entries.iter().filter_map(|(id, entry)| match entry {
-            Entry::Task(running) => {
-                let view = running.view.borrow();
-                let netns = running.netns.clone().filter(|_| view.phase.is_live())?;
-                Some((id.clone(), netns, view.created_ms, view.started))
-            }
-            Entry::Tombstone { .. } => None,
-        });
-        entries.collect()
-    }
-
-    /// Tombstones whose time is over.
-    pub(super) fn expired(&self, now_ms: u64) -> Vec<SandboxId> {
-        let state = self.state();
-        let entries = state.entries.iter().filter_map(|(id, entry)| match entry {
-            Entry::Tombstone { until_ms, .. } if *until_ms <= now_ms => Some(id.clone()),
-            Entry::Task(_) | Entry::Tombstone { .. } => None,
-        });
-        entries.collect()
-    }
-
-    /// Forgets a tombstone, on disk first.
-    pub(super) async fn forget(&self, id: &SandboxId) {
-        match self.0.fx.forget(id).await {
-            Ok(()) => {
-                self.state().entries.remove(id);
-                self.0.metrics.moved(Some(&Phase::Gone), None);
-            }
-            Err(error) => warn!(sandbox = %id, %error, "a tombstone stays"),
-        }
-    }
 }

@@ -4,5 +4,6 @@
 mod calls;
 mod crash;
 mod failures;
+mod node;
 mod restart;
 mod world;

@@ -4,7 +4,7 @@ use std::{sync::atomic::Ordering, time::Duration};
 
 use tokio::time::Instant;
 
-use super::world::*;
+use super::{node::*, world::*};
 use crate::sandbox::{Error, Stop};
 
 #[tokio::test(start_paused = true)]

@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeSet, sync::atomic::Ordering, time::Duration};
 
-use super::world::*;
+use super::{node::*, world::*};
 use crate::sandbox::{Stop, phase::Phase};
 
 /// What the shim of one sandbox wants to do next. It repeats what was not answered, as the relay does for it.
@@ -169,6 +169,11 @@ async fn life(seed: u64, late: bool) {
     node.kill().await;
 }
 
+/// How many lives: `usual` of them, or many in `make test-long`.
+fn seeds(usual: u64) -> u64 {
+    if std::env::var_os("PEERPOD_TEST_LONG").is_some() { usual * 20 } else { usual }
+}
+
 fn lives(seeds: std::ops::Range<u64>, late: bool) {
     for seed in seeds {
         // A runtime each: its clock begins anew, and nothing of one life reaches the next.
@@ -180,23 +185,14 @@ fn lives(seeds: std::ops::Range<u64>, late: bool) {
 
 #[test]
 fn killed_at_random_boundaries_no_vm_is_leaked_and_none_is_lost() {
-    lives(0..400, false);
+    lives(0..seeds(400), false);
 }
 
 /// Here a create may also arrive at the cloud after its caller died: what no record can know of is found by comparing
 /// the cloud's list with the ledger.
 #[test]
 fn creates_that_arrive_after_their_caller_died_are_found_too() {
-    lives(0..200, true);
-}
-
-/// As many as one has patience for: `PEERPOD_CRASH_SEEDS=20000 cargo test -p peerpod-node -- --ignored crash`.
-#[test]
-#[ignore = "long"]
-fn killed_at_random_boundaries_very_often() {
-    let seeds = std::env::var("PEERPOD_CRASH_SEEDS").ok().and_then(|n| n.parse().ok()).unwrap_or(5000);
-    lives(1000..1000 + seeds, false);
-    lives(1000..1000 + seeds, true);
+    lives(0..seeds(200), true);
 }
 
 /// Every boundary of one quiet life in turn: create, run, stop.

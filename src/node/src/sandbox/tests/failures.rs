@@ -6,7 +6,7 @@ use peerpod_link::birth::BirthData;
 use peerpod_provider_api::Error as CloudError;
 use tokio::time::Instant;
 
-use super::world::*;
+use super::{node::*, world::*};
 use crate::sandbox::{ClaimRefused, Error, Settings, Stop, effects::NetworkError, phase::MAX_ATTEMPTS};
 
 fn capacity() -> CloudError {
@@ -293,5 +293,17 @@ async fn wrong_used_up_and_late_tickets_are_refused() {
     node.table.claim(&b.ticket.id, claim(&b, b"key")).await.unwrap();
     node.table.stop(&id("b"), Stop::Called).await.unwrap();
     assert!(node.table.claim(&b.ticket.id, claim(&b, b"key")).await.is_err());
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_the_guest_could_not_be_given_is_refused_by_name() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    let mut wish = wish("a");
+    wish.wanted.as_mut().unwrap().initdata = Some("algorithm = \"sha256\"".into());
+    let error = node.table.create(wish).await.unwrap_err();
+    assert!(matches!(&error, Error::Invalid(text) if text.contains("cc_init_data")), "{error}");
+    assert_eq!(node.phase("a"), "-");
     node.kill().await;
 }

@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use super::world::*;
+use super::{node::*, world::*};
 use crate::{
     ledger::Ledger,
     sandbox::{Stop, effects::Trusted, recover::Orphans},

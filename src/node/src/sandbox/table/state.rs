@@ -1,0 +1,109 @@
+//! What the table holds: the entries and the indexes into them, always changed together.
+
+use std::{
+    collections::{HashMap, HashSet, hash_map},
+    time::Duration,
+};
+
+use tokio::{
+    sync::{mpsc, watch},
+    task::JoinSet,
+};
+
+use crate::{
+    ledger::{NetnsRef, Record},
+    sandbox::{task::Command, view::View},
+    spec::SandboxId,
+};
+
+#[derive(Default)]
+pub(in crate::sandbox) struct State {
+    pub(in crate::sandbox) entries: HashMap<SandboxId, Entry>,
+    pub(super) tickets: HashMap<String, SandboxId>,
+    pods: HashMap<(String, String), Vec<SandboxId>>,
+    pub(super) netns: HashMap<(u64, u64), SandboxId>,
+    /// Tombstones that are not on disk yet.
+    pub(super) unwritten: HashSet<SandboxId>,
+    /// How many entries are tasks.
+    pub(super) count: usize,
+    pub(super) tasks: JoinSet<()>,
+}
+
+pub(in crate::sandbox) enum Entry {
+    Task(Running),
+    /// Until when (ms since 1970), and why it is not wanted.
+    Tombstone {
+        until_ms: u64,
+        view: Box<View>,
+    },
+}
+
+#[derive(Clone)]
+pub(in crate::sandbox) struct Running {
+    pub(super) commands: mpsc::Sender<Command>,
+    pub(in crate::sandbox) view: watch::Receiver<View>,
+    pub(in crate::sandbox) netns: Option<NetnsRef>,
+    pub(super) ticket: Option<String>,
+    pub(super) pod: Option<(String, String)>,
+}
+
+impl State {
+    /// Enters a task under its id, ticket, pod and network namespace.
+    pub(super) fn link(&mut self, id: &SandboxId, running: Running, is_live: bool) {
+        if let Some(ticket) = &running.ticket {
+            self.tickets.insert(ticket.clone(), id.clone());
+        }
+        if let Some(pod) = &running.pod {
+            self.pods.entry(pod.clone()).or_default().push(id.clone());
+        }
+        if let Some(netns) = &running.netns {
+            // One that leaves does not take the namespace from one that lives.
+            let owner = self.netns.entry(netns.identity()).or_insert_with(|| id.clone());
+            if is_live {
+                *owner = id.clone();
+            }
+        }
+        self.entries.insert(id.clone(), Entry::Task(running));
+        self.count += 1;
+    }
+
+    /// Takes a task out of the indexes; its entry stays until it is removed or buried.
+    pub(super) fn unlink(&mut self, id: &SandboxId) {
+        let Some(Entry::Task(running)) = self.entries.get(id) else { return };
+        let running = running.clone();
+        self.count -= 1;
+        if let Some(ticket) = &running.ticket {
+            self.tickets.remove(ticket);
+        }
+        if let Some(pod) = running.pod
+            && let hash_map::Entry::Occupied(mut ids) = self.pods.entry(pod)
+        {
+            ids.get_mut().retain(|other| other != id);
+            if ids.get().is_empty() {
+                ids.remove();
+            }
+        }
+        if let Some(netns) = &running.netns
+            && self.netns.get(&netns.identity()) == Some(id)
+        {
+            self.netns.remove(&netns.identity());
+        }
+    }
+
+    /// Makes the entry a tombstone for `ttl` from when it was gone.
+    pub(super) fn bury(&mut self, record: &Record, ttl: Duration) {
+        let ttl_ms = u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX);
+        let until_ms = record.gone_ms.unwrap_or(record.created_ms).saturating_add(ttl_ms);
+        let view = Box::new(View::of(record, true));
+        self.entries.insert(record.id.clone(), Entry::Tombstone { until_ms, view });
+    }
+
+    /// The newest sandbox of a pod that is alive.
+    pub(super) fn newest_of(&self, pod: &(String, String)) -> Option<watch::Receiver<View>> {
+        let live = self.pods.get(pod)?.iter().filter_map(|id| match self.entries.get(id)? {
+            Entry::Task(running) if running.view.borrow().phase.is_live() => Some(running.view.clone()),
+            Entry::Task(_) | Entry::Tombstone { .. } => None,
+        });
+        live.max_by_key(|view| view.borrow().created_ms)
+    }
+}

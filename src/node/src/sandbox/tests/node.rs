@@ -1,0 +1,172 @@
+//! One life of the node in the test's world, and the guests that dial it.
+
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+use peerpod_link::birth::BirthData;
+use peerpod_provider_api::InstanceId;
+use sha2::{Digest, Sha256};
+
+use super::world::*;
+use crate::{
+    ledger::{Inbox, Ledger},
+    metrics::Metrics,
+    sandbox::{
+        Claim, Reaper, Sandboxes, Secret, Settings, Wish,
+        recover::{Orphans, recover},
+    },
+    spec::{PodRef, Size, Wanted},
+};
+
+pub(super) fn settings() -> Settings {
+    Settings {
+        cluster_id: "test".into(),
+        node_name: "node".into(),
+        pods_dir: "/run/peerpod/pods".into(),
+        guest_addresses: "10.99.0.1:15151".into(),
+        boot_timeout: Duration::from_secs(300),
+        start_timeout: Duration::from_secs(540),
+        agent_timeout: Duration::from_secs(30),
+        flush_timeout: Duration::from_secs(3),
+        ticket_ttl: Duration::from_secs(1800),
+        lease: Duration::from_secs(900),
+        tombstone_ttl: Duration::from_secs(6 * 3600),
+        never_started_grace: Duration::from_secs(900),
+        netns_gone_grace: Duration::from_secs(30),
+        max_sandboxes: 1000,
+    }
+}
+
+/// One life of the node.
+pub(super) struct Node {
+    pub table: Sandboxes,
+    pub fx: Arc<Fake>,
+    pub fuse: Arc<Fuse>,
+    pub metrics: Metrics,
+    others: Vec<tokio::task::AbortHandle>,
+}
+
+impl Node {
+    pub(super) async fn start(world: &Arc<World>, dir: &Dir) -> Node {
+        Node::start_with(world, dir, Fuse::after(None), settings()).await.unwrap()
+    }
+
+    /// Starts and recovers; `None` when the fuse was too short even for that.
+    pub(super) async fn start_with(
+        world: &Arc<World>,
+        dir: &Dir,
+        fuse: Arc<Fuse>,
+        settings: Settings,
+    ) -> Option<Node> {
+        let ledger = Ledger::open(&dir.0).unwrap();
+        let inbox = Inbox::open(&dir.0).unwrap();
+        let (notes, bad) = inbox.read().unwrap();
+        assert_eq!(bad, []);
+        let loaded = ledger.load().unwrap();
+        assert_eq!(loaded.quarantined, [], "our own crashes must not leave a file that cannot be read");
+        let fx = Fake::new(world.clone(), ledger, fuse.clone());
+        let metrics = Metrics::default();
+        let table = Sandboxes::new(fx.clone(), settings, metrics.clone());
+        tokio::select! {
+            done = recover(&table, loaded.records, notes) => {
+                for note in done { inbox.done(&note).unwrap() }
+            }
+            () = fuse.blown.notified() => {
+                table.close().await;
+                return None;
+            }
+        }
+        let guests = tokio::spawn(play_guests(table.clone(), fx.clone())).abort_handle();
+        let reaper = tokio::spawn(Reaper::default().run(table.clone())).abort_handle();
+        let mut others = vec![guests, reaper];
+        if world.late_creates.load(Ordering::Relaxed) {
+            let orphans = Orphans::new(Vec::new(), Duration::from_secs(10));
+            others.push(tokio::spawn(orphans.run(table.clone(), Duration::from_secs(20))).abort_handle());
+        }
+        Some(Node { table, fx, fuse, metrics, others })
+    }
+
+    /// `kill -9`.
+    pub(super) async fn kill(self) {
+        for other in &self.others {
+            other.abort();
+        }
+        self.table.close().await;
+    }
+
+    pub(super) async fn create(&self, name: &str) -> Result<String, crate::sandbox::Error> {
+        self.table.create(wish(name)).await
+    }
+
+    pub(super) async fn run(&self, name: &str) {
+        self.create(name).await.unwrap();
+        self.table.start(&id(name)).await.unwrap();
+    }
+
+    /// The phase's name, `-` for the unknown.
+    pub(super) fn phase(&self, name: &str) -> String {
+        self.table.view(&id(name)).map_or("-".into(), |view| view.borrow().phase.name().into())
+    }
+
+    /// Waits (time stands still, so at no cost) until it is so.
+    pub(super) async fn until(&self, what: &str, condition: impl Fn(&Node) -> bool) {
+        for _ in 0..200_000 {
+            if condition(self) {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(25)).await;
+        }
+        panic!("never: {what}");
+    }
+}
+
+pub(super) fn wish(name: &str) -> Wish {
+    let pod = PodRef { namespace: "default".into(), name: format!("pod-{name}"), uid: None };
+    let wanted = Wanted {
+        pod,
+        size: Size { vcpus: 1, memory_mib: 2048, ..Size::default() },
+        instance_type: None,
+        image: None,
+        initdata: None,
+    };
+    Wish { id: id(name), wanted: Ok(wanted), netns: format!("/run/netns/{name}").into() }
+}
+
+/// Every VM that exists runs a guest that dials home.
+async fn play_guests(table: Sandboxes, fx: Arc<Fake>) {
+    loop {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        if fx.world.guests_stay_away.load(Ordering::Relaxed) || fx.fuse.is_blown() {
+            continue;
+        }
+        let vms: Vec<(InstanceId, BirthData)> =
+            fx.world.state().vms.iter().map(|(id, vm)| (id.clone(), vm.birth.clone())).collect();
+        for (vm, birth) in vms {
+            if fx.world.state().links.values().any(|session| session == vm.as_str()) {
+                continue;
+            }
+            let claim = claim(&birth, vm.as_str().as_bytes());
+            let granted =
+                tokio::time::timeout(Duration::from_secs(5), table.claim(&birth.ticket.id, claim)).await;
+            let Ok(Ok(granted)) = granted else { continue };
+            let digest = Sha256::digest(&granted.chain[0]).to_vec();
+            let known = fx.world.state().relay.get(granted.id.as_str()).cloned().unwrap_or_default();
+            assert!(
+                known.guest_certificates.contains(&digest),
+                "the relay must know a certificate before its guest"
+            );
+            fx.link(granted.id.as_str(), vm.as_str());
+        }
+    }
+}
+
+pub(super) fn claim(birth: &BirthData, csr: &[u8]) -> Claim {
+    Claim {
+        secret: Secret(birth.ticket.secret.expose().to_vec()),
+        csr: csr.to_vec(),
+        peer: "10.99.0.7".into(),
+        guest_version: "test".into(),
+    }
+}
