@@ -118,8 +118,8 @@ impl World {
         let prefix = format!("pp{}n{number}-", std::process::id());
         // Short, because socket paths of at most 107 bytes grow in it.
         let folder = Path::new("/tmp").join(format!("pp{}n{number}", std::process::id()));
-        fs::create_dir(&folder).with_context(|| format!("make {}", folder.display()))?;
         let janitor = Janitor::start(&prefix, &folder).context("start the janitor")?;
+        fs::create_dir(&folder).with_context(|| format!("make {}", folder.display()))?;
         let node = Namespace::create(format!("{prefix}node"))?;
         node.ip("link set lo up\n\
              link add cni0 type bridge\n\
