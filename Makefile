@@ -20,7 +20,8 @@ test: bins
 	$(CARGO) test --locked --workspace
 
 # What takes longer than a coffee: soaks, many kills, large counts.
-test-long: bins
+test-long: setup
+	$(CARGO) build --locked --release $(BINS)
 	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --release --workspace -- --nocapture
 
 bench: setup
