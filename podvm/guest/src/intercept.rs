@@ -230,6 +230,18 @@ impl Filter for Intercept {
         }
     }
 
+    fn passes_from_local(&mut self, input: &[u8]) -> bool {
+        let passes = self.waiting.is_empty() && self.responses.pass(input.len());
+        if passes {
+            self.at_boundary = false;
+        }
+        passes
+    }
+
+    fn passes_from_peer(&mut self, input: &[u8]) -> bool {
+        matches!(self.state, State::Passing) && self.requests.pass(input.len())
+    }
+
     /// The relay is another one, or closed the stream: whoever waited for answers has them from the relay. The agent's
     /// connection is closed, which ends the calls there.
     fn stream_lost(&mut self, _local: &mut BytesMut) -> bool {

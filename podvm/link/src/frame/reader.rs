@@ -86,6 +86,18 @@ impl FrameReader {
         }
     }
 
+    /// Whether the next `bytes` lie wholly inside the payload under way, with more of it to come. Yes means that they
+    /// are counted as read: whoever only passes bytes on need not look at them.
+    pub fn pass(&mut self, bytes: usize) -> bool {
+        match &mut self.state {
+            State::Body { left } if (*left as usize) > bytes => {
+                *left -= bytes as u32;
+                true
+            }
+            State::Body { .. } | State::Header { .. } => false,
+        }
+    }
+
     /// Whether the stream is between two frames, so that ending it here cuts nothing.
     pub fn at_boundary(&self) -> bool {
         matches!(self.state, State::Header { have: 0, .. })

@@ -310,6 +310,23 @@ impl Filter for AgentFilter {
         self.guest_said(input, local);
     }
 
+    fn passes_from_local(&mut self, input: &[u8]) -> bool {
+        let passes =
+            matches!(self.request, Fate::Pass) && self.naming.is_none() && self.requests.pass(input.len());
+        if passes {
+            self.shared.sent(input.len());
+        }
+        passes
+    }
+
+    fn passes_from_peer(&mut self, input: &[u8]) -> bool {
+        let passes = matches!(self.answer, Fate::Pass) && self.answers.pass(input.len());
+        if passes {
+            self.shared.received(input.len());
+        }
+        passes
+    }
+
     fn stream_lost(&mut self, local: &mut BytesMut) -> bool {
         self.lost(local)
     }
