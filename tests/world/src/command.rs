@@ -34,9 +34,3 @@ pub(crate) fn run(program: &str, arguments: &[&str], input: &str) -> anyhow::Res
 pub fn ip(namespace: &str, lines: &str) -> anyhow::Result<String> {
     run("ip", &["-n", namespace, "-batch", "-"], lines).with_context(|| format!("in {namespace}:\n{lines}"))
 }
-
-/// Whether a program can be started at all.
-pub(crate) fn exists(program: &str) -> bool {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path).any(|folder| folder.join(program).is_file())
-}

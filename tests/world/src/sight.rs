@@ -13,10 +13,7 @@ use nix::{
     unistd::Pid,
 };
 
-use crate::{
-    Daemons, Namespace, World,
-    command::{exists, run},
-};
+use crate::{Daemons, Namespace, World, command::run};
 
 /// Folders that a daemon makes when it first needs them, and keeps.
 const FOLDERS: &[&str] = &["run/pods", "state/inbox", "state/relay/sandboxes"];
@@ -139,11 +136,10 @@ impl Sight {
                 self.lines.insert(format!("{} at {parent} of {device} in {name}", line.trim()));
             }
         }
-        if exists("nft") {
-            let rules = namespace.run(|| run("nft", &["list", "ruleset"], ""))??;
-            for line in rules.lines().map(str::trim).filter(|line| line.len() > 1) {
-                self.lines.insert(format!("nft {line} in {name}"));
-            }
+        let rules = namespace.run(|| run("nft", &["list", "ruleset"], ""))?;
+        let rules = rules.context("nft is a witness: apt-get install nftables")?;
+        for line in rules.lines().map(str::trim).filter(|line| line.len() > 1) {
+            self.lines.insert(format!("nft {line} in {name}"));
         }
         Ok(())
     }
