@@ -8,7 +8,7 @@ use std::{
     net::SocketAddr,
     path::{Path, PathBuf},
     sync::{Arc, OnceLock},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use anyhow::{Context, ensure};
@@ -20,11 +20,11 @@ use peerpod_link::{
     birth::BirthData,
     claim,
     endpoint::{Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role, Transport, tune},
+    net::netns::Netns,
     tls,
 };
 use peerpod_proto::guest::{Claim, Reply, Request, Status};
 use peerpod_provider_drill::Drilled;
-use peerpod_world::Namespace;
 use protobuf::Message;
 use rustls_pki_types::{CertificateDer, PrivatePkcs8KeyDer};
 use tokio::net::{TcpStream, UnixStream};
@@ -34,18 +34,26 @@ use tokio_rustls::{TlsConnector, client::TlsStream};
 pub(crate) struct Guests(tokio::task::JoinHandle<()>);
 
 impl Guests {
-    /// Guests that dial from inside `node`, with the agent at `agent` behind them.
-    pub(crate) fn watch(node: Arc<Namespace>, dir: PathBuf, agent: PathBuf) -> Guests {
+    /// Guests that dial from inside `cloud`, with the agent at `agent` behind them.
+    pub(crate) fn watch(cloud: Netns, dir: PathBuf, agent: PathBuf) -> Guests {
         Guests(tokio::spawn(async move {
             let mut known = HashSet::new();
             // A poll, not inotify: it adds the same half millisecond to the first VM and to the last.
             let mut beat = tokio::time::interval(Duration::from_millis(1));
+            let mut seen = None;
             loop {
                 beat.tick().await;
+                let changed = fs::metadata(&dir).and_then(|folder| folder.modified()).ok();
+                // The clock of a folder ticks every few milliseconds: look again until it is surely past the change.
+                let settled = |at: SystemTime| at.elapsed().is_ok_and(|age| age > Duration::from_millis(20));
+                if changed.is_none_or(|at| seen == changed && settled(at)) {
+                    continue;
+                }
+                seen = changed;
                 for path in new_files(&dir, &mut known) {
-                    let (node, agent) = (node.clone(), agent.clone());
+                    let (cloud, agent) = (cloud.clone(), agent.clone());
                     tokio::spawn(async move {
-                        if let Err(error) = live(&node, &path, agent).await {
+                        if let Err(error) = live(&cloud, &path, agent).await {
                             eprintln!("guest of {}: {error:#}", path.display());
                         }
                     });
@@ -68,7 +76,7 @@ fn new_files(dir: &Path, known: &mut HashSet<PathBuf>) -> Vec<PathBuf> {
 }
 
 /// One guest's life.
-async fn live(node: &Namespace, file: &Path, agent: PathBuf) -> anyhow::Result<()> {
+async fn live(cloud: &Netns, file: &Path, agent: PathBuf) -> anyhow::Result<()> {
     let drilled: Drilled = serde_json::from_slice(&fs::read(file)?)?;
     let birth = BirthData::parse(drilled.user_data.as_bytes())?;
     let to = *birth.node.addresses.first().context("no address of the node")?;
@@ -76,7 +84,7 @@ async fn live(node: &Namespace, file: &Path, agent: PathBuf) -> anyhow::Result<(
 
     let key = rcgen::KeyPair::generate()?;
     let csr = rcgen::CertificateParams::default().serialize_request(&key)?;
-    let mut stream = secure(node, &drilled, to, tls::client_config(pins, None)?).await?;
+    let mut stream = secure(cloud, &drilled, to, tls::client_config(pins, None)?).await?;
     let question = Claim {
         version: 1,
         ticket_id: birth.ticket.id.clone(),
@@ -87,7 +95,7 @@ async fn live(node: &Namespace, file: &Path, agent: PathBuf) -> anyhow::Result<(
     let mut answer = claim::ask(&mut stream, &question).await?;
     while answer.retry {
         tokio::time::sleep(Duration::from_millis(2)).await;
-        stream = secure(node, &drilled, to, tls::client_config(pins, None)?).await?;
+        stream = secure(cloud, &drilled, to, tls::client_config(pins, None)?).await?;
         answer = claim::ask(&mut stream, &question).await?;
     }
     ensure!(answer.error.is_empty(), "the claim was refused: {}", answer.error);
@@ -95,7 +103,7 @@ async fn live(node: &Namespace, file: &Path, agent: PathBuf) -> anyhow::Result<(
 
     let chain: Vec<_> = answer.certificates.into_iter().map(CertificateDer::from).collect();
     let identity = (chain, PrivatePkcs8KeyDer::from(key.serialize_der()).into());
-    let stream = secure(node, &drilled, to, tls::client_config(pins, Some(identity))?).await?;
+    let stream = secure(cloud, &drilled, to, tls::client_config(pins, Some(identity))?).await?;
     let home = Home { agent, handle: Arc::default() };
     let ours = home.handle.clone();
     let (endpoint, handle) = Endpoint::new(Role::Guest, home, Limits::default());
@@ -105,16 +113,16 @@ async fn live(node: &Namespace, file: &Path, agent: PathBuf) -> anyhow::Result<(
     Ok(())
 }
 
-/// A TLS connection from the VM's address, out of the node's namespace.
+/// A TLS connection from the VM's address, out of its namespace.
 async fn secure(
-    node: &Namespace,
+    cloud: &Netns,
     drilled: &Drilled,
     to: SocketAddr,
     config: Arc<rustls::ClientConfig>,
 ) -> anyhow::Result<TlsStream<TcpStream>> {
     let SocketAddr::V4(to) = to else { anyhow::bail!("{to}: the drill's addresses are IPv4") };
     let from = SockaddrIn::from(std::net::SocketAddrV4::new(drilled.address, 0));
-    let tcp = node.run(|| -> nix::Result<std::net::TcpStream> {
+    let tcp = cloud.run(|| -> nix::Result<std::net::TcpStream> {
         let socket = socket(AddressFamily::Inet, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
         bind(std::os::fd::AsRawFd::as_raw_fd(&socket), &from)?;
         connect(std::os::fd::AsRawFd::as_raw_fd(&socket), &SockaddrIn::from(to))?;

@@ -1,5 +1,5 @@
 //! The relay's figures: the same calls over the bare socket, the splice pair and our pair, in short interleaved bursts,
-//! so that whatever else the machine does hits all of them alike.
+//! so that whatever else the machine does hits all of them alike; all on one processor (see `on_one_processor`).
 
 use std::{path::Path, time::Duration};
 
@@ -90,6 +90,8 @@ fn chains(folder: &Path, agent: &Path, report: &mut Report) -> anyhow::Result<()
     let c16 = median(&mut relay).context("no rounds")? / median(&mut direct).context("no rounds")?;
     report.figure("relay_c16_vs_direct", c16, Goal::AtLeast(0.45), "calls/s, 16 in flight, TLS");
 
+    with_a_real_agent(folder, report)?;
+
     let relay_tls = &pairs[RELAY_TLS - 1];
     let before = relay_tls.cpu()?;
     let calls = clients[RELAY_TLS].burst(Call::Check, Duration::from_secs(2))?.len();
@@ -102,6 +104,33 @@ fn chains(folder: &Path, agent: &Path, report: &mut Report) -> anyhow::Result<()
         "CPU s per 100k Checks, both ends, TLS",
     );
     Ok(())
+}
+
+/// The same small call with an agent that is a ttrpc server with Kata's whole API, as the real one is.
+fn with_a_real_agent(folder: &Path, report: &mut Report) -> anyhow::Result<()> {
+    let socket = folder.join("test-agent.sock");
+    let mut agent = std::process::Command::new(peerpod_world::binary("peerpod-test-agent")?)
+        .arg("--socket")
+        .arg(&socket)
+        .env("RUST_LOG", "error")
+        .spawn()?;
+    let outcome = (|| {
+        peerpod_world::eventually_blocking("the agent listens", Duration::from_secs(10), || {
+            Client::connect(&socket).ok().map(drop)
+        })?;
+        let deeper = folder.join("deeper");
+        std::fs::create_dir_all(&deeper)?;
+        make_certificates(&deeper)?;
+        let pair = Pair::start(Kind::Relay, true, &deeper, &socket)?;
+        let mut clients = [Client::connect(&socket)?, Client::connect(&pair.socket)?];
+        let small = latencies(&mut clients, Call::Check)?;
+        let about = "Check, p50, TLS 1.3, a real ttrpc agent";
+        report.figure("relay_small_tls_vs_direct_ttrpc_agent", small[1] / small[0], Goal::None, about);
+        anyhow::Ok(())
+    })();
+    agent.kill()?;
+    agent.wait()?;
+    outcome
 }
 
 /// p50 per chain in seconds: median over the better half of the rounds.

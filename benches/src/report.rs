@@ -34,7 +34,7 @@ impl Report {
     /// A figure with its goal and a word about it.
     pub(crate) fn figure(&mut self, key: &str, value: f64, goal: Goal, about: &str) {
         let (wanted, verdict) = goal.verdict(value);
-        let line = format!("{key:28} {value:>10.3}  {wanted:>9}  {verdict:7} {about}");
+        let line = format!("{key:38} {value:>10.3}  {wanted:>9}  {verdict:7} {about}");
         eprintln!("  {line}");
         self.figures.insert(key.to_owned(), value);
         self.lines.push(line);
@@ -42,7 +42,7 @@ impl Report {
 
     /// Prints the table and writes the file.
     pub(crate) fn finish(&self, path: &Path) -> anyhow::Result<()> {
-        println!("{:28} {:>10}  {:>9}", "figure", "value", "goal");
+        println!("{:38} {:>10}  {:>9}", "figure", "value", "goal");
         for line in &self.lines {
             println!("{line}");
         }
