@@ -54,12 +54,6 @@ fn tunnel_packets_are_no_conntrack_entries() {
 
 /// Makes the kernel track connections in a namespace, as any firewall does that looks at their state.
 fn track(netns: &Netns) {
-    use netlink_packet_core::{DefaultNla, NLM_F_APPEND, NLM_F_CREATE, NetlinkMessage};
-    use netlink_packet_netfilter::nftables::{
-        ChainAttribute, ChainMessage, Expressions, Hook, InetHookNumber, NfTablesMessage, RuleAttribute,
-        RuleMessage, TableAttribute, TableMessage,
-    };
-
     let table = || "firewall".to_owned();
     let chain = || "state".to_owned();
     let state = vec![

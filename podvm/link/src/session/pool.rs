@@ -87,7 +87,8 @@ mod tests {
         let first = take(Size::Small);
         let address = first.as_ptr();
         give(first);
-        assert_eq!(take(Size::Small).as_ptr(), address);
+        let again = take(Size::Small);
+        assert_eq!(again.as_ptr(), address);
         for _ in 0..3 {
             let many: Vec<_> = (0..100).map(|_| take(Size::Large)).collect();
             many.into_iter().for_each(give);
