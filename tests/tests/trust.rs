@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
-use std::{fs, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{fs, net::SocketAddr, os::unix::fs::PermissionsExt, path::PathBuf, sync::Arc, time::Duration};
 
 use peerpod_client::Annotations;
 use peerpod_link::{birth::BirthData, claim, record, tls};
@@ -250,4 +250,29 @@ async fn stalled_handshakes_and_noise_on_the_link_keep_nobody_out() {
     .await
     .unwrap();
     sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test]
+async fn initdata_of_any_size_travels_over_the_link_and_not_in_user_data() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let pod = world.pod().unwrap();
+    let shim = daemons.shim().await.unwrap();
+    let id = fresh_id("initdata");
+    // Twice as much as the control messages of a link may carry by default.
+    let initdata = format!("algorithm = \"sha384\"\nversion = \"0.1.0\"\n# {}\n", "canary ".repeat(300_000));
+    let annotations = Annotations::new("default", &id).hypervisor("cc_init_data", &initdata);
+    shim.create_vm(&id, annotations, &pod.namespace().path()).await.unwrap();
+    tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap();
+    let root = root_of_vm(&world, &daemons);
+    let file = root.join("run/peerpod/guest/initdata");
+    assert!(fs::read_to_string(&file).unwrap() == initdata, "it arrived as it was sent");
+    assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
+    let user_data = fs::read_to_string(root.join("media/cidata/user-data")).unwrap();
+    assert!(user_data.len() < 4096 && !user_data.contains("canary"), "user-data holds nothing of the pod");
+    for daemon in ["node", "relay"] {
+        assert!(!fs::read_to_string(daemons.log(daemon)).unwrap().contains("canary"), "{daemon} logs it");
+    }
+    shim.stop_vm(&id).await.unwrap();
+    daemons.gone(&id, PATIENCE).await.unwrap();
 }

@@ -29,7 +29,9 @@ use crate::{
 
 const VERSION: u32 = 1;
 const FILE: &str = "plan.pb";
-const MAX_LEN: u64 = 4 << 20;
+const INITDATA: &str = "initdata";
+/// A plan is mostly initdata, and that came in one ttrpc frame.
+pub(crate) const MAX_LEN: u64 = 5 << 20;
 /// When the node says nothing.
 const AGENT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Where bind sources may be made.
@@ -115,6 +117,11 @@ impl Person {
             let keep = |source| Error::Keep { path: self.file.clone(), source };
             let bytes = plan.write_to_bytes().map_err(|error| keep(io::Error::other(error)))?;
             files::write_private(&self.file, &bytes).map_err(keep)?;
+            if !plan.initdata.is_empty() {
+                let path = self.file.with_file_name(INITDATA);
+                let keep = |source| Error::Keep { path: path.clone(), source };
+                files::write_private(&path, plan.initdata.as_bytes()).map_err(keep)?;
+            }
             *current = Some(plan.clone());
         }
         let applied = self.apply(&plan).await;

@@ -19,7 +19,7 @@ use crate::{
     control::{self, Control, Notices},
     identity::Identity,
     link::{Home, Keeper},
-    personalise::Person,
+    personalise::{self, Person},
     power::{self, Lease},
     status::Status,
 };
@@ -120,7 +120,11 @@ async fn home(
     let notice = Arc::new(Notices { agent: agent.clone() });
     let podns = settings.podns.display().to_string();
     let (handler, events) = Home::new(agent.clone(), notice, podns);
-    let limits = Limits { version: env!("CARGO_PKG_VERSION").to_owned(), ..Limits::default() };
+    let limits = Limits {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        control_message: personalise::MAX_LEN as usize,
+        ..Limits::default()
+    };
     let (endpoint, handle) = Endpoint::new(Role::Guest, handler, limits);
     let endpoint = tokio::spawn(endpoint.run());
     let answering = tokio::spawn(control.clone().serve(handle.clone(), events.controls));

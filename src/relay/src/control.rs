@@ -30,7 +30,7 @@ const WATCH: Duration = Duration::from_secs(30);
 const CALL: Duration = Duration::from_secs(60);
 const CALL_AT_MOST: Duration = Duration::from_secs(600);
 /// Largest request to a guest: what one control message carries.
-const REQUEST_BYTES: usize = (1 << 20) - 64;
+const REQUEST_BYTES: usize = (5 << 20) - 64;
 /// Certificates of one sandbox: the present one, the next, and some room.
 const CERTIFICATES: usize = 16;
 

@@ -44,6 +44,9 @@ pub struct Record {
     /// What the cloud is asked for, byte for byte the same at each retry; dropped when the sandbox runs.
     #[serde(default)]
     pub request: Option<CreateRequest>,
+    /// The raw TOML of `cc_init_data`, for the guest; it travels over the link, never in user-data.
+    #[serde(default)]
+    pub initdata: Option<String>,
     /// What the VM shows in order to join.
     #[serde(default)]
     pub ticket: Option<Ticket>,
@@ -137,6 +140,7 @@ impl Record {
             started: false,
             netns: None,
             request: None,
+            initdata: None,
             ticket: None,
             binding: None,
             trust: None,

@@ -179,6 +179,7 @@ impl Task {
             network: self.plan.clone().into(),
             lease_seconds: u32::try_from(self.settings.lease.as_secs()).unwrap_or(u32::MAX),
             agent_timeout_ms: u32::try_from(self.settings.agent_timeout.as_millis()).unwrap_or(u32::MAX),
+            initdata: self.record.initdata.clone().unwrap_or_default(),
             ..Default::default()
         });
         let (fx, id, session) = (self.fx.clone(), self.record.id.clone(), guest.session);

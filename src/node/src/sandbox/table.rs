@@ -30,7 +30,7 @@ use super::{
 use crate::{
     ledger::{NetnsRef, Record, VERSION},
     metrics::Metrics,
-    spec::{self, SandboxId, Wanted},
+    spec::{SandboxId, Wanted},
 };
 
 /// What CreateVM wishes for.
@@ -86,11 +86,6 @@ impl Sandboxes {
             return born(view).await.map(|()| path);
         }
         let wanted = wish.wanted.map_err(Error::Invalid)?;
-        if wanted.initdata.is_some() {
-            // Better no pod than one whose policy silently does not count.
-            let why = "the guest of this version does not take initdata; leave it out";
-            return Err(Error::Invalid(format!("{}: {why}", spec::INIT_DATA)));
-        }
         let netns = self
             .0
             .fx
@@ -277,6 +272,7 @@ impl Sandboxes {
             pod: Some(wanted.pod),
             netns: Some(netns),
             request: Some(request),
+            initdata: wanted.initdata,
             ticket: Some(ticket),
             trust: Some(fx.trusted().borrow().id.clone()),
             cause: None,

@@ -295,15 +295,3 @@ async fn wrong_used_up_and_late_tickets_are_refused() {
     assert!(node.table.claim(&b.ticket.id, claim(&b, b"key")).await.is_err());
     node.kill().await;
 }
-
-#[tokio::test(start_paused = true)]
-async fn what_the_guest_could_not_be_given_is_refused_by_name() {
-    let (world, dir) = (World::new(1), Dir::new());
-    let node = Node::start(&world, &dir).await;
-    let mut wish = wish("a");
-    wish.wanted.as_mut().unwrap().initdata = Some("algorithm = \"sha256\"".into());
-    let error = node.table.create(wish).await.unwrap_err();
-    assert!(matches!(&error, Error::Invalid(text) if text.contains("cc_init_data")), "{error}");
-    assert_eq!(node.phase("a"), "-");
-    node.kill().await;
-}
