@@ -118,6 +118,7 @@ fn start_guest(birth: &BirthData) -> Child {
     });
     let script = format!(
         "{mount} /run; {mount} /etc; {mount} /media; mkdir -p /etc/peerpod /media/cidata
+         mount --bind /tmp /tmp  # init leaves it alone then: this very program may lie below it
          printf %s \"$SETTINGS\" > /etc/peerpod/guest.json
          printf %s \"$USER_DATA\" > /media/cidata/user-data; mount -o remount,ro /media
          unset SETTINGS USER_DATA; exec \"$GUEST\""
