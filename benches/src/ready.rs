@@ -68,7 +68,7 @@ fn agent_ready(state: &Path, began: SystemTime) -> anyhow::Result<SystemTime> {
         if !path.join("ns").exists() {
             continue;
         }
-        // Only processes in a VM's root see this path; the folder keeps us from looking at another bench's VMs.
+        // Only processes in a VM's root see this path. Another bench's VMs must not start at the same time.
         let command = fs::read(path.join("cmdline")).unwrap_or_default();
         if !command.starts_with(b"/usr/local/bin/kata-agent")
             && !command.windows(10).any(|w| w == b"kata-agent")

@@ -49,7 +49,11 @@ impl Report {
         if let Some(folder) = path.parent() {
             fs::create_dir_all(folder)?;
         }
-        fs::write(path, serde_json::to_vec_pretty(&self.figures)?)?;
+        // A run of some parts keeps what earlier ones found of the others.
+        let before = fs::read(path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        let mut all: BTreeMap<String, f64> = before.unwrap_or_default();
+        all.extend(self.figures.clone());
+        fs::write(path, serde_json::to_vec_pretty(&all)?)?;
         println!("written: {}", path.display());
         Ok(())
     }

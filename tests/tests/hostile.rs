@@ -6,6 +6,10 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process::Command,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -318,9 +322,15 @@ async fn a_flood_and_a_reader_that_never_reads_do_not_delay_a_health_check() {
     // A flood of output that somebody reads as fast as he can…
     let flood = exec_request(CONTAINER, "flood", &["yes", "a line of the flood of output"]);
     sandbox.agent.exec_process(&flood).await.unwrap();
+    let reads = Arc::new(AtomicUsize::new(0));
     let reader = tokio::spawn({
         let agent = AgentClient::connect(&sandbox.socket).await.unwrap();
-        async move { while agent.read_stdout(CONTAINER, "flood", 65_536).await.is_ok() {} }
+        let reads = reads.clone();
+        async move {
+            while agent.read_stdout(CONTAINER, "flood", 65_536).await.is_ok() {
+                reads.fetch_add(1, Ordering::Relaxed);
+            }
+        }
     });
     // … and one whose answers nobody ever reads.
     let stuck = exec_request(CONTAINER, "stuck", &["yes", "a line that nobody reads"]);
@@ -346,6 +356,8 @@ async fn a_flood_and_a_reader_that_never_reads_do_not_delay_a_health_check() {
         times[times.len() / 2],
         times[299]
     );
+    assert!(!reader.is_finished(), "the flood went on");
+    assert!(reads.load(Ordering::Relaxed) > 100, "and was one: {reads:?} reads");
     reader.abort();
     drop(never);
     sandbox.stop(&daemons).await.unwrap();

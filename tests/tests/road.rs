@@ -107,3 +107,40 @@ async fn a_shim_that_dials_anew_for_every_call_is_served_too() {
     stop_in_time(&daemons.shim().await.unwrap(), &id).await.unwrap();
     daemons.gone(&id, PATIENCE).await.unwrap();
 }
+
+/// The value of the first sample whose line begins so.
+fn sample(metrics: &str, name: &str) -> f64 {
+    let line = metrics.lines().find(|line| line.starts_with(name));
+    let line = line.unwrap_or_else(|| panic!("no {name} in\n{metrics}"));
+    line.rsplit(' ').next().unwrap().parse().unwrap()
+}
+
+#[tokio::test]
+async fn metrics_and_logs_tell_what_became_of_a_pod() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "seen").await.unwrap();
+    sandbox.lives().await.unwrap();
+    let (node, relay) = (daemons.metrics("node").unwrap(), daemons.metrics("relay").unwrap());
+    assert_eq!(sample(&node, "peerpod_node_sandboxes{phase=\"running\"}"), 1.0);
+    assert_eq!(sample(&node, "peerpod_node_stage_seconds_count{stage=\"running\"}"), 1.0);
+    assert_eq!(sample(&node, "peerpod_node_claims_granted_total"), 1.0);
+    assert_eq!(sample(&node, "peerpod_node_panics_total"), 0.0);
+    assert!(node.contains("peerpod_provider_calls_total{"), "{node}");
+    assert_eq!(sample(&relay, "peerpod_relay_guests_connected"), 1.0);
+    for direction in ["to_guest", "from_guest"] {
+        for what in ["bytes", "frames"] {
+            let name = format!("peerpod_relay_{what}_total{{direction=\"{direction}\"}}");
+            assert!(sample(&relay, &name) > 0.0, "{name}");
+        }
+    }
+    let (id, pod) = (sandbox.id.clone(), "pod=");
+    sandbox.stop(&daemons).await.unwrap();
+    let log = std::fs::read_to_string(daemons.log("node")).unwrap();
+    let closing: Vec<_> = log.lines().filter(|line| line.contains("sandbox gone")).collect();
+    assert_eq!(closing.len(), 1, "one closing line: {closing:?}");
+    assert!(
+        closing[0].contains(&id) && closing[0].contains(pod) && closing[0].contains("running"),
+        "{closing:?}"
+    );
+}

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 /// What a shim says about the pod. Both shims send exactly these nine keys, always, empty or `"0"` where they know
-/// nothing (`kata-wire.md` §2.1); so does this.
+/// nothing (seen with both); so does this.
 #[derive(Debug, Clone)]
 pub struct Annotations(HashMap<String, String>);
 

@@ -105,13 +105,14 @@ impl Hypervisor for Door {
         let _busy = self.drain.busy("CreateVM");
         let id = sandbox_id(&request.id)?;
         let wanted = spec::parse(&request.annotations).map_err(|error| error.to_string());
+        let pod = wanted.as_ref().map_or_else(|_| "-".to_owned(), |wanted| wanted.pod.to_string());
         let wish = Wish { id: id.clone(), wanted, netns: request.networkNamespacePath.into() };
         match self.sandboxes.create(wish).await {
             Ok(agent_socket) => {
                 Ok(CreateVMResponse { agentSocketPath: agent_socket, ..CreateVMResponse::default() })
             }
             Err(error) => {
-                warn!(sandbox = %id, %error, "CreateVM is refused");
+                warn!(sandbox = %id, pod, %error, "CreateVM is refused");
                 Err(error.into())
             }
         }

@@ -107,10 +107,10 @@ impl Sandboxes {
     /// Serves what the records on disk say. A sandbox whose socket cannot be bound is reported and left out.
     pub(crate) async fn restore(&self, records: Vec<Record>) {
         for record in records {
-            let id = record.id.clone();
+            let (id, pod) = (record.id.clone(), record.pod.clone());
             match self.put_in_slot(record, false).await {
-                Ok(()) => tracing::info!(sandbox = %id, "sandbox is served again"),
-                Err(error) => tracing::error!(sandbox = %id, %error, "sandbox is not served"),
+                Ok(()) => tracing::info!(sandbox = %id, pod, "sandbox is served again"),
+                Err(error) => tracing::error!(sandbox = %id, pod, %error, "sandbox is not served"),
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Kata's agent API with real processes, for the demo, the tests and the local provider's VMs. It is started like the
-//! real kata-agent (`--config agent-config.toml`), behaves like it where a shim can see it (`kata-wire.md` §6, §10 and
-//! the transcripts), and can be replaced by it. A container is a process in the VM's own root directory and in the
+//! real kata-agent (`--config agent-config.toml`), behaves like it where a shim can see it (as the recorded
+//! transcripts show), and can be replaced by it. A container is a process in the VM's own root directory and in the
 //! network namespace that its specification names; it has no mount namespace of its own.
 //!
 //! As `peerpod-test-agent tool …`, and as any container's program named `peerpod-test-tool`, it is also the little

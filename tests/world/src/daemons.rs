@@ -3,6 +3,8 @@
 use std::{
     ffi::OsStr,
     fs,
+    io::{Read, Write},
+    net::TcpStream,
     os::unix::process::ExitStatusExt,
     path::{Path, PathBuf},
     process::{Child, ExitStatus},
@@ -236,6 +238,20 @@ impl Daemons {
             Ok(Ok(())) => Ok(()),
             Ok(Err(error)) | Err(error) => Err(error.context(self.log_tails())),
         }
+    }
+
+    /// What `/metrics` of `relay` or `node` says.
+    pub fn metrics(&self, daemon: &str) -> anyhow::Result<String> {
+        let port = if daemon == "relay" { 15152 } else { 15153 };
+        let fetch = || -> std::io::Result<String> {
+            let mut stream = TcpStream::connect(("127.0.0.1", port))?;
+            stream.set_read_timeout(Some(START_PATIENCE))?;
+            stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
+            let mut text = String::new();
+            stream.read_to_string(&mut text)?;
+            Ok(text)
+        };
+        self.world.node().run(fetch)?.with_context(|| format!("scrape peerpod-{daemon}"))
     }
 
     /// What the node's ledger holds. A file that cannot be read as JSON is an entry too, with a null record.

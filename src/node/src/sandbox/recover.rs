@@ -61,7 +61,7 @@ async fn stopped(table: &Sandboxes, id: &SandboxId, record: Option<Record>) -> R
     }
     record.phase = phase;
     fx.save(&record).await?;
-    info!(sandbox = %id, phase = %record.phase, "stopped by the inbox");
+    info!(sandbox = %id, pod = record.pod_name(), phase = %record.phase, "stopped by the inbox");
     Ok(record)
 }
 

@@ -142,7 +142,7 @@ async fn a_vm_that_cannot_be_reached_is_said_so() {
     assert!(!table(&world, "node"));
 }
 
-/// Prints what `DESIGN.md` measures, and guards its shape: the hundredth pod costs what the first costs.
+/// Prints what the benches measure, and guards its shape: the hundredth pod costs what the first costs.
 #[tokio::test]
 async fn the_hundredth_pod_costs_what_the_first_costs() {
     let mut world = World::new();
