@@ -255,7 +255,7 @@ async fn stalled_handshakes_and_noise_on_the_link_keep_nobody_out() {
 #[tokio::test]
 async fn initdata_of_any_size_travels_over_the_link_and_not_in_user_data() {
     let world = World::new().unwrap();
-    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let pod = world.pod().unwrap();
     let shim = daemons.shim().await.unwrap();
     let id = fresh_id("initdata");
@@ -273,6 +273,13 @@ async fn initdata_of_any_size_travels_over_the_link_and_not_in_user_data() {
     for daemon in ["node", "relay"] {
         assert!(!fs::read_to_string(daemons.log(daemon)).unwrap().contains("canary"), "{daemon} logs it");
     }
+    // The record that holds it is read again.
+    daemons.kill_node().unwrap();
+    daemons.start_node().unwrap();
+    daemons.ready().await.unwrap();
+    let phases: Vec<_> =
+        daemons.ledger().unwrap().iter().map(|entry| (entry.id.clone(), entry.phase())).collect();
+    assert_eq!(phases, [(id.clone(), "running".to_owned())]);
     shim.stop_vm(&id).await.unwrap();
     daemons.gone(&id, PATIENCE).await.unwrap();
 }

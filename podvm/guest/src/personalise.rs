@@ -116,12 +116,13 @@ impl Person {
         if current.as_ref() != Some(&plan) {
             let keep = |source| Error::Keep { path: self.file.clone(), source };
             let bytes = plan.write_to_bytes().map_err(|error| keep(io::Error::other(error)))?;
-            files::write_private(&self.file, &bytes).map_err(keep)?;
+            // Before the plan: a guest that is killed between the two must not take the plan for carried out.
             if !plan.initdata.is_empty() {
                 let path = self.file.with_file_name(INITDATA);
                 let keep = |source| Error::Keep { path: path.clone(), source };
                 files::write_private(&path, plan.initdata.as_bytes()).map_err(keep)?;
             }
+            files::write_private(&self.file, &bytes).map_err(keep)?;
             *current = Some(plan.clone());
         }
         let applied = self.apply(&plan).await;

@@ -134,6 +134,7 @@ pub async fn build(
     let inbox = Inbox::open(&config.state_dir)?;
     let (notes, bad_notes) = inbox.read()?;
     let Loaded { records, mut quarantined } = ledger.load()?;
+    let set_aside = ledger.in_quarantine()?;
     quarantined.extend(bad_notes);
     for bad in &quarantined {
         metrics.quarantined.inc();
@@ -180,7 +181,7 @@ pub async fn build(
         roll_over::run(rolled, told, table, config.ca_roll_over).await;
         "roll-over of the CA"
     });
-    let protected = quarantined.into_iter().filter_map(|bad| bad.id).collect();
+    let protected = quarantined.into_iter().filter_map(|bad| bad.id).chain(set_aside).collect();
     look_after(&mut tasks, &sandboxes, &inbox, &metrics, Orphans::new(protected, config.orphan_grace));
 
     let admin = admin::serve(config.admin_listen, Arc::new(registry), ready.clone()).await?;

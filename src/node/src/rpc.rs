@@ -213,7 +213,7 @@ impl Node for Door {
 /// Carries out what the relay promised for us. Returns how many notes were.
 ///
 /// # Errors
-/// When the inbox cannot be read or a stop not be recorded; the notes stay and are read again.
+/// When the inbox cannot be read; the notes stay and are read again.
 pub async fn read_inbox(sandboxes: &Sandboxes, inbox: &Inbox, metrics: &Metrics) -> Result<u32, Error> {
     let reader = inbox.clone();
     let (notes, bad) = on_thread(move || reader.read()).await??;
@@ -223,7 +223,12 @@ pub async fn read_inbox(sandboxes: &Sandboxes, inbox: &Inbox, metrics: &Metrics)
     }
     let mut handled = 0;
     for note in notes {
-        sandboxes.stop(&note.id, Stop::Inbox).await?;
+        // One that cannot be recorded just now must not keep the others, or every call of the node, waiting: its note
+        // stays, and is read again soon.
+        if let Err(error) = sandboxes.stop(&note.id, Stop::Inbox).await {
+            warn!(sandbox = %note.id, %error, "a stop that was promised cannot be recorded yet; trying again");
+            continue;
+        }
         let inbox = inbox.clone();
         on_thread(move || inbox.done(&note)).await??;
         handled += 1;

@@ -78,6 +78,9 @@ pub enum Error {
     },
 }
 
+/// The most initdata that one call to the guest carries beside a pod's network: such a call is a ttrpc frame of 4 MiB.
+const MAX_INITDATA: usize = 3 << 20;
+
 /// Reads the shim's annotations. Keys besides the nine are ignored.
 ///
 /// # Errors
@@ -104,7 +107,13 @@ pub fn parse(annotations: &HashMap<String, String>) -> Result<Wanted, Error> {
         instance_type: text(MACHINE_TYPE),
         image: text(IMAGE),
         // Kept as it is, white space included: it may be measured.
-        initdata: annotations.get(INIT_DATA).filter(|value| !value.is_empty()).cloned(),
+        initdata: match annotations.get(INIT_DATA).filter(|value| !value.is_empty()) {
+            Some(long) if long.len() > MAX_INITDATA => {
+                let why = format!("{} bytes, and {MAX_INITDATA} are the most that reach the VM", long.len());
+                return Err(bad(INIT_DATA, why));
+            }
+            other => other.cloned(),
+        },
     })
 }
 

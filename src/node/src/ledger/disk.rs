@@ -71,7 +71,11 @@ impl Ledger {
         let temporary = self.records.join(format!(".{}.tmp", record.id));
         let written = serde_json::to_vec(record)
             .map_err(io::Error::other)
-            .and_then(|bytes| write_new(&temporary, &bytes))
+            .and_then(|bytes| match bytes.len() as u64 {
+                // What could not be read again is not kept.
+                too_long @ MAX_FILE.. => Err(io::Error::other(format!("the record has {too_long} bytes"))),
+                _ => write_new(&temporary, &bytes),
+            })
             .and_then(|()| fs::rename(&temporary, &path))
             .and_then(|()| sync_dir(&self.records));
         written.map_err(|source| {
@@ -112,10 +116,35 @@ impl Ledger {
             let id = name.strip_suffix(".json").and_then(|id| id.parse::<SandboxId>().ok());
             match read_record(&path, id.as_ref()) {
                 Ok(record) => loaded.records.push(record),
-                Err(why) => loaded.quarantined.push(self.set_aside(path, id, why)),
+                Err(Unread::Io(error)) if error.kind() == io::ErrorKind::NotFound => {}
+                // The disk's fault, perhaps for a moment: the file stays where the next start finds it.
+                Err(Unread::Io(error)) => loaded.quarantined.push(Quarantined {
+                    id,
+                    moved_to: path.clone(),
+                    file: path,
+                    why: format!("it cannot be read now, and stays: {error}"),
+                }),
+                Err(Unread::Content(why)) => loaded.quarantined.push(self.set_aside(path, id, why)),
             }
         }
         Ok(loaded)
+    }
+
+    /// Whose records were ever set aside, by the names of the files in quarantine: until a person takes the files away,
+    /// these sandboxes' VMs may be somebody's.
+    ///
+    /// # Errors
+    /// When the folder cannot be read.
+    pub fn in_quarantine(&self) -> Result<Vec<SandboxId>, Error> {
+        let unreadable = |source| Error::Directory { path: self.quarantine.clone(), source };
+        let mut ids = Vec::new();
+        for entry in fs::read_dir(&self.quarantine).map_err(unreadable)? {
+            let name = entry.map_err(unreadable)?.file_name();
+            // `<id>.json.<when>`; an id may have dots of its own.
+            let id = name.to_str().and_then(|name| name.rsplit_once(".json.")).map(|(id, _)| id);
+            ids.extend(id.and_then(|id| id.parse::<SandboxId>().ok()));
+        }
+        Ok(ids)
     }
 
     /// Moves a file that is not ours to read out of the way, without losing it.
@@ -128,34 +157,47 @@ impl Ledger {
     }
 }
 
-fn read_record(path: &Path, id: Option<&SandboxId>) -> Result<Record, String> {
+/// Why a file was not read: the disk's fault, or what it says.
+pub(super) enum Unread {
+    Io(io::Error),
+    Content(String),
+}
+
+impl From<String> for Unread {
+    fn from(why: String) -> Unread {
+        Unread::Content(why)
+    }
+}
+
+fn read_record(path: &Path, id: Option<&SandboxId>) -> Result<Record, Unread> {
     #[derive(Deserialize)]
     struct Versioned {
         version: u32,
     }
-    let id = id.ok_or("the file's name is not a sandbox id with .json behind it")?;
-    let bytes = read_bounded(path, MAX_FILE).map_err(|error| error.to_string())?;
+    let id = id.ok_or_else(|| "the file's name is not a sandbox id with .json behind it".to_owned())?;
+    let bytes = read_bounded(path, MAX_FILE)?;
     let Versioned { version } =
         serde_json::from_slice(&bytes).map_err(|error| format!("not a versioned record: {error}"))?;
     if version == 0 || version > VERSION {
-        return Err(format!("version {version} is unknown to this program, which reads up to {VERSION}"));
+        let why = format!("version {version} is unknown to this program, which reads up to {VERSION}");
+        return Err(Unread::Content(why));
     }
     let record: Record = serde_json::from_slice(&bytes).map_err(|error| format!("not a record: {error}"))?;
     if record.id != *id {
-        return Err(format!("it is the record of {}", record.id));
+        return Err(Unread::Content(format!("it is the record of {}", record.id)));
     }
     Ok(record)
 }
 
-pub(super) fn read_bounded(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+pub(super) fn read_bounded(path: &Path, limit: u64) -> Result<Vec<u8>, Unread> {
     let mut bytes = Vec::new();
-    let file = File::open(path)?;
-    if !file.metadata()?.is_file() {
-        return Err(io::Error::other("not a regular file"));
+    let file = File::open(path).map_err(Unread::Io)?;
+    if !file.metadata().map_err(Unread::Io)?.is_file() {
+        return Err(Unread::Content("not a regular file".into()));
     }
-    file.take(limit + 1).read_to_end(&mut bytes)?;
+    file.take(limit + 1).read_to_end(&mut bytes).map_err(Unread::Io)?;
     if bytes.len() as u64 > limit {
-        return Err(io::Error::other(format!("longer than {limit} bytes")));
+        return Err(Unread::Content(format!("longer than {limit} bytes")));
     }
     Ok(bytes)
 }

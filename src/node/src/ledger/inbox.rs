@@ -13,7 +13,7 @@ use serde::Deserialize;
 
 use super::{
     Error, Quarantined,
-    disk::{make_dir, read_bounded, set_aside, sync_dir},
+    disk::{Unread, make_dir, read_bounded, set_aside, sync_dir},
 };
 use crate::spec::SandboxId;
 
@@ -76,7 +76,11 @@ impl Inbox {
             let id = stem.parse::<SandboxId>().ok();
             match read_note(&file) {
                 Ok(Written { id, at_ms, .. }) => notes.push(Note { id, at_ms, file }),
-                Err(why) => bad.push(set_aside(&self.quarantine, file, id, why)),
+                // Another reader carried it out meanwhile.
+                Err(Unread::Io(error)) if error.kind() == io::ErrorKind::NotFound => {}
+                // A promise is not thrown away because the disk could not be read for a moment.
+                Err(Unread::Io(source)) => return Err(Error::Directory { path: file, source }),
+                Err(Unread::Content(why)) => bad.push(set_aside(&self.quarantine, file, id, why)),
             }
         }
         notes.sort_by_key(|note| note.at_ms);
@@ -98,14 +102,15 @@ impl Inbox {
     }
 }
 
-fn read_note(file: &Path) -> Result<Written, String> {
-    let bytes = read_bounded(file, MAX_NOTE).map_err(|error| error.to_string())?;
+fn read_note(file: &Path) -> Result<Written, Unread> {
+    let bytes = read_bounded(file, MAX_NOTE)?;
     let note: Written = serde_json::from_slice(&bytes).map_err(|error| format!("not a note: {error}"))?;
     if note.version != 1 {
-        return Err(format!("version {} of a note is unknown to this program", note.version));
+        let why = format!("version {} of a note is unknown to this program", note.version);
+        return Err(Unread::Content(why));
     }
     if note.op != "stop" {
-        return Err(format!("{:?} is not something a note can ask for", note.op));
+        return Err(Unread::Content(format!("{:?} is not something a note can ask for", note.op)));
     }
     Ok(note)
 }

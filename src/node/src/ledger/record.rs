@@ -18,8 +18,9 @@ use crate::{
 /// The version this program writes. It reads all up to it.
 pub const VERSION: u32 = 1;
 
-/// A record has a few kilobytes; a file of this size is not ours.
-pub const MAX_FILE: u64 = 1 << 20;
+/// A record has a few kilobytes and the pod's initdata, each byte of which JSON may write as six; a larger file is not
+/// ours.
+pub const MAX_FILE: u64 = 32 << 20;
 
 /// All that a restarted node must know of a sandbox.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -45,7 +46,7 @@ pub struct Record {
     #[serde(default)]
     pub request: Option<CreateRequest>,
     /// The raw TOML of `cc_init_data`, for the guest; it travels over the link, never in user-data.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub initdata: Option<String>,
     /// What the VM shows in order to join.
     #[serde(default)]

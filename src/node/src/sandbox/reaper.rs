@@ -12,10 +12,12 @@ use tracing::{info, warn};
 use super::{Sandboxes, phase::Phase, table::Entry, task::Stop};
 use crate::{ledger::NetnsRef, spec::SandboxId};
 
-/// Remembers since when each sandbox is without its namespace.
+/// Remembers since when each sandbox is without its namespace, or without a StartVM. Both count from when this process
+/// first saw it: a call that was held while the node was away must have its time.
 #[derive(Default)]
 pub struct Reaper {
     missing: HashMap<SandboxId, Instant>,
+    unstarted: HashMap<SandboxId, Instant>,
 }
 
 /// How often it looks.
@@ -38,14 +40,20 @@ impl Reaper {
         }
         let settings = table.0.settings.clone();
         let mut seen = HashSet::new();
-        for (id, netns, created_ms, started) in table.live_netns() {
-            let age = Duration::from_millis(now.saturating_sub(created_ms));
+        let mut waiting = HashSet::new();
+        for (id, netns, started) in table.live_netns() {
+            if !started {
+                waiting.insert(id.clone());
+            }
             let reason = if !table.0.fx.netns_lives(&netns) {
                 let since = *self.missing.entry(id.clone()).or_insert_with(Instant::now);
                 seen.insert(id.clone());
                 (since.elapsed() >= settings.netns_gone_grace).then_some(Stop::NetnsGone)
+            } else if started {
+                None
             } else {
-                (!started && age >= settings.never_started_grace).then_some(Stop::NeverStarted)
+                let since = *self.unstarted.entry(id.clone()).or_insert_with(Instant::now);
+                (since.elapsed() >= settings.never_started_grace).then_some(Stop::NeverStarted)
             };
             let Some(reason) = reason else { continue };
             info!(sandbox = %id, reason = reason.reason(), "nobody stops it; we do");
@@ -54,18 +62,19 @@ impl Reaper {
             }
         }
         self.missing.retain(|id, _| seen.contains(id));
+        self.unstarted.retain(|id, _| waiting.contains(id));
     }
 }
 
 impl Sandboxes {
     /// Network namespaces of live sandboxes, for the reaper.
-    fn live_netns(&self) -> Vec<(SandboxId, NetnsRef, u64, bool)> {
+    fn live_netns(&self) -> Vec<(SandboxId, NetnsRef, bool)> {
         let state = self.state();
         let entries = state.entries.iter().filter_map(|(id, entry)| match entry {
             Entry::Task(running) => {
                 let view = running.view.borrow();
                 let netns = running.netns.clone().filter(|_| view.phase.is_live())?;
-                Some((id.clone(), netns, view.created_ms, view.started))
+                Some((id.clone(), netns, view.started))
             }
             Entry::Tombstone { .. } => None,
         });

@@ -129,10 +129,12 @@ impl Orphans {
         };
         let mut keys: HashSet<IdempotencyKey> = HashSet::new();
         let mut vms: HashSet<InstanceId> = HashSet::new();
-        for id in &self.protected {
+        // One that was stopped since is known again, as a tombstone: then its VM is nobody's.
+        let protected: Vec<_> = self.protected.iter().filter(|id| table.view(id).is_none()).collect();
+        for id in &protected {
             keys.extend((0..MAX_ATTEMPTS).map(|attempt| key(id, attempt)));
         }
-        let mut open = !self.protected.is_empty();
+        let mut open = !protected.is_empty();
         for view in table.views() {
             vms.extend(view.vm().cloned());
             if let Phase::Booting { attempt } | Phase::Unwanted { attempt } = view.phase {

@@ -158,8 +158,16 @@ impl Sandboxes {
                     }
                 }
                 None => {
-                    if let Some(result) = self.bury_unknown(id).await {
-                        return result;
+                    // In a task of its own: a caller that goes away in the middle of the write must not leave an id that
+                    // is for ever being written.
+                    let (table, id) = (self.clone(), id.clone());
+                    let buried = tokio::spawn(async move { table.bury_unknown(&id).await });
+                    match buried.await {
+                        Ok(None) => {}
+                        Ok(Some(result)) => return result,
+                        Err(error) => {
+                            return Err(Error::Unavailable(format!("the stop was not recorded: {error}")));
+                        }
                     }
                 }
             }

@@ -353,17 +353,19 @@ impl Queue {
 
     /// A shim's connection closed. Its calls end, but a stop is a stop even when nobody hears that it was done.
     pub(crate) fn connection_closed(&mut self, conn: ConnId, now: Instant) {
+        // First all go, then what waited for them: else the end of its CreateVM would let this shim's own StartVM go.
+        let mut touched = Vec::new();
         for id in self.by_connection.remove(&conn).unwrap_or_default() {
             let Some(call) = self.calls.get_mut(&id) else { continue };
             if matches!(call.kind, Kind::Stop(_)) {
                 call.caller = None;
                 continue;
             }
-            let sandbox = call.kind.id().cloned();
+            touched.extend(call.kind.id().cloned());
             self.remove(id);
-            if let Some(sandbox) = sandbox {
-                self.advance(&sandbox, now);
-            }
+        }
+        for sandbox in touched {
+            self.advance(&sandbox, now);
         }
     }
 

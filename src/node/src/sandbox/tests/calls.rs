@@ -167,6 +167,12 @@ async fn callers_that_go_away_change_nothing() {
     node.table.stop(&a, Stop::Called).await.unwrap();
     node.until("gone", |node| node.phase("a") == "gone").await;
     assert_eq!(world.create_calls(), 1);
+    // Also not in the middle of writing down a stop of what nobody knows.
+    let unknown = id("unknown");
+    drop(tokio::time::timeout(Duration::ZERO, node.table.stop(&unknown, Stop::Called)).await);
+    let again = node.table.stop(&unknown, Stop::Inbox);
+    tokio::time::timeout(Duration::from_secs(5), again).await.expect("it ends").unwrap();
+    assert_eq!(node.phase("unknown"), "gone");
     node.kill().await;
 }
 

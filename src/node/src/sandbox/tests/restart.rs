@@ -143,6 +143,21 @@ async fn a_sandbox_in_quarantine_costs_nobody_else_and_keeps_its_vm() {
     assert_eq!(orphans.pass(&node.table).await.unwrap(), 0);
     assert_eq!(world.vms(), 3);
     node.kill().await;
+    // The next start finds no bad record any more, and still knows whose VMs these are.
+    let ledger = Ledger::open(&dir.0).unwrap();
+    assert!(ledger.load().unwrap().quarantined.is_empty());
+    let mut set_aside = ledger.in_quarantine().unwrap();
+    set_aside.sort();
+    assert_eq!(set_aside, [id("a"), id("b")]);
+    drop(ledger);
+    let node = Node::start(&world, &dir).await;
+    let mut orphans = Orphans::new(set_aside, Duration::ZERO);
+    assert_eq!(orphans.pass(&node.table).await.unwrap(), 0);
+    // Until it is stopped: then its VM is nobody's.
+    node.table.stop(&id("a"), Stop::Called).await.unwrap();
+    assert_eq!(orphans.pass(&node.table).await.unwrap(), 1);
+    assert_eq!(world.vms(), 2);
+    node.kill().await;
 }
 
 #[tokio::test(start_paused = true)]
