@@ -25,7 +25,7 @@ mod proc;
 mod serve;
 mod status;
 
-const USAGE: &str = "usage: peerpod-guest [serve [--supervised] | --version]
+const USAGE: &str = "usage: peerpod-guest [serve | --version]
   without arguments: init when it is pid 1, else serve";
 
 /// The whole program: init when it is pid 1, else what the arguments say.
@@ -35,8 +35,7 @@ pub fn run() -> ExitCode {
     let run = match arguments[..] {
         // The kernel hands words of its command line that it does not know to pid 1.
         _ if std::process::id() == 1 => Run::Init,
-        [] | ["serve"] => Run::Serve { supervised: false },
-        ["serve", "--supervised"] => Run::Serve { supervised: true },
+        [] | ["serve"] => Run::Serve,
         ["--version"] => {
             println!("peerpod-guest {}", env!("CARGO_PKG_VERSION"));
             return ExitCode::SUCCESS;
@@ -54,14 +53,14 @@ pub fn run() -> ExitCode {
 
     let result = match (settings, run) {
         (Ok(settings), Run::Init) => init::run(&settings),
-        (Ok(settings), Run::Serve { supervised }) => serve::run(&settings, supervised),
+        (Ok(settings), Run::Serve) => serve::run(&settings),
         // Pid 1 must not end for a mistake in a file: it goes on with the defaults, `serve` says what is wrong, and
         // the lease ends it.
         (Err(error), Run::Init) => {
             tracing::error!(%error, "settings");
             init::run(&config::Settings::default())
         }
-        (Err(error), Run::Serve { .. }) => Err(error.into()),
+        (Err(error), Run::Serve) => Err(error.into()),
     };
     result.unwrap_or_else(|error| {
         tracing::error!(error = format!("{error:#}"), "peerpod-guest ends");
@@ -71,5 +70,5 @@ pub fn run() -> ExitCode {
 
 enum Run {
     Init,
-    Serve { supervised: bool },
+    Serve,
 }

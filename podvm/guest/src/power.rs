@@ -22,6 +22,9 @@ use crate::{files, proc, status};
 pub(crate) const FIRST_LEASE: Duration = Duration::from_secs(15 * 60);
 /// How `serve` tells pid 1 that the machine is to go off.
 pub(crate) const POWER_OFF: u8 = 70;
+/// Storage that died with the node must not keep the VM alive: the last flush and the last sync may take so long.
+pub(crate) const LAST_FLUSH: Duration = Duration::from_secs(30);
+const LAST_SYNC: Duration = Duration::from_secs(5);
 /// How often contact is noted while the link is up.
 const TICK: Duration = Duration::from_secs(5);
 const FILE: &str = "lease.json";
@@ -169,6 +172,17 @@ pub(crate) fn flush() -> Vec<String> {
     problems
 }
 
+/// Does what may hang for ever, and waits for it for at most `limit`. `None`: it goes on, on a thread left to itself.
+pub(crate) fn within<T: Send + 'static>(
+    limit: Duration,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    let (done, waiting) = std::sync::mpsc::channel();
+    // Nobody may be waiting any more when it is done.
+    let begun = std::thread::Builder::new().name("last".into()).spawn(move || drop(done.send(work())));
+    begun.ok().and_then(|_| waiting.recv_timeout(limit).ok())
+}
+
 /// Writes back everything that is cached, block devices without a filesystem included. Where the machine is not ours
 /// alone that would be everybody's data.
 pub(crate) fn sync_machine() {
@@ -214,7 +228,9 @@ pub(crate) fn off() {
     if !status::in_first_pid_namespace() {
         return;
     }
-    sync();
+    if within(LAST_SYNC, sync).is_none() {
+        tracing::error!("the last sync takes too long; the power goes off without it");
+    }
     // `reboot` returns only an error.
     let Err(error) = reboot(RebootMode::RB_POWER_OFF);
     tracing::error!(%error, "cannot power off");
@@ -228,6 +244,15 @@ mod tests {
     use crate::files::testing::TempDir;
 
     const MS: fn(u64) -> Duration = Duration::from_millis;
+
+    #[test]
+    fn what_hangs_is_not_waited_for() {
+        let begun = Instant::now();
+        let (_hold, never) = std::sync::mpsc::channel::<()>();
+        assert!(within(MS(50), move || drop(never.recv())).is_none());
+        assert!(begun.elapsed() < MS(2000), "{:?}", begun.elapsed());
+        assert_eq!(within(MS(10_000), || 7), Some(7));
+    }
 
     #[tokio::test]
     async fn silence_ends_the_lease_and_contact_holds_it() {

@@ -24,11 +24,8 @@ use crate::{
     status::Status,
 };
 
-/// The last flush may take so long; nobody is left to wait for more.
-const LAST_FLUSH: Duration = Duration::from_secs(30);
-
-/// Runs the guest. `supervised`: pid 1 is ours and switches the machine off when it is told to.
-pub(crate) fn run(settings: &Settings, supervised: bool) -> anyhow::Result<ExitCode> {
+/// Runs the guest.
+pub(crate) fn run(settings: &Settings) -> anyhow::Result<ExitCode> {
     // One thread: all of a guest's traffic is one endpoint's task, and a hand-over between threads costs more than it
     // brings. What blocks goes to the blocking pool.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -38,9 +35,9 @@ pub(crate) fn run(settings: &Settings, supervised: bool) -> anyhow::Result<ExitC
     match end {
         End::Stopped => Ok(ExitCode::SUCCESS),
         End::LeaseOver => {
-            if !supervised {
-                power::off();
-            }
+            // In a VM it is done here also when pid 1 is ours: a process with a thread that hangs in its flush cannot
+            // end, and pid 1 would wait for it. In namespaces `off` does nothing and pid 1 ends them.
+            power::off();
             Ok(ExitCode::from(power::POWER_OFF))
         }
     }
@@ -82,7 +79,7 @@ async fn live(settings: &Settings) -> anyhow::Result<End> {
     };
     if let End::LeaseOver = end {
         tracing::error!("the link was silent for the whole lease: powering off");
-        match tokio::time::timeout(LAST_FLUSH, control.flush()).await {
+        match tokio::time::timeout(power::LAST_FLUSH, control.flush()).await {
             Ok(Ok(())) => {}
             Ok(Err(problems)) => tracing::error!(problems, "the last flush is not complete"),
             Err(_) => tracing::error!("the last flush takes too long"),

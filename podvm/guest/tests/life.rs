@@ -251,7 +251,7 @@ fn life(runtime: &tokio::runtime::Runtime, relay: &mut Relay) {
 
     // The guest program is killed: another session, the same agent, the same network.
     let agent_pid = process("be_an_agent --exact").expect("the agent");
-    let serve = process("peerpod-guest serve --supervised").expect("serve");
+    let serve = process("peerpod-guest serve").expect("serve");
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(serve as i32), nix::sys::signal::SIGKILL).unwrap();
     let LinkEvent::Up { session: second, resumed: false, .. } = relay.up(runtime) else { panic!("resumed") };
     assert_ne!(first, second);
