@@ -1,7 +1,7 @@
 //! What sits between one connection of a shim to `agent.ttrpc` and its stream to the guest: it knows which calls
 //! are pending, so that they can be answered when the guest is gone, and keeps the bounds. Pure; bytes in, bytes out.
 //!
-//! Requests pass as they come, header first. Answers of the guest up to [`HOLD`] bytes are handed on whole, larger
+//! Requests pass as they come, header first. Answers of the guest up to `HOLD` bytes are handed on whole, larger
 //! ones as they come: a guest that is lost in the middle of a held one costs that call an error; in the middle of a
 //! larger one it costs the connection, because bytes that were never sent cannot be made up.
 
