@@ -338,3 +338,17 @@ fn a_refused_read_of_the_inbox_means_dialling_again() {
     assert!(matches!(world.outputs()[..], [Output::Reconnect(_)]));
     assert!(!world.queue.node_is_ready());
 }
+
+#[test]
+fn a_closed_connection_does_not_let_its_own_waiting_start_go() {
+    // Which of the two goes first is a hash's choice, so many connections are tried.
+    for conn in 0..64 {
+        let mut world = World::ready();
+        world.call(conn, Kind::Create(id("a")));
+        world.call(conn, Kind::Start(id("a")));
+        assert_eq!(methods(&world.sent()), ["CreateVM"]);
+        world.queue.connection_closed(conn, world.now);
+        assert_eq!(world.outputs(), [], "a dead shim starts nothing");
+        assert_eq!(world.queue.len(), 0);
+    }
+}
