@@ -3,6 +3,7 @@
 use std::{io, os::fd::OwnedFd, time::Duration};
 
 use nix::unistd::{SysconfVar, sysconf};
+use peerpod_link::reactor;
 use rustix::{
     io::Errno,
     process::{Pid, PidfdFlags, pidfd_open},
@@ -36,7 +37,7 @@ impl ProcessId {
         if ProcessId::of(self.pid) != Some(self) {
             return Ok(None);
         }
-        Ok(Some(Exit(readable(fd)?)))
+        Ok(Some(Exit(reactor::register(fd, Interest::READABLE)?)))
     }
 }
 
@@ -65,13 +66,6 @@ fn parse_stat(stat: &str) -> Option<(char, u64)> {
     let state = fields.next()?.chars().next()?; // field 3
     let start = fields.nth(18)?.parse().ok()?; // field 22
     Some((state, start))
-}
-
-/// In tokio's hands. (The safe constructor is deprecated, because a type may give out changing descriptors.)
-#[allow(unsafe_code)]
-fn readable(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
-    // SAFETY: an `OwnedFd` gives out the same open descriptor for as long as it lives, and it lives in the `AsyncFd`.
-    Ok(unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }?)
 }
 
 #[cfg(test)]

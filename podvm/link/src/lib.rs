@@ -7,6 +7,7 @@ pub mod claim;
 pub mod endpoint;
 pub mod frame;
 pub mod net;
+pub mod reactor;
 pub mod record;
 pub mod session;
 pub mod tls;

@@ -3,18 +3,19 @@
 //! (`look`), because a lost or merged event must not matter. Reads one multicast netlink socket, changes nothing.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::Duration;
 
 use netlink_sys::Socket;
 use netlink_sys::protocols::NETLINK_ROUTE;
 use nix::errno::Errno;
 use nix::sys::socket::{MsgFlags, recv};
-use tokio::io::unix::AsyncFd;
+use tokio::io::{Interest, unix::AsyncFd};
 use tokio::time::{Instant, timeout_at};
 
 use super::Error;
 use super::netns::Netns;
+use crate::reactor;
 
 // rtnetlink's multicast groups (linux/rtnetlink.h).
 const LINK: u32 = 1;
@@ -52,16 +53,7 @@ pub struct Noticed {
 /// An open ear in one namespace.
 #[derive(Debug)]
 pub struct Events {
-    socket: AsyncFd<Ear>,
-}
-
-#[derive(Debug)]
-struct Ear(Socket);
-
-impl AsRawFd for Ear {
-    fn as_raw_fd(&self) -> RawFd {
-        self.0.as_raw_fd()
-    }
+    socket: AsyncFd<OwnedFd>,
 }
 
 impl Events {
@@ -85,8 +77,7 @@ impl Events {
         let failed =
             |source: io::Error| Error::Netns { attempt: "listen in", path: netns.path().to_owned(), source };
         let socket = netns.run(|| socket(groups)).and_then(|made| made).map_err(failed)?;
-        let socket = AsyncFd::new(Ear(socket)).map_err(failed)?;
-        Ok(Events { socket })
+        Ok(Events { socket: reactor::register(socket, Interest::READABLE).map_err(failed)? })
     }
 
     /// Waits until something happened, takes all of it, and goes on taking until nothing happened for `quiet`, or
@@ -112,7 +103,7 @@ impl Events {
     async fn next(&mut self) -> io::Result<Noticed> {
         loop {
             let mut ready = self.socket.readable().await?;
-            match ready.try_io(|ear| drain(&ear.get_ref().0)) {
+            match ready.try_io(|ear| drain(ear.get_ref())) {
                 Ok(noticed) => return noticed,
                 Err(_would_block) => {}
             }
@@ -120,7 +111,7 @@ impl Events {
     }
 }
 
-fn socket(groups: &[u32]) -> io::Result<Socket> {
+fn socket(groups: &[u32]) -> io::Result<OwnedFd> {
     let mut socket = Socket::new(NETLINK_ROUTE)?;
     socket.bind_auto()?;
     for group in groups {
@@ -131,15 +122,15 @@ fn socket(groups: &[u32]) -> io::Result<Socket> {
         }
     }
     socket.set_non_blocking(true)?;
-    Ok(socket)
+    socket.as_fd().try_clone_to_owned()
 }
 
 /// Takes what is queued. "Would block" only where nothing was.
-fn drain(socket: &Socket) -> io::Result<Noticed> {
+fn drain(socket: &OwnedFd) -> io::Result<Noticed> {
     let mut buffer = [0; ROOM];
     let mut noticed = None;
     for _ in 0..AT_ONCE {
-        match recv(socket.as_fd().as_raw_fd(), &mut buffer, MsgFlags::MSG_DONTWAIT) {
+        match recv(socket.as_raw_fd(), &mut buffer, MsgFlags::MSG_DONTWAIT) {
             Ok(length) => {
                 let noticed = noticed.get_or_insert(Noticed::default());
                 noticed.link_down |= tells_link_down(&buffer[..length]);
