@@ -20,6 +20,8 @@ const ATTEMPT: Duration = Duration::from_secs(1);
 const STAGGER: Duration = Duration::from_millis(10);
 /// Addresses tried at each beat; of longer lists the next ones at the next beat.
 const AT_ONCE: usize = 8;
+/// Addresses that are remembered. What falls out is what did not connect for longest.
+const MOST: usize = 32;
 /// A TLS handshake may take so long.
 const HANDSHAKE: Duration = Duration::from_secs(5);
 
@@ -38,6 +40,14 @@ impl Dialler {
     /// `addresses` must not be empty; birth data checks that.
     pub(crate) fn new(addresses: Vec<SocketAddr>) -> Dialler {
         Dialler { addresses }
+    }
+
+    /// Adds addresses that the node was heard of at since; they come before those that are known.
+    pub(crate) fn learn(&mut self, addresses: &[SocketAddr]) {
+        let new: Vec<SocketAddr> =
+            addresses.iter().copied().filter(|address| !self.addresses.contains(address)).collect();
+        self.addresses.splice(0..0, new);
+        self.addresses.truncate(MOST);
     }
 
     /// Connects; never gives up. What connected comes first the next time.
@@ -182,6 +192,17 @@ mod tests {
         let error = dialler.secure(config).await.unwrap_err().to_string();
         assert!(error.starts_with(&format!("tls handshake with {wrong}")), "{error}");
         assert_eq!(dialler.addresses, [other, wrong]);
+    }
+
+    #[test]
+    fn what_is_learnt_comes_first_once_and_never_grows_without_bound() {
+        let address = |port| SocketAddr::from(([10, 0, 0, 1], port));
+        let mut dialler = Dialler::new(vec![address(1), address(2)]);
+        dialler.learn(&[address(3), address(1)]);
+        dialler.learn(&[address(3)]);
+        assert_eq!(dialler.addresses, [address(3), address(1), address(2)]);
+        dialler.learn(&(100..200).map(address).collect::<Vec<_>>());
+        assert_eq!(dialler.addresses.len(), MOST);
     }
 
     #[test]

@@ -3,6 +3,7 @@
 
 use std::{
     io,
+    net::SocketAddr,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -17,7 +18,7 @@ use peerpod_link::{
 use peerpod_proto::guest::Claim;
 use tokio::{
     net::UnixStream,
-    sync::mpsc,
+    sync::{mpsc, watch},
     time::{sleep, timeout},
 };
 
@@ -101,6 +102,8 @@ pub(crate) struct Keeper {
     pub(crate) identity: Arc<Mutex<Identity>>,
     pub(crate) status: Arc<Status>,
     pub(crate) lease: Arc<Lease>,
+    /// Where the node is found besides where birth data says.
+    pub(crate) homes: watch::Receiver<Vec<SocketAddr>>,
 }
 
 /// Why a claim did not succeed now.
@@ -131,6 +134,7 @@ impl Keeper {
         let mut stage = Some(self.status.begin("link"));
         let mut fruitless = 0;
         loop {
+            dialler.learn(&self.homes.borrow());
             let result = match self.tls(true) {
                 Ok(config) => dialler.secure(config).await.map_err(|error| error.to_string()),
                 Err(error) => Err(error.to_string()),

@@ -3,6 +3,7 @@
 
 use std::{
     io,
+    net::SocketAddr,
     os::fd::AsFd,
     path::{Path, PathBuf},
     sync::Arc,
@@ -17,7 +18,7 @@ use nix::{
 use peerpod_link::net;
 use peerpod_proto::guest::{NetworkPlan, Personalise};
 use protobuf::Message;
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, watch};
 
 use crate::{
     agent::{self, Agent},
@@ -32,6 +33,8 @@ const FILE: &str = "plan.pb";
 const INITDATA: &str = "initdata";
 /// A plan is mostly initdata, and that came in one ttrpc frame.
 pub(crate) const MAX_LEN: u64 = 5 << 20;
+/// Addresses of the node that are kept.
+const MAX_HOMES: usize = 16;
 /// When the node says nothing.
 const AGENT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Where bind sources may be made.
@@ -66,6 +69,8 @@ pub(crate) struct Person {
     agent: Arc<Agent>,
     lease: Arc<Lease>,
     new: bool,
+    /// Where the node is found besides where this VM was told at birth.
+    homes: watch::Sender<Vec<SocketAddr>>,
     /// Held while a plan is applied: one at a time.
     current: Mutex<Option<Personalise>>,
 }
@@ -91,8 +96,14 @@ impl Person {
             agent,
             lease,
             new,
+            homes: watch::Sender::new(current.as_ref().map(homes).unwrap_or_default()),
             current: Mutex::new(current),
         }
+    }
+
+    /// Where the node is found, as the last plan says; empty before the first.
+    pub(crate) fn homes(&self) -> watch::Receiver<Vec<SocketAddr>> {
+        self.homes.subscribe()
     }
 
     /// Whether no plan ever came: birth data's lease counts then.
@@ -133,6 +144,7 @@ impl Person {
     }
 
     async fn apply(&self, plan: &Personalise) -> Result<(), Error> {
+        self.homes.send_replace(homes(plan));
         if plan.lease_seconds > 0 {
             self.lease.set_length(Duration::from_secs(u64::from(plan.lease_seconds)));
         }
@@ -153,6 +165,11 @@ impl Person {
         self.status.ready();
         Ok(())
     }
+}
+
+/// What cannot be read is left out: the others may do.
+fn homes(plan: &Personalise) -> Vec<SocketAddr> {
+    plan.node_addresses.iter().take(MAX_HOMES).filter_map(|address| address.parse().ok()).collect()
 }
 
 fn check(ours: &str, plan: &Personalise) -> Result<(), Error> {

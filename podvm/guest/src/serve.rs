@@ -127,7 +127,8 @@ async fn home(
     let answering = tokio::spawn(control.clone().serve(handle.clone(), events.controls));
     let reporting = tokio::spawn(control::report_agent(agent.clone(), status.clone(), handle.clone()));
 
-    let keeper = Keeper { birth, identity, status: status.clone(), lease: lease.clone() };
+    let homes = control.person.homes();
+    let keeper = Keeper { birth, identity, status: status.clone(), lease: lease.clone(), homes };
     keeper.keep(&handle, events.links).await;
     for task in [restore, answering, reporting] {
         task.abort();
