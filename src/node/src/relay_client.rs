@@ -148,6 +148,7 @@ impl RelayClient {
             connected: state.guest_connected,
             session: state.guest_session,
             status: state.guest_status,
+            address: state.guest_address.parse().ok(),
         };
         let sender = self.sender(&state.id);
         sender.send_if_modified(|guest| {

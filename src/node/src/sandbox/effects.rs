@@ -68,6 +68,8 @@ pub struct Guest {
     pub session: String,
     /// The guest's own words, the last ones heard (`peerpod.guest.v1.Status`).
     pub status: Vec<u8>,
+    /// Where its last connection came from, as the relay saw it.
+    pub address: Option<IpAddr>,
 }
 
 /// Everything a sandbox does to the world. Every method may be called again after a crash.

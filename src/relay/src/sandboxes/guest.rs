@@ -204,6 +204,7 @@ impl Guest {
                     state.reconnects = if resumed { state.reconnects + 1 } else { 0 };
                     state.guest_connected = true;
                     state.guest_session = session.clone();
+                    state.guest_address = peer.ip().to_canonical().to_string();
                 });
                 if resumed {
                     self.metrics.reconnects.inc();
@@ -282,7 +283,7 @@ mod tests {
         let metrics = Arc::new(Metrics::new(&mut Registry::default()));
         let id = SandboxId::parse("a").unwrap();
         let guest = Guest::new(id.clone(), states.clone(), metrics);
-        states.put(&id, guest.traffic.clone());
+        states.put(&id, "", guest.traffic.clone());
         (states, guest)
     }
 
@@ -353,6 +354,7 @@ mod tests {
         guest.connections(0);
         let state = states.newer("", 0).await.changed.remove(0);
         assert_eq!((state.reconnects, state.shim_connections, state.shim_seen), (2, 0, true));
+        assert_eq!(state.guest_address, "10.0.0.1");
         guest.link(up(2, false));
         let state = states.newer("", 0).await.changed.remove(0);
         assert_eq!((state.reconnects, state.guest_session), (0, "02".repeat(16)));
