@@ -17,6 +17,7 @@ pub mod netlink;
 pub mod netns;
 pub mod nft;
 pub mod plan;
+pub mod probe;
 pub mod redirect;
 pub mod tunnel;
 pub mod vxlan;

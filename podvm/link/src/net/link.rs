@@ -152,12 +152,16 @@ pub(crate) fn delete(index: u32) -> RouteNetlinkMessage {
 }
 
 /// How this machine reaches another one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Way {
     /// The source address the kernel would use.
     pub(crate) source: IpAddr,
     /// What fits through: the route's or the device's MTU, in bytes.
     pub(crate) mtu: u32,
+    /// The device's name.
+    pub(crate) device: String,
+    /// The device's MTU: what could ever fit.
+    pub(crate) device_mtu: u32,
 }
 
 /// Whether an address is one of this namespace's own.
@@ -212,7 +216,7 @@ pub(crate) fn way_to(client: &mut Client, peer: IpAddr) -> Result<Way, Error> {
         .map_err(Error::kernel(format!("look at the device towards {peer}")))?
         .ok_or_else(|| broken("the device towards it vanished"))?;
     let mtu = mtu.filter(|mtu| *mtu > 0).map_or(link.mtu, |mtu| mtu.min(link.mtu));
-    Ok(Way { source, mtu })
+    Ok(Way { source, mtu, device: link.name, device_mtu: link.mtu })
 }
 
 pub(crate) fn family(address: IpAddr) -> AddressFamily {

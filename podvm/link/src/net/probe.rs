@@ -1,0 +1,240 @@
+//! How large a packet may be on the way between a VM and its node, found by trying: a router that drops what is too
+//! large without saying so (a "black hole") is known to nobody's routing table.
+//!
+//! The guest sends datagrams of several sizes that must not be cut (DF) to the relay, on the number of the link's
+//! port, and the relay answers each with one of the same size: what comes back has passed both ways.
+//!
+//! ```text
+//! "ppmt" | version u8 = 1 | kind u8: 1 question, 2 answer | length of the datagram u16 BE
+//!        | nonce 8 bytes, random for each question | token 16 bytes | zeros up to the length
+//! ```
+//!
+//! *Who is answered.* The token comes out of the TLS connection of the link that is up (an exporter, RFC 8446 7.5):
+//! node and guest have it without a word about it, it ends with that connection, and nobody who does not see these
+//! datagrams can know it. Without a good one the relay says nothing at all, so that it is neither found by a scan nor
+//! of use to somebody who forges a sender. Who does see them could as well drop or forge the tunnel's packets; with a
+//! copied token he can make the relay send as many bytes as he sent himself, at most at the rate one guest is allowed.
+//! *Who is believed.* A guest takes an answer only from the address it asked, with its own token and nonce.
+//!
+//! [`Search`] is pure; [`ask`] is the guest's side and [`echo`] the relay's.
+
+use std::fmt;
+
+pub mod ask;
+pub mod echo;
+
+/// The largest IP packet that is tried or answered, in bytes; the largest MTU of the clouds is 9001.
+pub const LARGEST: u32 = 9216;
+/// Bytes of a datagram before its zeros.
+pub const HEADER: usize = 32;
+const MAGIC: [u8; 4] = *b"ppmt";
+const VERSION: u8 = 1;
+const LABEL: &[u8] = b"EXPORTER-peerpod-path-probe";
+
+/// What shows that a question comes from the guest of a link that is up.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Token([u8; 16]);
+
+impl Token {
+    /// The token of a TLS connection whose handshake is done; the same at both ends.
+    pub fn of<Side>(connection: &rustls::ConnectionCommon<Side>) -> Option<Token> {
+        connection.export_keying_material([0; 16], LABEL, None).ok().map(Token)
+    }
+
+    /// A token of these bytes.
+    pub fn new(bytes: [u8; 16]) -> Token {
+        Token(bytes)
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token(..)")
+    }
+}
+
+/// Which way a datagram goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// From the guest.
+    Question = 1,
+    /// From the relay.
+    Answer = 2,
+}
+
+/// A datagram without its padding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Datagram {
+    /// Which way it goes.
+    pub kind: Kind,
+    /// Ties an answer to its question.
+    pub nonce: [u8; 8],
+    /// The link's.
+    pub token: Token,
+}
+
+impl Datagram {
+    /// The datagram with zeros up to `length` bytes; never shorter than its header.
+    pub fn write(&self, length: u16) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(usize::from(length).max(HEADER));
+        bytes.extend(MAGIC);
+        bytes.extend([VERSION, self.kind as u8]);
+        bytes.extend(length.to_be_bytes());
+        bytes.extend(self.nonce);
+        bytes.extend(self.token.0);
+        bytes.resize(usize::from(length).max(HEADER), 0);
+        bytes
+    }
+
+    /// Reads a whole datagram; nothing else but one that says its own length is one.
+    pub fn read(bytes: &[u8]) -> Option<Datagram> {
+        let (header, _) = bytes.split_first_chunk::<HEADER>()?;
+        let [m0, m1, m2, m3, version, kind, l0, l1, rest @ ..] = *header;
+        let whole = usize::from(u16::from_be_bytes([l0, l1])) == bytes.len();
+        if [m0, m1, m2, m3] != MAGIC || version != VERSION || !whole {
+            return None;
+        }
+        let kind = match kind {
+            1 => Kind::Question,
+            2 => Kind::Answer,
+            _ => return None,
+        };
+        let (nonce, token) = rest.split_first_chunk::<8>()?;
+        Some(Datagram { kind, nonce: *nonce, token: Token(*token.first_chunk()?) })
+    }
+}
+
+/// Bytes of an IP packet around a datagram: the IP header without options, and UDP's.
+pub const fn around(v6: bool) -> u32 {
+    if v6 { 48 } else { 28 }
+}
+
+/// The sizes that networks have: AWS, GRE or VXLAN in it, Ethernet, GCP, PPPoE and its like, IPv6's least, IPv4's.
+const COMMON: [u32; 10] = [9001, 8951, 1500, 1460, 1454, 1440, 1400, 1350, 1280, 576];
+/// Sizes tried at a time between two that are known.
+const BETWEEN: u32 = 8;
+
+/// Looks for the largest size that passes, in rounds: each tries several sizes at once, for a round costs a time-out
+/// and a datagram costs nothing. First the common sizes, then evenly between the largest that passed and the smallest
+/// that did not.
+#[derive(Clone, Debug)]
+pub struct Search {
+    top: u32,
+    passed: Option<u32>,
+    /// The smallest that did not pass (or cannot).
+    failed: u32,
+    begun: bool,
+}
+
+impl Search {
+    /// Up to `top`, the MTU of the device that leads there.
+    pub fn new(top: u32) -> Search {
+        let top = top.min(LARGEST);
+        Search { top, passed: None, failed: top + 1, begun: false }
+    }
+
+    /// The sizes to try next, in bytes of a whole IP packet; none = the search is over.
+    pub fn next(&self) -> Vec<u32> {
+        if !self.begun {
+            let smaller = COMMON.into_iter().filter(|size| *size < self.top);
+            return std::iter::once(self.top).chain(smaller).collect();
+        }
+        let Some(passed) = self.passed.filter(|passed| passed + 1 < self.failed) else { return Vec::new() };
+        let gap = self.failed.saturating_sub(passed + 1);
+        let count = gap.min(BETWEEN);
+        // One byte more first: a common size that passes is mostly the whole truth, and this shows it.
+        let even = (1..=count).map(|n| passed + 1 + gap * n / (count + 1));
+        let mut sizes: Vec<u32> =
+            std::iter::once(passed + 1).chain(even).filter(|size| *size < self.failed).collect();
+        sizes.dedup();
+        sizes
+    }
+
+    /// Takes the outcome of a round: which of [`Search::next`]'s sizes passed.
+    pub fn round(&mut self, passed: &[u32]) {
+        let tried = self.next();
+        self.begun = true;
+        self.passed = self.passed.max(passed.iter().copied().filter(|size| tried.contains(size)).max());
+        let least = self.passed.unwrap_or(0);
+        self.failed = tried.into_iter().filter(|size| *size > least).chain([self.failed]).min().unwrap_or(0);
+    }
+
+    /// The largest size that passed so far.
+    pub fn found(&self) -> Option<u32> {
+        self.passed
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn search(top: u32, path: u32) -> (Option<u32>, usize) {
+        let mut search = Search::new(top);
+        for rounds in 0..16 {
+            let sizes = search.next();
+            if sizes.is_empty() {
+                return (search.found(), rounds);
+            }
+            assert!(sizes.len() <= 11, "{sizes:?}");
+            assert!(sizes.iter().all(|size| *size <= top.min(LARGEST)), "{sizes:?}");
+            let passed: Vec<u32> = sizes.into_iter().filter(|size| *size <= path).collect();
+            search.round(&passed);
+        }
+        panic!("a search from {top} for {path} does not end")
+    }
+
+    #[test]
+    fn the_usual_paths_are_found_in_one_or_few_rounds() {
+        assert_eq!(search(1500, 1500), (Some(1500), 1));
+        assert_eq!(search(9001, 9001), (Some(9001), 1));
+        assert_eq!(search(1460, 9001), (Some(1460), 1));
+        for (top, path) in [(1500, 1460), (9001, 1500), (9001, 8951), (1500, 1454), (9001, 8896)] {
+            let (found, rounds) = search(top, path);
+            assert!(found == Some(path) && rounds <= 5, "{top} {path}: {found:?} in {rounds} rounds");
+        }
+    }
+
+    #[test]
+    fn where_nothing_comes_back_the_search_ends_at_once() {
+        assert_eq!(search(1500, 0), (None, 1));
+    }
+
+    #[test]
+    fn a_size_nobody_asked_for_is_not_believed() {
+        let mut search = Search::new(1500);
+        search.round(&[1400, 1499, 9001]);
+        assert_eq!(search.found(), Some(1400));
+    }
+
+    #[test]
+    fn a_datagram_reads_as_it_was_written_and_nothing_else_does() {
+        let datagram = Datagram { kind: Kind::Question, nonce: [7; 8], token: Token([9; 16]) };
+        let bytes = datagram.write(1472);
+        assert_eq!((bytes.len(), Datagram::read(&bytes)), (1472, Some(datagram)));
+        assert_eq!(datagram.write(3).len(), HEADER);
+        for change in [0, 4, 5, 6] {
+            let mut bytes = bytes.clone();
+            bytes[change] ^= 0x41;
+            assert_eq!(Datagram::read(&bytes), None, "byte {change}");
+        }
+        assert_eq!(Datagram::read(&bytes[..1471]), None);
+        assert_eq!(Datagram::read(&bytes[..HEADER - 1]), None);
+    }
+
+    proptest! {
+        #[test]
+        fn every_path_is_found_exactly(top in 576u32..9300, path in 576u32..9300) {
+            let (found, rounds) = search(top, path);
+            prop_assert_eq!(found, Some(path.min(top).min(LARGEST)));
+            prop_assert!(rounds <= 6);
+        }
+
+        #[test]
+        fn no_datagram_makes_the_reader_panic(bytes: Vec<u8>) {
+            prop_assert!(Datagram::read(&bytes).is_none_or(|read| read.write(bytes.len() as u16) == bytes[..]) || bytes[HEADER..].iter().any(|b| *b != 0));
+        }
+    }
+}
