@@ -19,7 +19,9 @@ pub mod nft;
 pub mod plan;
 pub mod probe;
 pub mod redirect;
+pub mod room;
 pub mod tunnel;
+pub mod uplink;
 pub mod vxlan;
 
 /// What can go wrong in this room. Each text names what was attempted on what, why it failed, and where somebody can

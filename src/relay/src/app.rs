@@ -17,6 +17,7 @@ use peerpod_base::{
     admin::{self, Ready},
     lifecycle::Shutdown,
 };
+use peerpod_link::net::probe::echo::{Echo, Known};
 use peerpod_proto::relay_ttrpc;
 use prometheus_client::registry::Registry;
 use thiserror::Error;
@@ -137,8 +138,15 @@ pub async fn build(config: RelayConfig) -> Result<Bound, AppError> {
         metrics: metrics.clone(),
     };
     let door = door::open(parts, &mut tasks);
-    let parts =
-        guests::Parts { trust: trust.clone(), sandboxes: sandboxes.clone(), door, metrics: metrics.clone() };
+    let paths = Known::default();
+    answer_probes(listen, paths.clone(), &mut tasks).await;
+    let parts = guests::Parts {
+        trust: trust.clone(),
+        sandboxes: sandboxes.clone(),
+        door,
+        metrics: metrics.clone(),
+        paths,
+    };
     let bounds = guests::Bounds {
         total: config.max_handshakes as usize,
         per_address: config.max_handshakes_per_address as usize,
@@ -227,6 +235,16 @@ async fn restore(store: &Store, sandboxes: &Sandboxes, trust: &guests::Trust) ->
     }
     sandboxes.restore(records?).await;
     Ok(())
+}
+
+/// Answers guests that try how large a packet may be, on the port they dial. Without it they take their kernel's word.
+async fn answer_probes(listen: SocketAddr, paths: Known, tasks: &mut JoinSet<()>) {
+    match Echo::bind(listen, paths).await {
+        Ok(echo) => {
+            tasks.spawn(echo.run());
+        }
+        Err(error) => tracing::warn!(%listen, %error, "path probes (UDP) of guests are not answered"),
+    }
 }
 
 /// Both families on `[::]`; a kernel without IPv6 gets the other one alone.

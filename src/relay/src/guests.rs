@@ -11,7 +11,9 @@ use std::{
 
 use peerpod_link::{
     claim::{self, FIRST_RECORD_DEADLINE, First},
-    endpoint, tls,
+    endpoint,
+    net::probe::{Token, echo::Known},
+    tls,
 };
 use peerpod_proto::{
     guest::{Claim, ClaimReply},
@@ -72,6 +74,8 @@ pub(crate) struct Parts {
     pub(crate) sandboxes: Arc<Sandboxes>,
     pub(crate) door: DoorHandle,
     pub(crate) metrics: Arc<Metrics>,
+    /// Guests whose path probes are answered.
+    pub(crate) paths: Known,
 }
 
 /// Why a connection came to nothing. The name is a label of the metric.
@@ -199,6 +203,9 @@ async fn serve(
             .of_certificate(&tls::fingerprint(certificate))
             .ok_or(Refused::UnknownCertificate)?;
         tracing::debug!(sandbox = %sandbox.id, pod = sandbox.guest.pod(), %peer, "guest dialled in");
+        if let Some(token) = Token::of(stream.get_ref().1) {
+            sandbox.guest.may_probe(parts.paths.admit(token));
+        }
         sandbox.endpoint.attach(stream.into());
         return Ok(());
     }

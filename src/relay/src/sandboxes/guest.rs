@@ -13,7 +13,10 @@ use std::{
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
-use peerpod_link::endpoint::{Filter, Handler, LinkEvent};
+use peerpod_link::{
+    endpoint::{Filter, Handler, LinkEvent},
+    net::probe::echo::Pass,
+};
 use peerpod_proto::guest::Reply;
 use protobuf::Message;
 use thiserror::Error;
@@ -88,6 +91,8 @@ pub(crate) struct Guest {
     up: AtomicBool,
     calls: Mutex<Calls>,
     unasked: Mutex<Allowance>,
+    /// Its last connection's right to have path probes answered.
+    probes: Mutex<Option<Pass>>,
 }
 
 /// A call that is waited for; dropping it forgets the call.
@@ -116,12 +121,18 @@ impl Guest {
             up: AtomicBool::new(false),
             calls: Mutex::default(),
             unasked: Mutex::new(Allowance { left: Allowance::MOST, at: Instant::now() }),
+            probes: Mutex::default(),
         }
     }
 
     fn calls(&self) -> MutexGuard<'_, Calls> {
         // A map and a number: whole after every step.
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The guest's path probes are answered, until its next connection brings its own pass or the sandbox ends.
+    pub(crate) fn may_probe(&self, pass: Pass) {
+        *self.probes.lock().unwrap_or_else(PoisonError::into_inner) = Some(pass);
     }
 
     pub(crate) fn set_pod(&self, pod: &str) {

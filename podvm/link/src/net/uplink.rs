@@ -1,0 +1,286 @@
+//! The VM's own network devices, those a cloud gave it: what the guest watches, tells the node, and takes for the way
+//! out. Reads over netlink, in the namespace of the socket it is given, and changes nothing.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use netlink_packet_route::address::{AddressAttribute, AddressMessage};
+use netlink_packet_route::link::{
+    InfoKind, LinkAttribute, LinkExtentMask, LinkFlags, LinkInfo, LinkLayerType, LinkMessage,
+};
+use netlink_packet_route::route::{
+    RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteType, RouteVia,
+};
+use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
+
+use super::netlink::{self, Client};
+use super::{Error, link};
+
+/// A VM has one or two; containers of the image's own may add some.
+const MAX_LINKS: usize = 256;
+const MAX_ADDRESSES: usize = 1024;
+const MAX_DEFAULTS: usize = 256;
+/// Devices that are ours are no uplink.
+const OURS: &str = "pp-";
+const SCOPE_LINK: u8 = 253;
+
+/// One device of the VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Uplink {
+    /// Its name.
+    pub name: String,
+    /// Its index.
+    pub index: u32,
+    /// Its MAC address.
+    pub mac: [u8; 6],
+    /// Its MTU, in bytes.
+    pub mtu: u32,
+    /// Whether it is up.
+    pub up: bool,
+    /// Its addresses with their prefix lengths, sorted; link-local ones are not among them.
+    pub addresses: Vec<(IpAddr, u8)>,
+    /// Gateways of its default routes, the best first.
+    pub gateways: Vec<IpAddr>,
+    /// It has a default route, with a gateway or without one.
+    pub is_default: bool,
+}
+
+impl Uplink {
+    /// Whether it has an address of this family.
+    pub fn has(&self, v6: bool) -> bool {
+        self.addresses.iter().any(|(address, _)| address.is_ipv6() == v6)
+    }
+}
+
+/// All Ethernet devices that have an address or a default route, by index.
+///
+/// # Errors
+/// [`Error::Kernel`].
+pub fn look(client: &mut Client) -> Result<Vec<Uplink>, Error> {
+    let mut uplinks = links(client)?;
+    for (index, address, prefix) in addresses(client)? {
+        if let Some(uplink) = uplinks.iter_mut().find(|uplink| uplink.index == index) {
+            uplink.addresses.push((address, prefix));
+        }
+    }
+    let mut defaults = defaults(client)?;
+    defaults.sort_unstable_by_key(|default| (default.v6, default.metric));
+    for default in defaults {
+        if let Some(uplink) = uplinks.iter_mut().find(|uplink| uplink.index == default.index) {
+            uplink.is_default = true;
+            uplink.gateways.extend(default.gateway);
+        }
+    }
+    uplinks.retain(|uplink| uplink.is_default || !uplink.addresses.is_empty());
+    for uplink in &mut uplinks {
+        uplink.addresses.sort_unstable();
+    }
+    uplinks.sort_unstable_by_key(|uplink| uplink.index);
+    Ok(uplinks)
+}
+
+/// The name of the device that leads to `peer`.
+///
+/// # Errors
+/// [`Error::Path`] where there is no way to it, [`Error::Kernel`].
+pub fn towards(client: &mut Client, peer: IpAddr) -> Result<String, Error> {
+    Ok(link::way_to(client, peer)?.device)
+}
+
+fn asking(what: &'static str) -> impl FnOnce(netlink::Error) -> Error {
+    Error::kernel(format!("read the VM's {what}"))
+}
+
+fn links(client: &mut Client) -> Result<Vec<Uplink>, Error> {
+    let mut message = LinkMessage::default();
+    message.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
+    let read = |answer| match answer {
+        RouteNetlinkMessage::NewLink(link) => read_link(link),
+        _ => None,
+    };
+    client.dump(&RouteNetlinkMessage::GetLink(message), MAX_LINKS, read).map_err(asking("devices"))
+}
+
+/// A device of the cloud's: Ethernet, and no invention of this kernel's (bridge, tunnel, ...); a veth only with its
+/// other end in another namespace, which is what a VM made of namespaces has.
+fn read_link(message: LinkMessage) -> Option<Uplink> {
+    let header = &message.header;
+    let mut uplink = Uplink {
+        name: String::new(),
+        index: header.index,
+        mac: [0; 6],
+        mtu: 0,
+        up: header.flags.contains(LinkFlags::Up),
+        addresses: Vec::new(),
+        gateways: Vec::new(),
+        is_default: false,
+    };
+    let wrong = header.link_layer_type != LinkLayerType::Ether || header.flags.contains(LinkFlags::Loopback);
+    let (mut kind, mut elsewhere) = (None, false);
+    for attribute in message.attributes {
+        match attribute {
+            LinkAttribute::IfName(name) => uplink.name = name,
+            LinkAttribute::Mtu(mtu) => uplink.mtu = mtu,
+            LinkAttribute::Address(bytes) => uplink.mac = bytes.try_into().unwrap_or_default(),
+            LinkAttribute::LinkNetNsId(_) => elsewhere = true,
+            LinkAttribute::LinkInfo(infos) => {
+                kind = infos.into_iter().find_map(|info| match info {
+                    LinkInfo::Kind(kind) => Some(kind),
+                    _ => None,
+                });
+            }
+            _ => {}
+        }
+    }
+    let fit = match kind {
+        None => true,
+        // A bond or a VLAN may be how the cloud's network is reached.
+        Some(InfoKind::Bond | InfoKind::Vlan) => true,
+        Some(InfoKind::Veth) => elsewhere,
+        Some(_) => false,
+    };
+    (!wrong && fit && !uplink.name.starts_with(OURS)).then_some(uplink)
+}
+
+fn addresses(client: &mut Client) -> Result<Vec<(u32, IpAddr, u8)>, Error> {
+    let read = |answer| match answer {
+        RouteNetlinkMessage::NewAddress(message) => {
+            if u8::from(message.header.scope) >= SCOPE_LINK {
+                return None;
+            }
+            let (mut address, mut local) = (None, None);
+            for attribute in &message.attributes {
+                match attribute {
+                    AddressAttribute::Address(a) => address = Some(*a),
+                    AddressAttribute::Local(a) => local = Some(*a),
+                    _ => {}
+                }
+            }
+            Some((message.header.index, local.or(address)?, message.header.prefix_len))
+        }
+        _ => None,
+    };
+    client
+        .dump(&RouteNetlinkMessage::GetAddress(AddressMessage::default()), MAX_ADDRESSES, read)
+        .map_err(asking("addresses"))
+}
+
+struct Default {
+    v6: bool,
+    metric: u32,
+    index: u32,
+    gateway: Option<IpAddr>,
+}
+
+fn defaults(client: &mut Client) -> Result<Vec<Default>, Error> {
+    let mut all = Vec::new();
+    for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+        let mut message = RouteMessage::default();
+        message.header.address_family = family;
+        message.header.table = RouteHeader::RT_TABLE_MAIN;
+        message.attributes.push(RouteAttribute::Table(u32::from(RouteHeader::RT_TABLE_MAIN)));
+        let found =
+            client.dump(&RouteNetlinkMessage::GetRoute(message), MAX_DEFAULTS, |answer| match answer {
+                RouteNetlinkMessage::NewRoute(route) if route.header.address_family == family => {
+                    read_default(&route)
+                }
+                _ => None,
+            });
+        match found {
+            Ok(found) => all.extend(found),
+            // A table nobody has put a route into does not exist; a kernel without IPv6 has no such routes.
+            Err(netlink::Error::Refused(_)) => {}
+            Err(e) => return Err(asking("routes")(e)),
+        }
+    }
+    Ok(all)
+}
+
+fn read_default(route: &RouteMessage) -> Option<Default> {
+    let header = &route.header;
+    if header.kind != RouteType::Unicast
+        || header.destination_prefix_length != 0
+        || header.table != RouteHeader::RT_TABLE_MAIN
+    {
+        return None;
+    }
+    let v6 = header.address_family == AddressFamily::Inet6;
+    let (mut index, mut metric, mut gateway) = (None, 0, None);
+    for attribute in &route.attributes {
+        match attribute {
+            RouteAttribute::Oif(oif) => index = Some(*oif),
+            RouteAttribute::Priority(priority) => metric = *priority,
+            RouteAttribute::Gateway(RouteAddress::Inet(a)) => gateway = Some(IpAddr::V4(*a)),
+            RouteAttribute::Gateway(RouteAddress::Inet6(a)) | RouteAttribute::Via(RouteVia::Inet6(a)) => {
+                gateway = Some(IpAddr::V6(*a));
+            }
+            _ => {}
+        }
+    }
+    Some(Default { v6, metric, index: index?, gateway })
+}
+
+/// The network of an address.
+pub fn network(address: IpAddr, prefix: u8) -> (IpAddr, u8) {
+    match address {
+        IpAddr::V4(a) => {
+            let mask = u32::MAX.checked_shl(32 - u32::from(prefix.min(32))).unwrap_or(0);
+            (Ipv4Addr::from(u32::from(a) & mask).into(), prefix.min(32))
+        }
+        IpAddr::V6(a) => {
+            let mask = u128::MAX.checked_shl(128 - u32::from(prefix.min(128))).unwrap_or(0);
+            (Ipv6Addr::from(u128::from(a) & mask).into(), prefix.min(128))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::super::netns::Netns;
+    use super::*;
+
+    fn ip(netns: &Netns, arguments: &str) {
+        let run = || Command::new("ip").args(arguments.split(' ')).status();
+        assert!(netns.run(run).unwrap().unwrap().success(), "ip {arguments}");
+    }
+
+    #[test]
+    fn what_the_cloud_gave_is_told_from_what_the_vm_invented() {
+        let (vm, cloud) = (Netns::scratch().unwrap(), Netns::scratch().unwrap());
+        // Made in the cloud and moved over, as a VM of the local provider has it.
+        let target = format!("/proc/{}/fd/{}", std::process::id(), {
+            use std::os::fd::{AsFd, AsRawFd};
+            vm.as_fd().as_raw_fd()
+        });
+        ip(&cloud, &format!("link add c0 type veth peer name eth0 netns {target}"));
+        ip(&vm, "link add docker0 type bridge");
+        ip(&vm, "link add v0 type veth peer name v1");
+        for (device, address) in
+            [("eth0", "10.9.0.5/24"), ("docker0", "172.17.0.1/16"), ("v0", "10.8.0.1/24")]
+        {
+            ip(&vm, &format!("addr add {address} dev {device}"));
+            ip(&vm, &format!("link set {device} up"));
+        }
+        ip(&vm, "addr add fd09::5/64 dev eth0 nodad");
+        ip(&vm, "route add default via 10.9.0.1");
+        ip(&vm, "route add default via 10.9.0.2 metric 50");
+        let seen = look(&mut vm.netlink().unwrap()).unwrap();
+        let [uplink] = seen.as_slice() else { panic!("{seen:?}") };
+        assert_eq!((uplink.name.as_str(), uplink.mtu, uplink.is_default), ("eth0", 1500, true));
+        let addresses = [("10.9.0.5", 24), ("fd09::5", 64)].map(|(a, p)| (a.parse::<IpAddr>().unwrap(), p));
+        assert_eq!(uplink.addresses, addresses);
+        assert_eq!(uplink.gateways, ["10.9.0.1", "10.9.0.2"].map(|a| a.parse::<IpAddr>().unwrap()));
+        assert_eq!(towards(&mut vm.netlink().unwrap(), "10.9.0.77".parse().unwrap()).unwrap(), "eth0");
+    }
+
+    #[test]
+    fn the_network_of_an_address_is_its_prefix() {
+        let of = |text: &str, prefix| network(text.parse().unwrap(), prefix).0.to_string();
+        assert_eq!(of("10.9.1.5", 16), "10.9.0.0");
+        assert_eq!(of("10.9.1.5", 0), "0.0.0.0");
+        assert_eq!(of("10.9.1.5", 32), "10.9.1.5");
+        assert_eq!(of("fd09:1:2::5", 32), "fd09:1::");
+        assert_eq!(of("fd09::5", 0), "::");
+    }
+}
