@@ -83,7 +83,7 @@ async fn connect(cloud: &Cloud, tunnel: &Tunnel, pod: &Pod) -> anyhow::Result<()
     let reserved = tunnel.reserve(netns, "bench", false, None).await?;
     let plan = tunnel.connect(netns, &reserved, &seen, VM.into()).await?;
     let podns = cloud.paths[1].clone();
-    cloud.vm.run(move || guest::apply(&plan, &podns))??;
+    cloud.vm.run(move || guest::apply(&plan, None, &podns))??;
     Ok(())
 }
 

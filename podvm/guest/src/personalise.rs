@@ -190,7 +190,7 @@ fn check(ours: &str, plan: &Personalise) -> Result<(), Error> {
 
 fn make_network(plan: &NetworkPlan, podns: &Path) -> Result<net::guest::Applied, net::Error> {
     net::netns::create_named(podns)?;
-    net::guest::apply(plan, podns)
+    net::guest::apply(plan, None, podns)
 }
 
 /// Makes the source of a bind mount, a directory, if it is missing and lies where such sources may lie. Anything else

@@ -16,8 +16,8 @@ fn ip(text: &str) -> IpAddr {
 
 fn find(seen: &Seen, destination: &str, prefix: u8) -> Route {
     let wanted = ip(destination);
-    let found = seen.interface.routes.iter().find(|r| r.destination == wanted && r.prefix == prefix);
-    *found.unwrap_or_else(|| panic!("no route to {destination}/{prefix} in {seen:?}"))
+    let found = seen.primary().routes.iter().find(|r| r.destination == wanted && r.prefix == prefix);
+    found.cloned().unwrap_or_else(|| panic!("no route to {destination}/{prefix} in {seen:?}"))
 }
 
 #[test]
@@ -35,7 +35,7 @@ fn everything_of_the_pods_interface_is_seen() {
     world.ip("pod", "neigh add 10.244.1.98 lladdr 02:00:00:00:00:98 dev eth0 nud stale");
     let seen = look(&pod).unwrap();
     assert_eq!(seen.left_out, [""; 0]);
-    let interface = &seen.interface;
+    let interface = seen.primary();
     assert_eq!((interface.name.as_str(), interface.mtu), ("eth0", 1450));
     assert!(world.ip("pod", "link show eth0").contains(&interface.mac));
     let addresses: Vec<(IpAddr, u8)> = interface.addresses.iter().map(|a| (a.address, a.prefix)).collect();
@@ -58,7 +58,7 @@ fn everything_of_the_pods_interface_is_seen() {
     assert_eq!(find(&seen, "fd55::", 48).metric, 7);
     assert_eq!(find(&seen, "10.244.1.0", 24).protocol, 2);
     let neighbours = [("169.254.1.1", "ee:ee:ee:ee:ee:ee"), ("fd10:244:1::99", "02:00:00:00:00:99")]
-        .map(|(address, mac)| Neighbour { address: ip(address), mac: mac.to_owned() });
+        .map(|(address, mac)| Neighbour::new(ip(address), mac.to_owned()));
     assert!(neighbours.iter().all(|n| interface.neighbours.contains(n)), "{:?}", interface.neighbours);
     assert_eq!(interface.neighbours.len(), 2);
     // It goes into the ledger and comes back.
@@ -76,12 +76,12 @@ fn the_interface_is_that_of_the_best_default_route() {
     world.ip("pod", "link set net1p up");
     world.ip("pod", "route add default via 10.55.0.1 dev net1 metric 100");
     let seen = look(&pod).unwrap();
-    assert_eq!(seen.interface.name, "eth0", "metric 0 is better");
-    assert!(seen.interface.routes.iter().all(|r| r.destination != ip("10.55.0.0")));
+    assert_eq!(seen.primary().name, "eth0", "metric 0 is better");
+    assert!(seen.primary().routes.iter().all(|r| r.destination != ip("10.55.0.0")));
     let left_out = seen.left_out.join("; ");
     assert!(left_out.contains("net1") && left_out.contains("10.55.0.0/24"), "{left_out}");
     world.ip("pod", "route del default via 10.244.1.1");
-    assert_eq!(look(&pod).unwrap().interface.name, "net1");
+    assert_eq!(look(&pod).unwrap().primary().name, "net1");
     world.ip("pod", "rule add from 10.55.0.2 lookup 100");
     assert!(look(&pod).unwrap().left_out.join("; ").contains("policy routing"));
 }
@@ -92,12 +92,12 @@ fn a_pod_of_one_family_or_without_a_default_route_is_seen() {
     let six = world.pod("six", 7);
     world.ip("six", "-4 addr flush dev eth0");
     let seen = look(&six).unwrap();
-    assert!(seen.interface.addresses.iter().all(|a| a.address.is_ipv6()));
-    assert!(seen.interface.routes.iter().all(|r| r.destination.is_ipv6()));
+    assert!(seen.primary().addresses.iter().all(|a| a.address.is_ipv6()));
+    assert!(seen.primary().routes.iter().all(|r| r.destination.is_ipv6()));
     let lone = world.pod("lone", 8);
     world.ip("lone", "route del default");
     world.ip("lone", "-6 route del default");
-    assert_eq!(look(&lone).unwrap().interface.name, "eth0");
+    assert_eq!(look(&lone).unwrap().primary().name, "eth0");
     let empty = world.empty("empty");
     let error = look(&empty).unwrap_err().to_string();
     assert!(error.contains("no interface but lo"), "{error}");
@@ -134,7 +134,7 @@ fn a_thousand_routes_are_fine_and_an_absurd_number_is_not() {
         std::fs::remove_file(file).unwrap();
     };
     batch(0, 1000);
-    assert!(look(&pod).unwrap().interface.routes.len() >= 1000);
+    assert!(look(&pod).unwrap().primary().routes.len() >= 1000);
     batch(1000, 5000);
     let error = look(&pod).unwrap_err();
     assert!(matches!(error, Error::TooMany { what: "routes", .. }), "{error}");

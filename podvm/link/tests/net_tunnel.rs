@@ -69,10 +69,10 @@ fn both_families_pass_the_tunnel_both_ways() {
     }
     // The VM's copy is what the pod has.
     let copy = look(&world.open("podns")).unwrap();
-    assert_eq!(copy.interface.mac, seen.interface.mac);
-    assert_eq!(copy.interface.mtu, 1450);
-    assert_eq!(sorted(&copy.interface.addresses), sorted(&seen.interface.addresses));
-    assert_eq!(sorted(&copy.interface.routes), sorted(&seen.interface.routes));
+    assert_eq!(copy.primary().mac, seen.primary().mac);
+    assert_eq!(copy.primary().mtu, 1450);
+    assert_eq!(sorted(&copy.primary().addresses), sorted(&seen.primary().addresses));
+    assert_eq!(sorted(&copy.primary().routes), sorted(&seen.primary().routes));
 }
 
 fn sorted<T: std::fmt::Debug>(all: &[T]) -> Vec<String> {

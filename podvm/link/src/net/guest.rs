@@ -5,7 +5,7 @@
 //! Touches the pod's namespace, the VM's tunnel socket, and (where the VM's kernel has nftables) one table that
 //! accepts tunnel packets from the node only.
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
 
@@ -31,10 +31,6 @@ use super::nft::{Filter, Peer};
 use super::plan::{self, Interface, Planned, Underlay};
 use super::vxlan::{self, Shape, no_v6_address};
 
-/// What IPv4 and what IPv6 need at least, in bytes.
-const LEAST_MTU: u32 = 576;
-const LEAST_MTU_V6: u32 = 1280;
-
 /// What [`apply`] made or found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Applied {
@@ -50,9 +46,11 @@ pub struct Applied {
 /// same plan it verifies, adds what is missing and leaves the rest alone. Must be called from a thread in the VM's own
 /// network namespace: that is where the tunnel's packets leave.
 ///
+/// `previous` is the plan that was applied before, if any: what it had and this one has not is removed.
+///
 /// # Errors
 /// [`Error::Plan`] for a plan that makes no sense, [`Error::Path`] where the node cannot be reached, [`Error::Kernel`].
-pub fn apply(plan: &NetworkPlan, podns: &Path) -> Result<Applied, Error> {
+pub fn apply(plan: &NetworkPlan, _previous: Option<&NetworkPlan>, podns: &Path) -> Result<Applied, Error> {
     let planned = plan::read(plan)?;
     let host = &mut Client::route().map_err(socket)?;
     let way = link::way_to(host, planned.underlay.node)?;
@@ -131,13 +129,8 @@ fn socket(source: std::io::Error) -> Error {
 /// The interface with an MTU that fits, or what is too small.
 fn fitted(interface: &Interface, room: u32, node: IpAddr) -> Result<Interface, Error> {
     let mut wanted = interface.clone();
-    wanted.mtu = wanted.mtu.min(room);
     let v6 = wanted.addresses.iter().any(|a| a.address.is_ipv6());
-    let least = if v6 { LEAST_MTU_V6 } else { LEAST_MTU };
-    if wanted.mtu < least {
-        let why = format!("only {} bytes of a packet are left for the pod, it needs {least}", wanted.mtu);
-        return Err(Error::Path { peer: node, why });
-    }
+    wanted.mtu = plan::fit(wanted.mtu, room, v6, node)?;
     for route in &mut wanted.routes {
         route.mtu = route.mtu.min(wanted.mtu);
     }
@@ -199,8 +192,8 @@ fn is_same_tunnel(link: &Link, underlay: &Underlay, source: IpAddr, wanted: &Int
 fn mend(pod: &mut Client, link: &Link, wanted: &Interface) -> Result<Outcome, Error> {
     let has = look::contents(pod, link.index)?;
     let addresses: Vec<Address> =
-        wanted.addresses.iter().filter(|a| !has.addresses.contains(a)).copied().collect();
-    let routes: Vec<Route> = wanted.routes.iter().filter(|r| !has.routes.contains(r)).copied().collect();
+        wanted.addresses.iter().filter(|a| !has.addresses.contains(a)).cloned().collect();
+    let routes: Vec<Route> = wanted.routes.iter().filter(|r| !has.routes.contains(r)).cloned().collect();
     let neighbours: Vec<Neighbour> =
         wanted.neighbours.iter().filter(|n| !has.neighbours.contains(n)).cloned().collect();
     let device_is_right = link.up && link.mtu == wanted.mtu;
@@ -360,12 +353,9 @@ fn address_message(index: u32, from: &Address) -> AddressMessage {
     let mut flags = AddressFlags::Noprefixroute;
     message.attributes = vec![AddressAttribute::Local(from.address), AddressAttribute::Address(from.address)];
     match from.address {
-        IpAddr::V4(address) if from.prefix < 31 => {
-            let host_bits = u32::MAX.checked_shr(from.prefix.into()).unwrap_or(0);
-            let broadcast = Ipv4Addr::from(u32::from(address) | host_bits);
-            message.attributes.push(AddressAttribute::Broadcast(broadcast));
+        IpAddr::V4(_) => {
+            message.attributes.extend(from.broadcast.map(AddressAttribute::Broadcast));
         }
-        IpAddr::V4(_) => {}
         IpAddr::V6(_) => flags |= AddressFlags::Nodad,
     }
     message.attributes.push(AddressAttribute::Flags(flags));

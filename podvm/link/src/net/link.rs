@@ -22,6 +22,7 @@ pub(crate) struct Link {
     /// The hardware address, where it is an Ethernet one.
     pub(crate) mac: Option<[u8; 6]>,
     pub(crate) mtu: u32,
+    pub(crate) tx_queue_len: Option<u32>,
     pub(crate) up: bool,
     pub(crate) loopback: bool,
     pub(crate) alias: Option<String>,
@@ -88,6 +89,7 @@ fn read(message: LinkMessage) -> Link {
         name: String::new(),
         mac: None,
         mtu: 0,
+        tx_queue_len: None,
         up: header.flags.contains(LinkFlags::Up),
         loopback: header.flags.contains(LinkFlags::Loopback),
         alias: None,
@@ -98,6 +100,7 @@ fn read(message: LinkMessage) -> Link {
         match attribute {
             LinkAttribute::IfName(name) => link.name = name,
             LinkAttribute::Mtu(mtu) => link.mtu = mtu,
+            LinkAttribute::TxQueueLen(length) => link.tx_queue_len = Some(length),
             LinkAttribute::Address(bytes) if ethernet => link.mac = bytes.try_into().ok(),
             LinkAttribute::IfAlias(alias) => link.alias = Some(alias),
             LinkAttribute::LinkInfo(infos) => link.vxlan = infos.into_iter().find_map(vxlan),

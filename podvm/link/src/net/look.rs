@@ -6,6 +6,11 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
+use super::Error;
+use super::link::{self, Link, mac_text};
+use super::netlink::{self, Client};
+use super::netns::Netns;
+use super::vxlan::DEVICE;
 use netlink_packet_route::address::{AddressAttribute, AddressFlags, AddressMessage};
 use netlink_packet_route::neighbour::{
     NeighbourAddress, NeighbourAttribute, NeighbourFlags, NeighbourMessage, NeighbourState,
@@ -15,85 +20,13 @@ use netlink_packet_route::route::{
 };
 use netlink_packet_route::rule::{RuleAttribute, RuleMessage};
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
-use serde::{Deserialize, Serialize};
 
-use super::Error;
-use super::link::{self, Link, mac_text};
-use super::netlink::{self, Client};
-use super::netns::Netns;
-use super::vxlan::DEVICE;
+mod seen;
 
-/// What a pod's network looks like. Serialisable: it goes into the ledger.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Seen {
-    /// The pod's interface: the one with the default route, else the first that is not `lo`.
-    pub interface: Interface,
-    /// What the VM will not have, in words; usually empty.
-    #[serde(default)]
-    pub left_out: Vec<String>,
-}
-
-/// One interface of the pod.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Interface {
-    /// Its name, `eth0` as a rule.
-    pub name: String,
-    /// Its index in the pod's namespace.
-    pub index: u32,
-    /// Its MAC address, `aa:bb:cc:dd:ee:ff`.
-    pub mac: String,
-    /// Its MTU in bytes, or the smallest of its default routes' where that is less.
-    pub mtu: u32,
-    /// Its addresses, in the kernel's order.
-    pub addresses: Vec<Address>,
-    /// The main table's routes through it, in the kernel's order.
-    pub routes: Vec<Route>,
-    /// Its permanent neighbours.
-    pub neighbours: Vec<Neighbour>,
-}
-
-/// An address with its prefix length.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Address {
-    /// The address.
-    pub address: IpAddr,
-    /// Bits of the network.
-    pub prefix: u8,
-    /// rtnetlink's scope: 0 universe, 200 site, 253 link, 254 host.
-    pub scope: u8,
-}
-
-/// A unicast route of the main table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Route {
-    /// Destination; `0.0.0.0` or `::` with prefix 0 for the default.
-    pub destination: IpAddr,
-    /// Bits of the destination.
-    pub prefix: u8,
-    /// Next hop; may be IPv6 for an IPv4 destination.
-    pub gateway: Option<IpAddr>,
-    /// Preferred source address.
-    pub source: Option<IpAddr>,
-    /// Priority; less is better.
-    pub metric: u32,
-    /// rtnetlink's protocol number (2 kernel, 3 boot, 4 static ...).
-    pub protocol: u8,
-    /// rtnetlink's scope.
-    pub scope: u8,
-    /// The gateway need not be in a connected network.
-    pub onlink: bool,
-    /// Path MTU of the route; 0 = the interface's.
-    pub mtu: u32,
-}
-
-/// A neighbour that somebody wrote down for good (no ARP).
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Neighbour {
-    /// Its address.
-    pub address: IpAddr,
-    /// Its MAC address, `aa:bb:cc:dd:ee:ff`.
-    pub mac: String,
-}
+pub(crate) use seen::usual_broadcast;
+pub use seen::{
+    Address, Hop, Interface, Neighbour, Prefix, Route, Rule, Seen, Sysctl, TABLE_LOCAL, TABLE_MAIN, UNICAST,
+};
 
 /// Copies the pod's interface.
 ///
@@ -125,8 +58,9 @@ fn look_with(client: &mut Client) -> Result<Seen, Error> {
         mac: mac_text(mac),
         mtu: link.mtu,
         addresses,
-        routes: Vec::new(),
+        tx_queue_len: link.tx_queue_len,
         neighbours,
+        ..Interface::default()
     };
     for found in routes {
         match found {
@@ -147,7 +81,14 @@ fn look_with(client: &mut Client) -> Result<Seen, Error> {
     }
     left_out.extend(rules(client)?);
     left_out.truncate(MAX_LEFT_OUT);
-    Ok(Seen { interface, left_out })
+    Ok(Seen {
+        interfaces: vec![interface],
+        routes: Vec::new(),
+        rules: Vec::new(),
+        sysctls: Vec::new(),
+        loopback: Vec::new(),
+        left_out,
+    })
 }
 
 /// What one device has, as [`look`] reads it.
@@ -229,15 +170,10 @@ fn read_route(message: &RouteMessage) -> Option<Found> {
         _ => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
     };
     let mut route = Route {
-        destination: nowhere,
-        prefix: header.destination_prefix_length,
-        gateway: None,
-        source: None,
-        metric: 0,
         protocol: header.protocol.into(),
         scope: header.scope.into(),
         onlink: header.flags.contains(RouteFlags::Onlink),
-        mtu: 0,
+        ..Route::new(nowhere, header.destination_prefix_length)
     };
     let (mut device, mut table, mut strange) = (None, u32::from(header.table), None);
     for attribute in &message.attributes {
@@ -363,7 +299,7 @@ fn read_address(message: &AddressMessage) -> Option<Address> {
     if temporary || flags.contains(AddressFlags::Dadfailed) {
         return None;
     }
-    Some(Address { address, prefix: message.header.prefix_len, scope: message.header.scope.into() })
+    Some(Address::new(address, message.header.prefix_len, message.header.scope.into()))
 }
 
 fn neighbours(client: &mut Client, index: u32) -> Result<Vec<Neighbour>, Error> {
@@ -394,7 +330,7 @@ fn read_neighbour(message: &NeighbourMessage) -> Option<Neighbour> {
             _ => {}
         }
     }
-    Some(Neighbour { address: address?, mac: mac_text(mac?) })
+    Some(Neighbour::new(address?, mac_text(mac?)))
 }
 
 /// Policy rules beyond the kernel's own are not carried; a note says so.

@@ -12,11 +12,10 @@ use super::link;
 use super::look::Seen;
 use super::netlink::Client;
 use super::netns::Netns;
+use super::plan;
 use super::redirect;
 use super::vxlan::{self, DEVICE, Held, Shape};
 
-const LEAST_MTU: u32 = 576;
-const LEAST_MTU_V6: u32 = 1280;
 /// A namespace that is being torn down or a qdisc in use answers "busy" for a moment.
 const BUSY_TRIES: u32 = 5;
 const BUSY_PAUSE: Duration = Duration::from_millis(10);
@@ -37,14 +36,8 @@ impl TunnelWay {
     /// # Errors
     /// [`Error::Path`] where too little is left for the pod's families.
     pub fn pod_mtu(&self, seen: &Seen) -> Result<u32, Error> {
-        let v6 = seen.interface.addresses.iter().any(|a| a.address.is_ipv6());
-        let least = if v6 { LEAST_MTU_V6 } else { LEAST_MTU };
-        let mtu = seen.interface.mtu.min(self.room);
-        if mtu < least {
-            let why = format!("only {mtu} bytes of a packet are left for the pod, it needs {least}");
-            return Err(Error::Path { peer: self.vm, why });
-        }
-        Ok(mtu)
+        let primary = seen.primary();
+        plan::fit(primary.mtu, self.room, primary.has_v6(), self.vm)
     }
 }
 

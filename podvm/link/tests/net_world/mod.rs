@@ -149,8 +149,8 @@ impl World {
             held,
             remote: vm,
             local: way.source,
-            pod_interface: seen.interface.index,
-            mtu: seen.interface.mtu,
+            pod_interface: seen.primary().index,
+            mtu: seen.primary().mtu,
         };
         tunnel::connect(pod, &connection)?;
         let underlay = Underlay {
@@ -160,7 +160,9 @@ impl World {
             udp_checksum: shape.udp_checksum,
             overhead: shape.overhead(),
         };
-        Ok(plan::write(seen, held.vni, way.pod_mtu(seen)?, &underlay))
+        let tunnel =
+            plan::Tunnel { interface: seen.primary().index, vni: held.vni, mtu: way.pod_mtu(seen)? };
+        Ok(plan::write(seen, &[tunnel], &underlay))
     }
 
     /// What the guest does: apply in the VM's namespace.
@@ -171,7 +173,7 @@ impl World {
             netns::create_named(&path).unwrap();
             self.names.push(full);
         }
-        self.within("vm", || guest::apply(plan, &path))
+        self.within("vm", || guest::apply(plan, None, &path))
     }
 
     /// Pod `10.244.1.7` with its tunnel to the VM, all of it.

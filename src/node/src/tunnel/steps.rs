@@ -80,8 +80,8 @@ impl Steps {
             held: Held { vni: reserved.vni, ifindex: reserved.ifindex },
             remote: vm,
             local: way.source,
-            pod_interface: seen.interface.index,
-            mtu: seen.interface.mtu,
+            pod_interface: seen.primary().index,
+            mtu: seen.primary().mtu,
         };
         tunnel::connect(netns, &connection)?;
         let underlay = Underlay {
@@ -91,7 +91,8 @@ impl Steps {
             udp_checksum: self.config.udp_checksum,
             overhead: shape.overhead(),
         };
-        Ok(plan::write(seen, reserved.vni, mtu, &underlay))
+        let tunnel = plan::Tunnel { interface: seen.primary().index, vni: reserved.vni, mtu };
+        Ok(plan::write(seen, &[tunnel], &underlay))
     }
 
     pub(super) fn undo(
