@@ -103,10 +103,15 @@ impl Control {
 pub(crate) async fn report_agent(agent: Arc<Agent>, status: Arc<Status>, handle: EndpointHandle) {
     let mut phase = agent.watch();
     while phase.changed().await.is_ok() {
-        let mut reply = Reply::new();
-        reply.status = Some(status.report()).into();
-        send(&handle, &reply);
+        tell(&status, &handle);
     }
+}
+
+/// Tells the node unasked how things are.
+pub(crate) fn tell(status: &Status, handle: &EndpointHandle) {
+    let mut reply = Reply::new();
+    reply.status = Some(status.report()).into();
+    send(handle, &reply);
 }
 
 fn send(handle: &EndpointHandle, reply: &Reply) {

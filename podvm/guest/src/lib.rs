@@ -19,11 +19,13 @@ mod identity;
 mod init;
 pub mod intercept;
 mod link;
+mod network;
 mod personalise;
 mod power;
 mod proc;
 mod serve;
 mod status;
+mod uplink;
 
 const USAGE: &str = "usage: peerpod-guest [serve | --version]
   without arguments: init when it is pid 1, else serve";

@@ -29,6 +29,7 @@ use crate::{
     intercept::{Intercept, Notice},
     power::Lease,
     status::Status,
+    uplink,
 };
 
 /// How long the node may think about a claim.
@@ -103,6 +104,7 @@ pub(crate) struct Keeper {
     pub(crate) status: Arc<Status>,
     pub(crate) lease: Arc<Lease>,
     /// Where the node is found besides where birth data says.
+    pub(crate) uplink: uplink::Link,
     pub(crate) homes: watch::Receiver<Vec<SocketAddr>>,
 }
 
@@ -141,8 +143,9 @@ impl Keeper {
             };
             match result {
                 Ok(stream) => {
+                    let linked = uplink::Linked::of(&stream);
                     handle.attach(Transport::from(stream));
-                    match self.follow(&mut links, &mut stage, &mut said).await {
+                    match self.follow(&mut links, &mut stage, &mut said, linked).await {
                         Followed::Link => fruitless = 0,
                         Followed::Nothing => fruitless += 1,
                         Followed::End => return,
@@ -167,6 +170,7 @@ impl Keeper {
         links: &mut mpsc::UnboundedReceiver<LinkEvent>,
         stage: &mut Option<crate::status::Stage>,
         said: &mut Said,
+        mut linked: Option<uplink::Linked>,
     ) -> Followed {
         let mut followed = Followed::Nothing;
         loop {
@@ -180,6 +184,9 @@ impl Keeper {
                     tracing::info!(%peer, %session, resumed, relay = version, "the link is up");
                     *said = Said::default();
                     followed = Followed::Link;
+                    if let Some(linked) = linked.take() {
+                        self.uplink.send_replace(Some(linked));
+                    }
                 }
                 Some(LinkEvent::Down { reason }) => {
                     self.lease.down();

@@ -15,8 +15,7 @@ use nix::{
     fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2},
     sys::stat::{Mode, mkdirat},
 };
-use peerpod_link::net;
-use peerpod_proto::guest::{NetworkPlan, Personalise};
+use peerpod_proto::guest::Personalise;
 use protobuf::Message;
 use tokio::sync::{Mutex, watch};
 
@@ -24,6 +23,7 @@ use crate::{
     agent::{self, Agent},
     config::Settings,
     files,
+    network::{self, Network},
     power::Lease,
     status::Status,
 };
@@ -53,17 +53,15 @@ pub(crate) enum Error {
     Missing(&'static str),
     #[error("keeping the plan in {path}: {source}")]
     Keep { path: PathBuf, source: io::Error },
-    #[error("making the pod's network: {0}")]
-    Network(#[from] net::Error),
+    #[error("{0}")]
+    Network(#[from] network::Error),
     #[error("{0}")]
     Agent(#[from] agent::Error),
-    #[error("the guest ends")]
-    Ending,
 }
 
 /// What the VM was made into.
 pub(crate) struct Person {
-    podns: PathBuf,
+    network: Arc<Network>,
     file: PathBuf,
     status: Arc<Status>,
     agent: Arc<Agent>,
@@ -90,7 +88,7 @@ impl Person {
             .and_then(|bytes| Personalise::parse_from_bytes(&bytes).ok());
         let new = current.is_none();
         Person {
-            podns: settings.podns.clone(),
+            network: Arc::new(Network::new(settings.podns.clone(), status.clone())),
             file,
             status,
             agent,
@@ -104,6 +102,20 @@ impl Person {
     /// Where the node is found, as the last plan says; empty before the first.
     pub(crate) fn homes(&self) -> watch::Receiver<Vec<SocketAddr>> {
         self.homes.subscribe()
+    }
+
+    /// The pod's network.
+    pub(crate) fn network(&self) -> Arc<Network> {
+        self.network.clone()
+    }
+
+    /// Makes the network of the last plan again, with what is known now; nothing before the first plan.
+    pub(crate) async fn network_again(&self) -> Result<(), Error> {
+        let current = self.current.lock().await;
+        let Some(network) = current.as_ref().and_then(|plan| plan.network.as_ref()) else { return Ok(()) };
+        let applied = self.network.make(network).await?;
+        tracing::info!(mtu = applied.mtu, changed = applied.changed, "the pod's network was looked after");
+        Ok(())
     }
 
     /// Whether no plan ever came: birth data's lease counts then.
@@ -149,11 +161,8 @@ impl Person {
             self.lease.set_length(Duration::from_secs(u64::from(plan.lease_seconds)));
         }
         let stage = self.status.begin("network");
-        let network = plan.network.as_ref().ok_or(Error::Missing("network plan"))?.clone();
-        let podns = self.podns.clone();
-        // Netlink is synchronous, and the link's heartbeat must not wait for it.
-        let applied = tokio::task::spawn_blocking(move || make_network(&network, &podns));
-        let applied = applied.await.map_err(|_| Error::Ending)??;
+        let network = plan.network.as_ref().ok_or(Error::Missing("network plan"))?;
+        let applied = self.network.make(network).await?;
         tracing::info!(mtu = applied.mtu, changed = applied.changed, "the pod's network is there");
         self.status.done(stage);
 
@@ -186,11 +195,6 @@ fn check(ours: &str, plan: &Personalise) -> Result<(), Error> {
         return Err(Error::Missing("network plan"));
     }
     Ok(())
-}
-
-fn make_network(plan: &NetworkPlan, podns: &Path) -> Result<net::guest::Applied, net::Error> {
-    net::netns::create_named(podns)?;
-    net::guest::apply(plan, None, podns)
 }
 
 /// Makes the source of a bind mount, a directory, if it is missing and lies where such sources may lie. Anything else

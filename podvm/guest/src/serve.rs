@@ -22,6 +22,7 @@ use crate::{
     personalise::{self, Person},
     power::{self, Lease},
     status::Status,
+    uplink::{self, Watcher},
 };
 
 /// Runs the guest.
@@ -128,9 +129,18 @@ async fn home(
     let reporting = tokio::spawn(control::report_agent(agent.clone(), status.clone(), handle.clone()));
 
     let homes = control.person.homes();
-    let keeper = Keeper { birth, identity, status: status.clone(), lease: lease.clone(), homes };
+    let link = uplink::Link::new(None);
+    let watcher = Watcher {
+        network: control.person.network(),
+        control: control.clone(),
+        status: status.clone(),
+        handle: handle.clone(),
+    };
+    let watching = tokio::spawn(watcher.run(link.subscribe()));
+    let keeper =
+        Keeper { birth, identity, status: status.clone(), lease: lease.clone(), uplink: link, homes };
     keeper.keep(&handle, events.links).await;
-    for task in [restore, answering, reporting] {
+    for task in [restore, answering, reporting, watching] {
         task.abort();
     }
     drop(endpoint.await);

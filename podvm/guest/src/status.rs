@@ -4,6 +4,7 @@
 //! pid 1, so that both kinds can be compared with the node's clock.
 
 use std::{
+    collections::BTreeMap,
     sync::{Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -38,6 +39,8 @@ fn birth_of_vm() -> Duration {
 pub(crate) struct Status {
     zero: Duration,
     inner: Mutex<guest::Status>,
+    /// What is to be said about each subject.
+    notes: Mutex<BTreeMap<&'static str, String>>,
 }
 
 /// A stage under way.
@@ -55,7 +58,7 @@ impl Status {
         inner.boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
             .map(|id| id.trim().to_owned())
             .unwrap_or_default();
-        let status = Status { zero, inner: Mutex::new(inner) };
+        let status = Status { zero, inner: Mutex::new(inner), notes: Mutex::default() };
         let own_start = || proc::started(std::process::id()).unwrap_or_else(since_boot);
         status.done(match restarted {
             false => Stage { name: "boot", began: zero },
@@ -109,6 +112,41 @@ impl Status {
     pub(crate) fn agent(&self, running: bool, exits: u32) {
         let mut inner = self.lock();
         (inner.agent_running, inner.agent_exits) = (running, exits);
+    }
+
+    /// The VM's own addresses.
+    pub(crate) fn uplinks(&self, addresses: Vec<String>) {
+        self.lock().uplink_addresses = addresses;
+    }
+
+    /// The way to the node.
+    pub(crate) fn path(&self, path: guest::Path) {
+        self.lock().path = Some(path).into();
+    }
+
+    /// The way to the node as it was last found.
+    pub(crate) fn path_before(&self) -> guest::Path {
+        self.lock().path.clone().unwrap_or_default()
+    }
+
+    /// The MTU the pod has.
+    pub(crate) fn pod_mtu(&self, bytes: u32) {
+        self.lock().pod_mtu = bytes;
+    }
+
+    /// What is to be said about a subject now; `None` = nothing.
+    pub(crate) fn note(&self, subject: &'static str, text: Option<String>) {
+        let mut notes = self.notes.lock().unwrap_or_else(PoisonError::into_inner);
+        match text {
+            Some(text) => {
+                if notes.get(subject) != Some(&text) {
+                    tracing::warn!(subject, text, "note");
+                }
+                notes.insert(subject, text);
+            }
+            None => drop(notes.remove(subject)),
+        }
+        self.lock().notes = notes.values().cloned().collect();
     }
 
     /// As a message.

@@ -1,0 +1,92 @@
+//! The pod's network as this VM makes it: the node's plan, fitted to what is known of the VM's own network. May be made
+//! again at any time; what is as it should be stays.
+
+use std::{
+    net::IpAddr,
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering::Relaxed},
+    },
+};
+
+use peerpod_link::net::{self, guest::Applied, room};
+use peerpod_proto::guest::NetworkPlan;
+use tokio::sync::watch;
+
+use crate::status::Status;
+
+/// Why there is no network.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error("making the pod's network: {0}")]
+    Network(#[from] net::Error),
+    #[error("the guest ends")]
+    Ending,
+}
+
+/// What is known of the pod's network and its way home.
+pub(crate) struct Network {
+    podns: PathBuf,
+    status: Arc<Status>,
+    /// The largest packet on the way to the node, in bytes; 0 = only the kernel's routes say.
+    path: AtomicU32,
+    /// The node's end of the tunnel, once a plan came.
+    node: watch::Sender<Option<IpAddr>>,
+    /// What was made last, in this life of the program.
+    previous: tokio::sync::Mutex<Option<NetworkPlan>>,
+}
+
+impl Network {
+    pub(crate) fn new(podns: PathBuf, status: Arc<Status>) -> Network {
+        Network {
+            podns,
+            status,
+            path: AtomicU32::new(0),
+            node: watch::Sender::new(None),
+            previous: Default::default(),
+        }
+    }
+
+    /// Where the pod's tunnel leads.
+    pub(crate) fn node(&self) -> watch::Receiver<Option<IpAddr>> {
+        self.node.subscribe()
+    }
+
+    /// What passes between VM and node; true when it is another figure than before.
+    pub(crate) fn set_path(&self, bytes: u32) -> bool {
+        self.path.swap(bytes, Relaxed) != bytes
+    }
+
+    /// Makes the pod's network as planned, with what is known now.
+    pub(crate) async fn make(&self, plan: &NetworkPlan) -> Result<Applied, Error> {
+        let node = tunnel_end(plan);
+        self.node.send_if_modified(|known| std::mem::replace(known, node) != node);
+        let mut plan = plan.clone();
+        let note = match self.path.load(Relaxed) {
+            0 => None,
+            path => room::fit(&mut plan, path),
+        };
+        self.status.note("path", note);
+        let mut previous = self.previous.lock().await;
+        let (podns, made, before) = (self.podns.clone(), plan.clone(), previous.clone());
+        // Netlink is synchronous, and the link's heartbeat must not wait for it.
+        let applied = tokio::task::spawn_blocking(move || make(&made, before.as_ref(), &podns));
+        let applied = applied.await.map_err(|_| Error::Ending)??;
+        *previous = Some(plan);
+        self.status.pod_mtu(applied.mtu);
+        self.status.note("filter", applied.unfiltered.clone());
+        Ok(applied)
+    }
+}
+
+/// The node's end of the tunnel on the VM's own network; within WireGuard it is elsewhere.
+fn tunnel_end(plan: &NetworkPlan) -> Option<IpAddr> {
+    let underlay = plan.underlay.as_ref().filter(|underlay| underlay.kind == "vxlan")?;
+    underlay.node_address.parse().ok()
+}
+
+fn make(plan: &NetworkPlan, previous: Option<&NetworkPlan>, podns: &Path) -> Result<Applied, net::Error> {
+    net::netns::create_named(podns)?;
+    net::guest::apply(plan, previous, podns)
+}

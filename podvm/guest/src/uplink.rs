@@ -1,0 +1,239 @@
+//! Watches the VM's own network and the way home: how large a packet may be on it, which addresses the VM has. What
+//! changes is followed (the pod's network is made again with it) and told to the node. None of it is waited for by
+//! StartVM: the pod's network is made with what is known, and put right when more is.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+    time::Duration,
+};
+
+use peerpod_link::{
+    endpoint::EndpointHandle,
+    net::{
+        self,
+        events::Events,
+        netlink,
+        netns::Netns,
+        probe::{
+            Token,
+            ask::{self, Outcome},
+        },
+        uplink::{self, Uplink},
+    },
+};
+use peerpod_proto::guest;
+use tokio::{
+    net::TcpStream,
+    sync::watch,
+    time::{Instant, sleep_until},
+};
+use tokio_rustls::client::TlsStream;
+
+use crate::{
+    control::{self, Control},
+    network::Network,
+    status::Status,
+};
+
+/// The path is tried again so often: routes change without a word.
+const EVERY: Duration = Duration::from_secs(600);
+/// DHCP and router advertisements come in several messages.
+const QUIET: Duration = Duration::from_millis(250);
+const AT_MOST: Duration = Duration::from_secs(2);
+/// After something that did not work.
+const AGAIN: Duration = Duration::from_secs(5);
+
+/// A link that is up, as far as its path matters.
+#[derive(Clone, Debug)]
+pub(crate) struct Linked {
+    peer: SocketAddr,
+    token: Option<Token>,
+    /// What the kernel believes of the path.
+    kernel: Option<u32>,
+}
+
+impl Linked {
+    /// What the connection knows, before the endpoint takes it.
+    pub(crate) fn of(stream: &TlsStream<TcpStream>) -> Option<Linked> {
+        let (tcp, tls) = stream.get_ref();
+        let peer = tcp.peer_addr().ok()?;
+        Some(Linked { peer, token: Token::of(tls), kernel: ask::kernels_figure(tcp, peer.ip()) })
+    }
+}
+
+/// The last link that was up.
+pub(crate) type Link = watch::Sender<Option<Linked>>;
+
+/// The watcher.
+pub(crate) struct Watcher {
+    pub(crate) network: Arc<Network>,
+    pub(crate) control: Arc<Control>,
+    pub(crate) status: Arc<Status>,
+    pub(crate) handle: EndpointHandle,
+}
+
+impl Watcher {
+    /// Watches for ever.
+    pub(crate) async fn run(self, mut linked: watch::Receiver<Option<Linked>>) {
+        let mut node = self.network.node();
+        let mut events = listen();
+        let mut seen = look().await.unwrap_or_default();
+        self.status.uplinks(addresses(&seen));
+        let mut tried: Option<IpAddr> = None;
+        let mut next = Instant::now() + EVERY;
+        loop {
+            let (mut probe, mut looked) = (false, false);
+            tokio::select! {
+                changed = linked.changed() => match changed {
+                    Ok(()) => probe = true,
+                    Err(_) => return,
+                },
+                changed = node.changed() => match changed {
+                    // The link's end and the tunnel's are mostly one.
+                    Ok(()) => probe = *node.borrow_and_update() != tried,
+                    Err(_) => return,
+                },
+                heard = heard(&mut events) => {
+                    looked = true;
+                    if !heard {
+                        events = None;
+                        next = next.min(Instant::now() + AGAIN);
+                    }
+                }
+                () = sleep_until(next) => {
+                    next = Instant::now() + EVERY;
+                    (probe, looked) = (true, true);
+                    if events.is_none() {
+                        events = listen();
+                    }
+                }
+            }
+            let mut again = false;
+            if looked
+                && let Some(now) = look().await
+                && now != seen
+            {
+                tracing::info!(uplinks = ?now, "the VM's own network changed");
+                seen = now;
+                self.status.uplinks(addresses(&seen));
+                (probe, again) = (true, true);
+            }
+            let link = linked.borrow().clone();
+            if probe && let Some(link) = link {
+                let target = node.borrow().unwrap_or(link.peer.ip().to_canonical());
+                tried = Some(target);
+                again |= self.probe(&link, target).await;
+            }
+            if again && !self.follow().await {
+                next = next.min(Instant::now() + AGAIN);
+            }
+            if again || probe {
+                control::tell(&self.status, &self.handle);
+            }
+        }
+    }
+
+    /// Makes the pod's network again; whether that worked.
+    async fn follow(&self) -> bool {
+        let made = self.control.person.network_again().await;
+        let failed = made.err().map(|error| error.to_string());
+        if let Some(error) = &failed {
+            tracing::error!(error, "cannot follow the VM's own network");
+        }
+        let worked = failed.is_none();
+        self.status.note("uplink", failed.map(|error| format!("the VM's own network changed: {error}")));
+        worked
+    }
+
+    /// Tries the path to `target`; true when what counts changed.
+    async fn probe(&self, link: &Linked, target: IpAddr) -> bool {
+        let device = tokio::task::spawn_blocking(move || ask::device_mtu(target)).await;
+        let device = match device {
+            Ok(Ok(device)) => device,
+            Ok(Err(error)) => {
+                tracing::warn!(%error, "cannot try the path to the node");
+                return false;
+            }
+            Err(_) => return false,
+        };
+        let mut path = guest::Path::new();
+        path.peer = target.to_string();
+        path.device = device;
+        path.kernel = link.kernel.unwrap_or(device).min(device);
+        let began = Instant::now();
+        match link.token {
+            None => path.why = "the link's TLS has no exporter".to_owned(),
+            Some(token) => match ask::ask(SocketAddr::new(target, link.peer.port()), token, device).await {
+                Ok(Outcome::Passes(bytes)) => path.probed = bytes,
+                Ok(Outcome::Silence) => {
+                    path.why = "no probe came back: UDP to the relay's port is blocked on the way".to_owned();
+                }
+                Ok(Outcome::Refused) => path.why = "the node's relay does not answer probes".to_owned(),
+                Err(error) => path.why = format!("cannot send probes: {error}"),
+            },
+        }
+        // Silence after an answer is no news about the path: the link may be down, the relay busy.
+        let before = self.status.path_before();
+        if path.probed == 0 && before.peer == path.peer && before.device == path.device {
+            path.probed = before.probed;
+        }
+        path.mtu = if path.probed > 0 { path.probed } else { path.kernel };
+        let (counts, took) = (path.mtu, began.elapsed());
+        tracing::info!(
+            peer = path.peer,
+            mtu = counts,
+            probed = path.probed,
+            kernel = path.kernel,
+            device,
+            why = path.why,
+            ?took,
+            "the path to the node"
+        );
+        self.status.path(path);
+        self.network.set_path(counts)
+    }
+}
+
+fn listen() -> Option<Events> {
+    let events = Netns::current().and_then(|netns| Events::of_underlay(&netns));
+    events.inspect_err(|error| tracing::error!(%error, "cannot watch the VM's own network")).ok()
+}
+
+/// Waits for the next change; false when nothing is heard any more.
+async fn heard(events: &mut Option<Events>) -> bool {
+    match events {
+        Some(events) => match events.settled(QUIET, AT_MOST).await {
+            Ok(_) => true,
+            Err(error) => {
+                tracing::error!(%error, "no longer hears changes of the VM's own network");
+                false
+            }
+        },
+        None => std::future::pending().await,
+    }
+}
+
+async fn look() -> Option<Vec<Uplink>> {
+    let look = || {
+        let failed = |e| net::Error::Kernel {
+            attempt: "open a netlink socket".to_owned(),
+            source: netlink::Error::Socket(e),
+        };
+        uplink::look(&mut netlink::Client::route().map_err(failed)?)
+    };
+    match tokio::task::spawn_blocking(look).await {
+        Ok(Ok(seen)) => Some(seen),
+        Ok(Err(error)) => {
+            tracing::error!(%error, "cannot look at the VM's own network");
+            None
+        }
+        Err(_) => None,
+    }
+}
+
+/// The addresses of the devices that lead out.
+fn addresses(seen: &[Uplink]) -> Vec<String> {
+    let out = seen.iter().filter(|uplink| uplink.is_default);
+    out.flat_map(|uplink| &uplink.addresses).map(|(address, _)| address.to_string()).collect()
+}
