@@ -2,21 +2,25 @@
 //!
 //! * [`World`]: a network namespace that is the node, with a CNI's bridge, and [`Pod`]s on it.
 //! * [`Daemons`]: the real `peerpod-relay` and `peerpod-node` in it, with the local provider, to be killed and started.
-//! * [`ping`], [`page`], [`proxy`]: traffic and troubles.
+//! * [`cni`]: two nodes and pods in the shape of one CNI or another; [`picture`]: what a pod's namespace looks like.
+//! * [`ping`], [`page`], [`proxy`], [`traffic`]: traffic and troubles.
 //! * [`Sight`]: what `ip`, `tc`, `nft` and `/proc` see, so that "nothing is left" is said by somebody else than us.
 //! * [`road`]: one pod from CreateVM to a running exec and away again, as `peerpod demo` shows it and the tests check it.
 //!
 //! Needs root. Everything is named after the process and a counter, so any number of worlds live side by side, and is
 //! taken away when the world is dropped, and when the process dies without dropping anything.
 
+pub mod cni;
 mod command;
 mod daemons;
 mod janitor;
 pub mod page;
+pub mod picture;
 pub mod ping;
 pub mod proxy;
 pub mod road;
 mod sight;
+pub mod traffic;
 mod wait;
 mod world;
 

@@ -45,6 +45,11 @@ impl Namespace {
         Ok(Namespace { name, netns })
     }
 
+    /// Deletes the name, and with it the namespace as soon as nobody uses it.
+    pub fn delete(&self) -> anyhow::Result<()> {
+        run("ip", &["netns", "del", &self.name], "").map(drop)
+    }
+
     /// The name after `ip -n` and `ip netns exec`.
     pub fn name(&self) -> &str {
         &self.name
@@ -68,6 +73,17 @@ impl Namespace {
     /// `ip -batch` in it.
     pub fn ip(&self, lines: &str) -> anyhow::Result<String> {
         ip(&self.name, lines)
+    }
+
+    /// Runs a shell script in it, with these variables; what it wrote. The first command that fails ends it.
+    pub fn shell(&self, script: &str, variables: &[(&str, &str)]) -> anyhow::Result<String> {
+        let mut text = String::new();
+        for (name, value) in variables {
+            text.push_str(&format!("{name}='{value}'\n"));
+        }
+        text.push_str(script);
+        self.run(|| run("/bin/sh", &["-eu"], &text))?
+            .with_context(|| format!("in {}, with {variables:?}:\n{script}", self.name))
     }
 
     /// Writes below `/proc/sys/net` of this namespace.
@@ -113,6 +129,16 @@ struct Inner {
 impl World {
     /// Makes the node: loopback, forwarding, and the bridge `cni0` with 10.244.1.1/24 and fd10:244:1::1/64.
     pub fn new() -> anyhow::Result<World> {
+        let world = World::bare()?;
+        world.node().ip("link add cni0 type bridge\n\
+             link set cni0 up\n\
+             addr add 10.244.1.1/24 dev cni0\n\
+             addr add fd10:244:1::1/64 dev cni0 nodad\n")?;
+        Ok(world)
+    }
+
+    /// Makes a node with loopback and forwarding and no CNI; [`World::pod`] does not work on it.
+    pub fn bare() -> anyhow::Result<World> {
         ensure!(Uid::effective().is_root(), "network namespaces need root: run this as root");
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
         let prefix = format!("pp{}n{number}-", std::process::id());
@@ -121,11 +147,7 @@ impl World {
         let janitor = Janitor::start(&prefix, &folder).context("start the janitor")?;
         fs::create_dir(&folder).with_context(|| format!("make {}", folder.display()))?;
         let node = Namespace::create(format!("{prefix}node"))?;
-        node.ip("link set lo up\n\
-             link add cni0 type bridge\n\
-             link set cni0 up\n\
-             addr add 10.244.1.1/24 dev cni0\n\
-             addr add fd10:244:1::1/64 dev cni0 nodad\n")?;
+        node.ip("link set lo up\n")?;
         node.sysctl("ipv4/ip_forward", "1")?;
         node.sysctl("ipv6/conf/all/forwarding", "1")?;
         let spawner = Spawner::start(node.netns.clone())?;
@@ -152,6 +174,13 @@ impl World {
     /// The node's network namespace.
     pub fn node(&self) -> &Namespace {
         &self.0.node
+    }
+
+    /// One more network namespace of this world, with its loopback up; gone with the world at the latest.
+    pub fn namespace(&self, name: &str) -> anyhow::Result<Namespace> {
+        let namespace = Namespace::create(format!("{}{name}", self.0.prefix))?;
+        namespace.ip("link set lo up\n")?;
+        Ok(namespace)
     }
 
     /// Starts a program in the node's network namespace, in a process group of its own, with its output appended to

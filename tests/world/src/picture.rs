@@ -1,0 +1,289 @@
+//! A namespace's network as `ip -j` tells it, and in a form in which the two sides of a pod can be compared.
+
+use std::{collections::BTreeSet, fs, io};
+
+use anyhow::Context;
+use peerpod_link::net::netns::Netns;
+use serde_json::{Map, Value};
+
+use crate::command::run;
+
+/// What `ip -N -j` said, and some sysctls. Plain data.
+#[derive(Debug, Clone, Default)]
+pub struct Picture {
+    /// `ip addr`.
+    pub interfaces: Value,
+    /// `ip route show table all`, one answer per family.
+    pub routes: Vec<Value>,
+    /// `ip rule`, one answer per family.
+    pub rules: Vec<Value>,
+    /// `ip neigh show nud permanent`.
+    pub neighbours: Value,
+    /// Names below `/proc/sys/net` and what they hold; none for what is not there.
+    pub sysctls: Vec<(String, Option<String>)>,
+}
+
+/// Devices of ours in the node's half of a pod.
+const OURS: &str = "pp-vx";
+
+impl Picture {
+    /// Asks `ip` in a namespace, and reads these sysctls.
+    pub fn of(netns: &Netns, sysctls: &[&str]) -> anyhow::Result<Picture> {
+        netns.run(|| Picture::here(sysctls))?
+    }
+
+    fn here(sysctls: &[&str]) -> anyhow::Result<Picture> {
+        let ask = |words: &[&str]| -> anyhow::Result<Value> {
+            let text = run("ip", &[&["-N", "-j"], words].concat(), "")?;
+            if text.trim().is_empty() {
+                return Ok(Value::Array(Vec::new()));
+            }
+            serde_json::from_str(&text).with_context(|| format!("ip -N -j {}: {text}", words.join(" ")))
+        };
+        let value = |name: &&str| -> anyhow::Result<(String, Option<String>)> {
+            match fs::read_to_string(format!("/proc/sys/net/{name}")) {
+                Ok(text) => Ok(((*name).to_owned(), Some(text.trim().to_owned()))),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(((*name).to_owned(), None)),
+                Err(error) => Err(error).with_context(|| format!("read the sysctl {name}")),
+            }
+        };
+        let both = |words: &[&str]| -> anyhow::Result<Vec<Value>> {
+            ["-4", "-6"].iter().map(|family| ask(&[&[*family], words].concat())).collect()
+        };
+        Ok(Picture {
+            interfaces: ask(&["addr", "show"])?,
+            routes: both(&["route", "show", "table", "all"])?,
+            rules: both(&["rule", "show"])?,
+            neighbours: ask(&["neigh", "show", "nud", "permanent"])?,
+            sysctls: sysctls.iter().map(value).collect::<anyhow::Result<_>>()?,
+        })
+    }
+
+    /// What a program in this namespace sees, one line per thing: interfaces in their order, addresses, routes, rules,
+    /// neighbours, sysctls. Left out is what the kernel makes by itself (loopback, local and multicast routes), what
+    /// tells how a thing was made, and devices of ours. No MTU is larger than `room`, as the tunnel has it.
+    pub fn lines(&self, room: u64) -> BTreeSet<String> {
+        let mut lines = BTreeSet::new();
+        let mut interfaces: Vec<&Value> = list(&self.interfaces).filter(|it| is_carried(it)).collect();
+        interfaces.sort_by_key(|it| it["ifindex"].as_u64());
+        for (place, it) in interfaces.into_iter().enumerate() {
+            lines.extend(interface(place, it, room));
+        }
+        let carried =
+            |it: &&Value| it["dev"].as_str().is_none_or(|device| device != "lo" && !device.starts_with(OURS));
+        for (family, answer) in ["IPv4", "IPv6"].iter().zip(&self.routes) {
+            lines.extend(list(answer).filter(carried).filter_map(|it| route(family, it, room)));
+        }
+        for (family, answer) in ["IPv4", "IPv6"].iter().zip(&self.rules) {
+            lines.extend(list(answer).map(|it| format!("{family} rule {}", canonical(it, &[]))));
+        }
+        lines.extend(list(&self.neighbours).filter(carried).map(|it| {
+            format!("neighbour {} {} {}", text(&it["dev"]), text(&it["dst"]), text(&it["lladdr"]))
+        }));
+        lines.extend(self.sysctls.iter().map(|(name, value)| match value {
+            Some(value) => format!("sysctl {name} = {value}"),
+            None => format!("sysctl {name} does not exist"),
+        }));
+        lines
+    }
+
+    /// What another has less, and what more, in words; nothing when both are the same for a program in them.
+    pub fn differences(&self, other: &Picture, room: u64) -> Vec<String> {
+        let (ours, theirs) = (self.lines(room), other.lines(room));
+        let lost = ours.difference(&theirs).map(|line| format!("- {line}"));
+        let new = theirs.difference(&ours).map(|line| format!("+ {line}"));
+        lost.chain(new).collect()
+    }
+
+    /// The MTU of an interface.
+    pub fn mtu(&self, interface: &str) -> Option<u64> {
+        list(&self.interfaces).find(|it| it["ifname"] == interface)?["mtu"].as_u64()
+    }
+
+    /// Global addresses in the kernel's order: interface and address.
+    pub fn addresses(&self) -> Vec<(String, std::net::IpAddr)> {
+        let all = list(&self.interfaces).filter(|it| is_carried(it)).flat_map(|it| {
+            let global = list(&it["addr_info"]).filter(|info| text(&info["scope"]) == "0");
+            global.filter_map(|info| Some((text(&it["ifname"]), info["local"].as_str()?.parse().ok()?)))
+        });
+        all.collect()
+    }
+}
+
+fn list(value: &Value) -> impl Iterator<Item = &Value> {
+    // iproute2 6.1 puts an empty object where there is nothing.
+    value.as_array().into_iter().flatten().filter(|it| it.as_object().is_some_and(|it| !it.is_empty()))
+}
+
+/// Numbers and names alike: with `-N` iproute2 has some scopes and tables as the one, some as the other.
+fn text(value: &Value) -> String {
+    let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    match text.as_str() {
+        "global" => "0".to_owned(),
+        "link" => "253".to_owned(),
+        "host" => "254".to_owned(),
+        _ => text,
+    }
+}
+
+fn is_carried(it: &Value) -> bool {
+    let name = it["ifname"].as_str().unwrap_or_default();
+    let up = list_of_words(&it["flags"]).iter().any(|flag| flag == "UP");
+    // sit0 and the like are in every namespace where their module is loaded; they are down.
+    name != "lo" && !name.starts_with(OURS) && (up || it["link_type"] == "ether")
+}
+
+fn list_of_words(value: &Value) -> Vec<String> {
+    let mut words: Vec<String> = value.as_array().into_iter().flatten().map(text).collect();
+    words.sort();
+    words
+}
+
+fn interface(place: usize, it: &Value, room: u64) -> Vec<String> {
+    let name = text(&it["ifname"]);
+    let flags: Vec<String> = list_of_words(&it["flags"])
+        .into_iter()
+        .filter(|flag| matches!(flag.as_str(), "UP" | "NOARP" | "PROMISC" | "ALLMULTI"))
+        .collect();
+    let mtu = it["mtu"].as_u64().unwrap_or(0).min(room);
+    let mut lines = vec![format!(
+        "interface {place}: {name} {} MTU {mtu}, queue {}, {}",
+        text(&it["address"]),
+        text(&it["txqlen"]),
+        flags.join(" ")
+    )];
+    for info in list(&it["addr_info"]) {
+        let peer = info["address"].as_str().map(|peer| format!(" peer {peer}")).unwrap_or_default();
+        let broadcast =
+            info["broadcast"].as_str().map(|address| format!(" broadcast {address}")).unwrap_or_default();
+        lines.push(format!(
+            "address {name} {}/{} scope {}{peer}{broadcast}",
+            text(&info["local"]),
+            info["prefixlen"],
+            text(&info["scope"])
+        ));
+    }
+    lines
+}
+
+fn route(family: &str, it: &Value, room: u64) -> Option<String> {
+    let kind = it["type"].as_str().map(str::to_owned);
+    // The kernel's own, from the addresses; by name or, with `-N`, by number.
+    let own = ["local", "broadcast", "anycast", "multicast", "2", "3", "4", "5"];
+    if kind.as_deref().is_some_and(|kind| own.contains(&kind)) {
+        return None;
+    }
+    let mut it = it.clone();
+    if let Some(metrics) = it.get_mut("metrics").and_then(Value::as_array_mut) {
+        for metric in metrics.iter_mut().filter_map(Value::as_object_mut) {
+            if let Some(mtu) = metric.get("mtu").and_then(Value::as_u64) {
+                metric.insert("mtu".to_owned(), mtu.min(room).into());
+            }
+        }
+    }
+    Some(format!("{family} route {}", canonical(&it, &["flags", "expires", "hoplimit"])))
+}
+
+/// Every key and value in the order of the keys; of the flags the one that was asked for.
+fn canonical(it: &Value, without: &[&str]) -> String {
+    let empty = Map::new();
+    let mut words: Vec<String> = it
+        .as_object()
+        .unwrap_or(&empty)
+        .iter()
+        .filter(|(key, _)| !without.contains(&key.as_str()))
+        .filter(|(key, value)| !(*key == "table" && matches!(text(value).as_str(), "254" | "main")))
+        .map(|(key, value)| match value {
+            Value::Array(items) if items.iter().all(Value::is_object) => {
+                let items: Vec<String> = items.iter().map(|item| canonical(item, without)).collect();
+                format!("{key} [{}]", items.join("; "))
+            }
+            value => format!("{key} {}", text(value)),
+        })
+        .collect();
+    if list_of_words(&it["flags"]).iter().any(|flag| flag == "onlink") {
+        words.push("onlink".to_owned());
+    }
+    words.sort();
+    words.join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn picture() -> Picture {
+        Picture {
+            interfaces: json!([
+                {"ifindex": 1, "ifname": "lo", "flags": ["LOOPBACK", "UP"], "mtu": 65536, "addr_info": []},
+                {"ifindex": 9, "ifname": "eth0", "flags": ["UP", "BROADCAST"], "mtu": 1500, "txqlen": 1000,
+                 "address": "0a:00:00:00:00:01", "link_type": "ether", "addr_info": [
+                    {"family": "inet", "local": "10.1.0.2", "prefixlen": 24, "scope": "global"}]},
+            ]),
+            routes: vec![
+                json!([{"dst": "default", "gateway": "10.1.0.1", "dev": "eth0", "flags": ["onlink"],
+                        "metrics": [{"mtu": 1480}]},
+                       {"type": "local", "dst": "10.1.0.2", "dev": "eth0", "table": "local", "flags": []},
+                       {"type": "blackhole", "dst": "10.9.0.0/16", "flags": []}]),
+                json!([]),
+            ],
+            rules: vec![json!([{"priority": 0, "src": "all", "table": "255"}]), json!([])],
+            neighbours: json!([{"dst": "169.254.1.1", "dev": "eth0", "lladdr": "ee:ee:ee:ee:ee:ee"}, {}]),
+            sysctls: vec![("ipv4/conf/eth0/arp_notify".to_owned(), Some("1".to_owned()))],
+        }
+    }
+
+    #[test]
+    fn a_picture_says_what_a_program_sees() {
+        let lines: Vec<String> = picture().lines(9000).into_iter().collect();
+        let expected = [
+            "IPv4 route dev eth0 dst default gateway 10.1.0.1 metrics [mtu 1480] onlink",
+            "IPv4 route dst 10.9.0.0/16 type blackhole",
+            "IPv4 rule priority 0 src all table 255",
+            "address eth0 10.1.0.2/24 scope 0",
+            "interface 0: eth0 0a:00:00:00:00:01 MTU 1500, queue 1000, UP",
+            "neighbour eth0 169.254.1.1 ee:ee:ee:ee:ee:ee",
+            "sysctl ipv4/conf/eth0/arp_notify = 1",
+        ];
+        assert_eq!(lines, expected);
+    }
+
+    #[test]
+    fn every_difference_is_named() {
+        type Change = fn(&mut Picture);
+        let cases: [(Change, &str); 9] = [
+            (|it| it.interfaces[1]["mtu"] = json!(1400), "MTU 1400"),
+            (|it| it.interfaces[1]["address"] = json!("0a:00:00:00:00:02"), "0a:00:00:00:00:02"),
+            (|it| it.interfaces[1]["addr_info"][0]["prefixlen"] = json!(25), "10.1.0.2/25"),
+            (|it| it.routes[0][0]["gateway"] = json!("10.1.0.9"), "10.1.0.9"),
+            (|it| it.routes[0][0]["flags"] = json!([]), "metrics [mtu 1450]"),
+            (|it| it.routes[0][2]["type"] = json!("unreachable"), "unreachable"),
+            (|it| it.rules[0][0]["table"] = json!("7"), "table 7"),
+            (|it| it.neighbours = json!([]), "neighbour"),
+            (|it| it.sysctls[0].1 = None, "does not exist"),
+        ];
+        assert!(picture().differences(&picture(), 1450).is_empty());
+        for (change, named) in cases {
+            let mut other = picture();
+            change(&mut other);
+            let found = picture().differences(&other, 1450);
+            assert!(found.iter().any(|line| line.contains(named)), "{named} is not in {found:?}");
+        }
+    }
+
+    #[test]
+    fn what_the_tunnel_must_change_is_no_difference() {
+        let mut inside = picture();
+        inside.interfaces[1]["mtu"] = json!(1450);
+        inside.interfaces[1]["ifindex"] = json!(2);
+        inside.routes[0][0]["metrics"][0]["mtu"] = json!(1450);
+        assert!(picture().differences(&inside, 1450).is_empty());
+        assert!(!picture().differences(&inside, 1500).is_empty());
+        // Nor are our own devices.
+        let ours = json!({"ifindex": 10, "ifname": "pp-vx0", "flags": ["UP"], "mtu": 1450, "addr_info": []});
+        inside.interfaces.as_array_mut().unwrap().push(ours);
+        assert!(picture().differences(&inside, 1450).is_empty());
+    }
+}

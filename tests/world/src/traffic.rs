@@ -1,0 +1,207 @@
+//! Traffic between namespaces with its ends known: an echo server that tells who asked, and clients that compare.
+
+use std::{
+    io,
+    net::{IpAddr, SocketAddr},
+    sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
+};
+
+use anyhow::{Context, ensure};
+use peerpod_link::net::netns::Netns;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt, BufReader},
+    net::{TcpListener, TcpSocket, TcpStream, UdpSocket},
+    task::{JoinSet, spawn_blocking},
+    time::{Instant, timeout},
+};
+
+use crate::command::run;
+
+/// The port of every echo server.
+pub const ECHO_PORT: u16 = 7777;
+/// A datagram that no path here carries in one piece: 8 KiB with their IPv4 header.
+pub const LARGE_DATAGRAM: usize = 8192 - 28;
+
+/// For one talk, on a machine that is busy with tests.
+const PATIENCE: Duration = Duration::from_secs(15);
+const PIECE: usize = 16 << 10;
+
+/// Echoes TCP and UDP in a namespace until it is dropped. A TCP client is first told its own address.
+pub struct Echo {
+    _tasks: JoinSet<()>,
+}
+
+impl Echo {
+    /// Listens on [`ECHO_PORT`] of each of these addresses of the namespace.
+    pub fn start(netns: &Netns, addresses: &[IpAddr]) -> anyhow::Result<Echo> {
+        let mut tasks = JoinSet::new();
+        for address in addresses {
+            let at = SocketAddr::new(*address, ECHO_PORT);
+            let attempt = || format!("listen on {at}");
+            let (tcp, udp) = netns
+                .run(|| io::Result::Ok((std::net::TcpListener::bind(at)?, std::net::UdpSocket::bind(at)?)))
+                .with_context(attempt)?
+                .with_context(attempt)?;
+            tcp.set_nonblocking(true)?;
+            udp.set_nonblocking(true)?;
+            let (tcp, udp) = (TcpListener::from_std(tcp)?, UdpSocket::from_std(udp)?);
+            tasks.spawn(async move {
+                let mut streams = JoinSet::new();
+                while let Ok((stream, peer)) = tcp.accept().await {
+                    // A client that goes away is its own affair.
+                    streams.spawn(async move { drop(echo(stream, peer).await) });
+                    while streams.try_join_next().is_some() {}
+                }
+            });
+            tasks.spawn(async move {
+                let mut datagram = vec![0; 65_536];
+                // An ICMP error of somebody who left reads as an error of the socket.
+                loop {
+                    if let Ok((length, peer)) = udp.recv_from(&mut datagram).await {
+                        udp.send_to(&datagram[..length], peer).await.ok();
+                    }
+                }
+            });
+        }
+        Ok(Echo { _tasks: tasks })
+    }
+}
+
+async fn echo(stream: TcpStream, peer: SocketAddr) -> io::Result<()> {
+    let (mut from, mut to) = stream.into_split();
+    to.write_all(format!("{:<64}", peer.ip().to_canonical()).as_bytes()).await?;
+    tokio::io::copy(&mut from, &mut to).await?;
+    to.shutdown().await
+}
+
+/// Connects from a namespace, sends so many bytes, and compares what comes back; the address the server saw.
+pub async fn tcp(from: &Netns, to: SocketAddr, bytes: usize) -> anyhow::Result<IpAddr> {
+    tcp_of(from, None, to, bytes).await
+}
+
+/// As [`tcp`], from one of the namespace's addresses.
+pub async fn tcp_of(
+    from: &Netns,
+    source: Option<IpAddr>,
+    to: SocketAddr,
+    bytes: usize,
+) -> anyhow::Result<IpAddr> {
+    let attempt = || format!("{bytes} bytes of TCP to {to}");
+    timeout(PATIENCE, tcp_here(from, source, to, bytes)).await.with_context(attempt)?.with_context(attempt)
+}
+
+async fn tcp_here(
+    from: &Netns,
+    source: Option<IpAddr>,
+    to: SocketAddr,
+    bytes: usize,
+) -> anyhow::Result<IpAddr> {
+    let socket = from.run(|| if to.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() })??;
+    if let Some(source) = source {
+        socket.bind(SocketAddr::new(source, 0))?;
+    }
+    let (reader, mut writer) = socket.connect(to).await?.into_split();
+    let mut reader = BufReader::with_capacity(PIECE, reader);
+    let mut seen = [0; 64];
+    reader.read_exact(&mut seen).await?;
+    let peer = std::str::from_utf8(&seen)?.trim().parse()?;
+    let send = async {
+        let mut left = bytes;
+        while left > 0 {
+            let count = left.min(PIECE);
+            writer.write_all(&pattern(bytes - left, count)).await?;
+            left -= count;
+        }
+        anyhow::Ok(writer.shutdown().await?)
+    };
+    let receive = async {
+        let mut place = 0;
+        let mut piece = vec![0; PIECE];
+        loop {
+            match reader.read(&mut piece).await? {
+                0 => break,
+                count => {
+                    ensure!(piece[..count] == pattern(place, count), "other bytes than sent from {place} on");
+                    place += count;
+                }
+            }
+        }
+        ensure!(place == bytes, "{place} of {bytes} bytes came back");
+        Ok(())
+    };
+    tokio::try_join!(send, receive)?;
+    Ok(peer)
+}
+
+/// The stream's bytes from a place on; no two segments of it are alike.
+fn pattern(place: usize, count: usize) -> Vec<u8> {
+    (place..place + count).map(|at| (at ^ (at >> 8) ^ (at >> 16)) as u8).collect()
+}
+
+/// So many streams at once.
+pub async fn streams(from: &Netns, to: SocketAddr, count: usize, bytes: usize) -> anyhow::Result<()> {
+    let mut all = JoinSet::new();
+    for _ in 0..count {
+        let from = from.clone();
+        all.spawn(async move { tcp(&from, to, bytes).await });
+    }
+    while let Some(done) = all.join_next().await {
+        done??;
+    }
+    Ok(())
+}
+
+/// Sends a datagram of so many bytes until it comes back as it was.
+pub async fn udp(from: &Netns, to: SocketAddr, bytes: usize) -> anyhow::Result<()> {
+    static MARK: AtomicU64 = AtomicU64::new(1);
+    let attempt = || format!("a datagram of {bytes} bytes to {to}");
+    let any: SocketAddr = if to.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" }.parse()?;
+    let socket = from.run(|| std::net::UdpSocket::bind(any))?.with_context(attempt)?;
+    socket.set_nonblocking(true)?;
+    let socket = UdpSocket::from_std(socket)?;
+    let mut buffer = vec![0; 65_536];
+    let end = Instant::now() + PATIENCE;
+    while Instant::now() < end {
+        let mut datagram = pattern(0, bytes);
+        let mark = MARK.fetch_add(1, Ordering::Relaxed).to_be_bytes();
+        let marked = mark.len().min(bytes);
+        datagram[..marked].copy_from_slice(&mark[..marked]);
+        // No route or no neighbour yet: that can change.
+        socket.send_to(&datagram, to).await.ok();
+        // Answers to earlier ones may still come.
+        let answered = async {
+            loop {
+                let (length, peer) = socket.recv_from(&mut buffer).await?;
+                if buffer[..length] == datagram {
+                    return io::Result::Ok(peer);
+                }
+            }
+        };
+        if let Ok(Ok(peer)) = timeout(Duration::from_millis(300), answered).await {
+            ensure!(peer == to, "{} was answered by {peer}", attempt());
+            return Ok(());
+        }
+    }
+    anyhow::bail!("{}: no answer within {PATIENCE:?}", attempt())
+}
+
+/// `ping -M do`: packets of exactly `size` bytes with their IP header, which nobody may fragment.
+pub async fn ping_whole(from: &Netns, to: IpAddr, size: u64) -> anyhow::Result<()> {
+    let payload = (size - if to.is_ipv4() { 28 } else { 48 }).to_string();
+    let (from, to) = (from.clone(), to.to_string());
+    let ping = move || {
+        // -w with -c: asks again until one answer is there.
+        let words = ["-n", "-q", "-c", "1", "-i", "0.2", "-w", "10", "-M", "do", "-s", &payload, &to];
+        from.run(|| run("ping", &words, ""))
+    };
+    spawn_blocking(ping).await???;
+    Ok(())
+}
+
+/// Entries of a namespace's conntrack that name this destination port.
+pub fn tracked(netns: &Netns, port: u16) -> anyhow::Result<usize> {
+    let all = netns.run(|| std::fs::read_to_string("/proc/thread-self/net/nf_conntrack"))??;
+    let port = format!("dport={port} ");
+    Ok(all.lines().filter(|line| line.contains(&port)).count())
+}
