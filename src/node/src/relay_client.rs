@@ -1,8 +1,12 @@
 //! The node's end of `relay.sock`: finds the relay again whenever it is another one, gives it its identity, and keeps
 //! what it says of the guests.
 //!
+//! Descriptors go another way: `hand_in`.
+//!
 //! One connection. A task dials it (every 50 ms until it is there), configures the relay, and then long-polls Watch;
 //! calls share the connection and wait a moment for one. Nothing here retries a call: that is the sandbox's decision.
+
+mod hand_in;
 
 use std::{
     collections::HashMap,

@@ -29,7 +29,7 @@ use tokio::{
 use crate::{
     config::RelayConfig,
     control::Control,
-    door, guests,
+    door, guests, handin,
     inbox::Inbox,
     metrics::Metrics,
     sandboxes::{Sandboxes, states::States},
@@ -96,7 +96,7 @@ pub struct Bound {
     control: ttrpc::r#async::Server,
     sandboxes: Arc<Sandboxes>,
     // Unlinked (if still ours) when dropped; the lock last.
-    _sockets: [Socket; 2],
+    _sockets: [Socket; 3],
     _lock: Flock<File>,
 }
 
@@ -128,6 +128,8 @@ pub async fn build(config: RelayConfig) -> Result<Bound, AppError> {
     };
     let (relay_listener, relay_socket) = bind("relay.sock")?;
     let (hypervisor_listener, hypervisor_socket) = bind("hypervisor.sock")?;
+    let path = run_dir.join(peerpod_base::handin::SOCKET);
+    let (handin_listener, handin_socket) = handin::bind(&path).map_err(path_error("listen on", &path))?;
 
     let mut tasks = JoinSet::new();
     let parts = door::Parts {
@@ -152,6 +154,9 @@ pub async fn build(config: RelayConfig) -> Result<Bound, AppError> {
         per_address: config.max_handshakes_per_address as usize,
     };
     tasks.spawn(guests::accept(guests, parts, bounds));
+    // What the node may hand in; one line for each kind.
+    let kinds: handin::Kinds = vec![];
+    tasks.spawn(handin::serve(handin_listener, kinds));
     let control = Control { sandboxes: sandboxes.clone(), states, store, trust, metrics, listen };
     let control = serve_control(relay_listener, control).await?;
     tracing::info!(
@@ -162,7 +167,7 @@ pub async fn build(config: RelayConfig) -> Result<Bound, AppError> {
         %admin,
         "peerpod-relay serves"
     );
-    let sockets = [relay_socket, hypervisor_socket];
+    let sockets = [relay_socket, hypervisor_socket, handin_socket];
     Ok(Bound { listen, admin, tasks, control, sandboxes, _sockets: sockets, _lock: lock })
 }
 

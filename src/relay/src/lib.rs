@@ -3,7 +3,8 @@
 //!
 //! * `door`: `hypervisor.sock`, and what waits for the node; `inbox`: stops the node could not take in time.
 //! * `sandboxes`: one endpoint per sandbox, its `agent` socket, its record in the `store`.
-//! * `guests`: the TCP port guests dial; `control`: `relay.sock`, where the node speaks to us.
+//! * `guests`: the TCP port guests dial; `control`: `relay.sock`, where the node speaks to us; `handin`:
+//!   `relay-fds.sock`, where it gives us descriptors that we have no right to open.
 //!
 //! No cloud SDK and no Kubernetes in here: this process faces hostile guests.
 
@@ -14,6 +15,7 @@ mod control;
 mod door;
 mod durable;
 mod guests;
+mod handin;
 pub mod harden;
 mod id;
 mod inbox;

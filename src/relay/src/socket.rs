@@ -53,6 +53,14 @@ impl Drop for Bound {
 /// # Errors
 /// The path is too long, something other than a socket is there, or the kernel says no.
 pub(crate) fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
+    place(path, |short| UnixListener::bind(short))
+}
+
+/// As [`bind`], with a listener of any kind: `listen` binds it to the name it is given.
+///
+/// # Errors
+/// As [`bind`].
+pub(crate) fn place<L>(path: &Path, listen: impl FnOnce(&Path) -> io::Result<L>) -> io::Result<(L, Bound)> {
     if path.as_os_str().as_bytes().len() > MAX_PATH {
         let what = format!("the path has more than {MAX_PATH} bytes; choose a shorter run-dir");
         return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
@@ -75,7 +83,7 @@ pub(crate) fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    let listener = UnixListener::bind(&short)?;
+    let listener = listen(&short)?;
     let placed: io::Result<Bound> = (|| {
         std::fs::set_permissions(&short, PermissionsExt::from_mode(0o600))?;
         let there = std::fs::symlink_metadata(&short)?;

@@ -1,0 +1,59 @@
+//! Gives the relay descriptors that only the node has the right to open ([`peerpod_base::handin`]). The relay keeps
+//! them for as long as it lives: who hands in watches [`RelayClient::epoch`], and hands in again to another relay.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    time::Duration,
+};
+
+use peerpod_base::handin::{self, Answer, Header};
+use serde_json::Value;
+use tokio::task::spawn_blocking;
+
+use super::RelayClient;
+use crate::{sandbox::effects::RelayError, spec::SandboxId};
+
+/// How long the relay may take; it answers at once unless it is stuck.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+impl RelayClient {
+    /// Hands descriptors in, each with its name, instead of those of before of this kind and sandbox (none: the
+    /// node's). Ours are closed. Returns what the relay says of them.
+    ///
+    /// # Errors
+    /// The relay is away, or does not take them.
+    pub async fn hand_in(
+        &self,
+        kind: &str,
+        sandbox: Option<&SandboxId>,
+        detail: Value,
+        descriptors: Vec<(String, OwnedFd)>,
+    ) -> Result<Value, RelayError> {
+        let mut header = Header { detail, ..Header::new(kind, sandbox.map(SandboxId::as_str)) };
+        let (names, descriptors) = descriptors.into_iter().unzip();
+        header.descriptors = names;
+        self.say(header, descriptors).await.map(|answer| answer.detail)
+    }
+
+    /// What the relay holds of this kind and sandbox, in its own words; `None`: nothing.
+    ///
+    /// # Errors
+    /// The relay is away, or does not know the kind.
+    pub async fn held(&self, kind: &str, sandbox: Option<&SandboxId>) -> Result<Option<Value>, RelayError> {
+        let header = Header { ask: true, ..Header::new(kind, sandbox.map(SandboxId::as_str)) };
+        let answer = self.say(header, Vec::new()).await?;
+        Ok(answer.held.then_some(answer.detail))
+    }
+
+    async fn say(&self, header: Header, descriptors: Vec<OwnedFd>) -> Result<Answer, RelayError> {
+        let path = self.0.socket.with_file_name(handin::SOCKET);
+        let attempt = format!("hand the {} descriptors to peerpod-relay", header.kind);
+        let failed = |why: &dyn std::fmt::Display| RelayError { text: format!("{attempt}: {why}") };
+        let work = move || {
+            let borrowed: Vec<BorrowedFd<'_>> = descriptors.iter().map(AsFd::as_fd).collect();
+            handin::hand_in(&path, &header, &borrowed, PATIENCE)
+        };
+        let said = spawn_blocking(work).await.map_err(|error| failed(&error))?;
+        said.map_err(|error| failed(&error))
+    }
+}

@@ -1,0 +1,226 @@
+//! `relay-fds.sock`: takes the descriptors that the node opened for us. The relay has no right to open a socket in a
+//! pod's namespace, nor a TUN device; the node opens them, and hands them in again after either of us is another
+//! process.
+//!
+//! A kind of descriptors is one [`Kind`]; `app` lists those there are. Here only bounds are kept: who may connect,
+//! how long a message may take, how many are under way. A descriptor that no kind takes is closed.
+
+use std::{
+    future::Future,
+    io,
+    os::fd::{AsFd, OwnedFd},
+    path::Path,
+    sync::Arc,
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use peerpod_base::handin::{Answer, Error, Header, VERSION, accept, check_peer, listen, receive, send};
+use peerpod_link::reactor;
+use rustix::net::{AddressFamily, SocketType, sockopt};
+use serde_json::Value;
+use tokio::{
+    io::{Interest, unix::AsyncFd},
+    task::JoinSet,
+    time::timeout,
+};
+
+use crate::{
+    id::SandboxId,
+    socket::{self, Bound},
+};
+
+/// Who connected must have said what it wants in this time.
+const MESSAGE: Duration = Duration::from_secs(5);
+/// A kind must have taken what it got in this time.
+const TAKE: Duration = Duration::from_secs(5);
+/// Connections under way; the node makes one at a time for each sandbox.
+const CONNECTIONS: usize = 64;
+
+/// All kinds there are.
+pub(crate) type Kinds = Vec<Arc<dyn Kind>>;
+
+/// One kind of descriptors.
+#[async_trait]
+pub(crate) trait Kind: Send + Sync {
+    /// The word in the header.
+    fn name(&self) -> &'static str;
+
+    /// What is held of this sandbox (none: of the node), in the kind's own words; `None`: nothing.
+    async fn held(&self, sandbox: Option<&SandboxId>) -> Option<Value>;
+
+    /// Takes descriptors instead of what is held; says no by words for people, and holds what it held then.
+    async fn take(&self, sandbox: Option<&SandboxId>, handed: Handed) -> Result<Value, String>;
+}
+
+/// What one message brought.
+#[allow(dead_code)] // the kinds come next
+#[derive(Debug)]
+pub(crate) struct Handed {
+    /// What the header says besides.
+    pub(crate) detail: Value,
+    descriptors: Vec<(String, OwnedFd)>,
+}
+
+#[allow(dead_code)] // the kinds come next
+impl Handed {
+    /// The descriptor of this name; it must be a socket of this kind.
+    pub(crate) fn socket(&mut self, name: &str, wanted: Wanted) -> Result<OwnedFd, String> {
+        let descriptor = self.descriptor(name)?;
+        wanted.check(&descriptor).map_err(|why| format!("descriptor {name}: {why}"))?;
+        Ok(descriptor)
+    }
+
+    /// The descriptor of this name, whatever it is.
+    pub(crate) fn descriptor(&mut self, name: &str) -> Result<OwnedFd, String> {
+        let at = self.descriptors.iter().position(|(given, _)| given == name);
+        at.map(|at| self.descriptors.swap_remove(at).1).ok_or_else(|| format!("descriptor {name} is missing"))
+    }
+
+    /// Whether there is one of this name.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.descriptors.iter().any(|(given, _)| given == name)
+    }
+
+    /// All that is left must be nothing: what nobody takes was a mistake.
+    pub(crate) fn finish(&self) -> Result<(), String> {
+        match self.descriptors.first() {
+            Some((name, _)) => Err(format!("descriptor {name} is not known here; upgrade peerpod-relay")),
+            None => Ok(()),
+        }
+    }
+}
+
+/// What a socket must be.
+#[allow(dead_code)] // the kinds come next
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wanted {
+    pub(crate) family: AddressFamily,
+    pub(crate) kind: SocketType,
+    /// By its number (`IPPROTO_*`, `NETLINK_*`); 0: the family's own.
+    pub(crate) protocol: u32,
+    pub(crate) listens: bool,
+}
+
+#[allow(dead_code)] // the kinds come next
+impl Wanted {
+    fn check(self, socket: &OwnedFd) -> Result<(), String> {
+        let found: rustix::io::Result<_> = (|| {
+            let protocol = sockopt::socket_protocol(socket)?.map_or(0, |protocol| protocol.as_raw().get());
+            let listens = sockopt::socket_acceptconn(socket)?;
+            Ok((sockopt::socket_domain(socket)?, sockopt::socket_type(socket)?, protocol, listens))
+        })();
+        let (family, kind, protocol, listens) = found.map_err(|why| format!("it is no socket ({why})"))?;
+        if (family, kind, protocol, listens) == (self.family, self.kind, self.protocol, self.listens) {
+            return Ok(());
+        }
+        let (wanted, family) = (self.family.as_raw(), family.as_raw());
+        Err(format!(
+            "it is a socket of family {family}, {kind:?}, protocol {protocol}, listening: {listens}; \
+             wanted is family {wanted}, {:?}, protocol {}, listening: {}",
+            self.kind, self.protocol, self.listens
+        ))
+    }
+}
+
+/// Binds the socket for the owner alone.
+///
+/// # Errors
+/// As [`socket::bind`].
+pub(crate) fn bind(path: &Path) -> io::Result<(OwnedFd, Bound)> {
+    socket::place(path, listen)
+}
+
+/// Serves until it is dropped.
+pub(crate) fn serve(listener: OwnedFd, kinds: Kinds) -> impl Future<Output = ()> + Send {
+    serve_within(listener, kinds, MESSAGE)
+}
+
+async fn serve_within(listener: OwnedFd, kinds: Kinds, patience: Duration) {
+    let listener = match reactor::register(listener, Interest::READABLE) {
+        Ok(listener) => listener,
+        Err(error) => {
+            tracing::error!(%error, "descriptors cannot be handed in");
+            return;
+        }
+    };
+    let kinds = Arc::new(kinds);
+    let mut open = JoinSet::new();
+    loop {
+        let accepted = tokio::select! {
+            accepted = listener.async_io(Interest::READABLE, |listener| accept(listener)) => accepted,
+            Some(_) = open.join_next() => continue,
+        };
+        match accepted {
+            Ok(connection) if open.len() < CONNECTIONS => {
+                open.spawn(one(connection, kinds.clone(), patience));
+            }
+            Ok(_) => tracing::warn!(bound = CONNECTIONS, "a hand-in is refused: too many are under way"),
+            Err(error) => {
+                tracing::warn!(%error, "accept on relay-fds.sock failed");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+/// One connection: a message, an answer.
+async fn one(connection: OwnedFd, kinds: Arc<Kinds>, patience: Duration) {
+    if let Err(error) = check_peer(&connection) {
+        tracing::warn!(%error, "a hand-in is refused");
+        return;
+    }
+    let Ok(connection) = reactor::register(connection, Interest::READABLE) else { return };
+    let answer = match timeout(patience, message(&connection)).await {
+        Ok(Ok((header, descriptors))) => judge(&kinds, header, descriptors).await,
+        Ok(Err(error)) => Err(error.to_string()),
+        Err(_) => Err(format!("nothing was handed in within {patience:?}")),
+    };
+    let mut answer = answer.unwrap_or_else(|error| {
+        tracing::warn!(error, "a hand-in is refused");
+        Answer { error, ..Answer::default() }
+    });
+    answer.version = VERSION;
+    if let Err(error) = send(connection.as_fd(), &answer, &[]) {
+        tracing::debug!(%error, "the node did not wait for the answer to its hand-in");
+    }
+}
+
+async fn message(connection: &AsyncFd<OwnedFd>) -> Result<(Header, Vec<OwnedFd>), Error> {
+    let failed = |why| Error::Io { attempt: "wait for a hand-in".to_owned(), why };
+    loop {
+        let mut ready = connection.readable().await.map_err(failed)?;
+        match receive(connection.as_fd()) {
+            Err(Error::Io { why, .. }) if why.kind() == io::ErrorKind::WouldBlock => ready.clear_ready(),
+            other => return other,
+        }
+    }
+}
+
+async fn judge(kinds: &Kinds, header: Header, descriptors: Vec<OwnedFd>) -> Result<Answer, String> {
+    let Header { kind: name, sandbox, ask, descriptors: names, detail, .. } = header;
+    let kind = kinds
+        .iter()
+        .find(|kind| kind.name() == name)
+        .ok_or_else(|| format!("kind {name:?} is not known; upgrade peerpod-relay"))?;
+    let sandbox = sandbox.as_deref().map(SandboxId::parse).transpose().map_err(|error| error.to_string())?;
+    if ask {
+        let held = kind.held(sandbox.as_ref()).await;
+        return Ok(Answer { held: held.is_some(), detail: held.unwrap_or_default(), ..Answer::default() });
+    }
+    if descriptors.is_empty() {
+        return Err(format!("a hand-in of {name} without descriptors"));
+    }
+    if descriptors.len() != names.len() {
+        let (came, named) = (descriptors.len(), names.len());
+        return Err(format!("{came} descriptors came, {named} are named"));
+    }
+    let descriptors = names.into_iter().zip(descriptors).collect();
+    let taken = timeout(TAKE, kind.take(sandbox.as_ref(), Handed { detail, descriptors })).await;
+    let detail = taken.map_err(|_| format!("it took longer than {TAKE:?}"))??;
+    tracing::info!(kind = name, sandbox = sandbox.map(tracing::field::display), "descriptors taken");
+    Ok(Answer { held: true, detail, ..Answer::default() })
+}
+
+#[cfg(test)]
+mod tests;
