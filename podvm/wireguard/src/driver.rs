@@ -1,0 +1,285 @@
+//! The data plane: two threads between a TUN device and a UDP socket, one per direction, that do nothing else. They
+//! sleep when there is nothing to do, take many packets per wake-up, and hold a bounded amount of memory.
+
+use std::io;
+use std::net::UdpSocket;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::unistd::{read, write};
+
+use crate::engine::{Engine, Path, Sink};
+use crate::stats::Reason;
+use crate::sys::Tun;
+use crate::udp::{Buffers, LARGEST, Udp};
+
+/// How often the sessions' clocks are looked at.
+const TICK: Duration = Duration::from_millis(250);
+/// Packets that are taken from the device before those that are sealed must leave.
+const BURST: usize = 64;
+/// How long a full send buffer is waited for; the device's queue grows meanwhile, and drops.
+const FULL: Duration = Duration::from_millis(10);
+/// Largest packet of the device.
+const PACKET: usize = 1 << 16;
+
+/// Two running threads. Dropped, they end; the device and the socket stay with whoever has other descriptors of them.
+#[derive(Debug)]
+pub struct DataPlane {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    engine: Arc<Engine>,
+    stop: AtomicBool,
+    begin: AtomicBool,
+    failed: AtomicBool,
+    /// Readable when the threads shall end; never read.
+    ending: EventFd,
+    /// Wakes the thread that keeps time.
+    word: EventFd,
+}
+
+struct Ends {
+    tun: Tun,
+    udp: Udp,
+}
+
+impl DataPlane {
+    /// Starts both threads. `name` becomes part of theirs.
+    ///
+    /// # Errors
+    /// The socket or the kernel's threads; nothing runs then.
+    pub fn start(engine: Arc<Engine>, tun: Tun, socket: UdpSocket, name: &str) -> io::Result<DataPlane> {
+        nix::fcntl::fcntl(&tun, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK))?;
+        let ends = Arc::new(Ends { tun, udp: Udp::new(socket)? });
+        let event = || EventFd::from_flags(EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC);
+        let shared = Arc::new(Shared {
+            engine,
+            stop: AtomicBool::new(false),
+            begin: AtomicBool::new(true),
+            failed: AtomicBool::new(false),
+            ending: event()?,
+            word: event()?,
+        });
+        // Dropping it ends what was started so far.
+        let mut plane = DataPlane { shared: shared.clone(), threads: Vec::new() };
+        let mut spawn = |what: &str, run: fn(&Shared, &Ends) -> io::Result<()>| {
+            let (shared, ends) = (shared.clone(), ends.clone());
+            let thread = Builder::new().name(format!("{name}-{what}")).spawn(move || {
+                if let Err(error) = run(&shared, &ends) {
+                    shared.failed.store(true, Ordering::Relaxed);
+                    tracing::error!(%error, "the encrypted tunnel's data plane ended");
+                }
+            })?;
+            plane.threads.push(thread);
+            Ok::<(), io::Error>(())
+        };
+        spawn("out", outgoing)?;
+        spawn("in", incoming)?;
+        Ok(plane)
+    }
+
+    /// The engine it drives.
+    pub fn engine(&self) -> &Arc<Engine> {
+        &self.shared.engine
+    }
+
+    /// Begins a handshake with every peer whose place was told.
+    pub fn begin(&self) {
+        self.shared.begin.store(true, Ordering::Release);
+        // Full only when the thread has not read what was said before, and then it will.
+        self.shared.word.write(1).ok();
+    }
+
+    /// Whether both threads do their work: not, when the device was deleted.
+    pub fn is_running(&self) -> bool {
+        !self.shared.failed.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for DataPlane {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        self.shared.ending.write(1).ok();
+        for thread in self.threads.drain(..) {
+            // A panic there was told by the runtime.
+            drop(thread.join());
+        }
+    }
+}
+
+/// Waits until one of the descriptors is ready, at most for `timeout`.
+fn wait(fds: &[(BorrowedFd<'_>, PollFlags)], timeout: PollTimeout) -> io::Result<()> {
+    let mut fds: Vec<PollFd<'_>> = fds.iter().map(|(fd, flags)| PollFd::new(*fd, *flags)).collect();
+    match poll(&mut fds, timeout) {
+        Ok(_) | Err(Errno::EINTR) => Ok(()),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// Device to network.
+fn outgoing(shared: &Shared, ends: &Ends) -> io::Result<()> {
+    let mut packet = vec![0; PACKET];
+    let mut scratch = vec![0; Engine::room(PACKET)];
+    let mut out = Out::new(ends, &shared.engine, true);
+    while !shared.stop.load(Ordering::Acquire) {
+        let mut taken = 0;
+        while taken < BURST {
+            match read(&ends.tun, &mut packet) {
+                Ok(length) => {
+                    taken += 1;
+                    let packet = packet.get(..length).unwrap_or_default();
+                    shared.engine.outgoing(packet, &mut scratch, &mut out);
+                }
+                Err(Errno::EAGAIN) => break,
+                Err(Errno::EINTR) => {}
+                Err(e) => return Err(device(e)),
+            }
+        }
+        out.flush();
+        if taken < BURST {
+            let ending = (shared.ending.as_fd(), PollFlags::POLLIN);
+            wait(&[(ends.tun.as_fd(), PollFlags::POLLIN), ending], PollTimeout::NONE)?;
+        }
+    }
+    Ok(())
+}
+
+/// Network to device, and the clock.
+fn incoming(shared: &Shared, ends: &Ends) -> io::Result<()> {
+    let mut buffers = Buffers::new();
+    let mut scratch = vec![0; Engine::room(PACKET)];
+    let mut out = Out::new(ends, &shared.engine, false);
+    let mut ticked = Instant::now();
+    while !shared.stop.load(Ordering::Acquire) {
+        let got = ends.udp.receive(&mut buffers, |path, datagram| {
+            shared.engine.incoming(path, datagram, &mut scratch, &mut out);
+        });
+        out.flush();
+        if let Some(e) = out.device.take() {
+            return Err(device(e));
+        }
+        let now = Instant::now();
+        if shared.begin.swap(false, Ordering::AcqRel) {
+            shared.engine.begin(now, &mut out);
+        }
+        if now.saturating_duration_since(ticked) >= TICK {
+            ticked = now;
+            shared.engine.tick(now, &mut out);
+        }
+        out.flush();
+        match got {
+            Ok(_) => {}
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                let timeout = PollTimeout::try_from(TICK).unwrap_or(PollTimeout::MAX);
+                let readable = PollFlags::POLLIN;
+                let (socket, word) = (ends.udp.socket().as_fd(), shared.word.as_fd());
+                wait(&[(socket, readable), (shared.ending.as_fd(), readable), (word, readable)], timeout)?;
+                shared.word.read().ok();
+            }
+            // What an earlier datagram met on its way (ICMP). It is over.
+            Err(e) if is_passing(&e) => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}
+
+fn is_passing(error: &io::Error) -> bool {
+    use io::ErrorKind as K;
+    matches!(
+        error.kind(),
+        K::Interrupted | K::ConnectionRefused | K::HostUnreachable | K::NetworkUnreachable | K::NetworkDown
+    )
+}
+
+fn device(error: Errno) -> io::Error {
+    io::Error::other(format!("the tunnel's device: {error}; was it deleted?"))
+}
+
+/// Collects datagrams of one size for one peer and sends them in one call.
+struct Out<'e> {
+    ends: &'e Ends,
+    engine: &'e Engine,
+    /// Whether a full send buffer is waited for. Not by the thread that must go on receiving.
+    waits: bool,
+    path: Option<Path>,
+    segment: usize,
+    closed: bool,
+    count: usize,
+    bytes: Vec<u8>,
+    /// Why the device takes nothing any more.
+    device: Option<Errno>,
+}
+
+impl<'e> Out<'e> {
+    fn new(ends: &'e Ends, engine: &'e Engine, waits: bool) -> Out<'e> {
+        let bytes = Vec::with_capacity(LARGEST);
+        Out { ends, engine, waits, path: None, segment: 0, closed: false, count: 0, bytes, device: None }
+    }
+
+    fn flush(&mut self) {
+        if let Some(path) = self.path.take() {
+            if self.count == 1 || self.send(&path, &self.bytes, self.segment).is_err() {
+                // One by one: also where the network card or the kernel does not cut.
+                for datagram in self.bytes.chunks(self.segment.max(1)) {
+                    if self.send(&path, datagram, datagram.len()).is_err() {
+                        self.engine.stats().drop(Reason::Socket);
+                    }
+                }
+            }
+            self.bytes.clear();
+            self.count = 0;
+            self.closed = false;
+        }
+    }
+
+    fn send(&self, path: &Path, bytes: &[u8], segment: usize) -> io::Result<()> {
+        match self.ends.udp.send(path, bytes, segment) {
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock && self.waits => {
+                let full = PollTimeout::try_from(FULL).unwrap_or(PollTimeout::ZERO);
+                wait(&[(self.ends.udp.socket().as_fd(), PollFlags::POLLOUT)], full)?;
+                self.ends.udp.send(path, bytes, segment)
+            }
+            sent => sent,
+        }
+    }
+}
+
+impl Sink for Out<'_> {
+    fn network(&mut self, path: &Path, datagram: &[u8]) {
+        let fits = self.path == Some(*path)
+            && !self.closed
+            && datagram.len() <= self.segment
+            && self.bytes.len() + datagram.len() <= LARGEST
+            && self.count < self.ends.udp.segments();
+        if !fits {
+            self.flush();
+            self.path = Some(*path);
+            self.segment = datagram.len();
+        }
+        self.closed = datagram.len() < self.segment;
+        self.bytes.extend_from_slice(datagram);
+        self.count += 1;
+    }
+
+    fn tunnel(&mut self, packet: &[u8]) {
+        match write(&self.ends.tun, packet) {
+            Ok(_) => {}
+            Err(
+                Errno::EAGAIN | Errno::ENOBUFS | Errno::EINVAL | Errno::EIO | Errno::EINTR | Errno::ENOMEM,
+            ) => {
+                self.engine.stats().drop(Reason::Socket); // down, or out of memory: as a network card would
+            }
+            Err(e) => self.device = Some(e),
+        }
+    }
+}

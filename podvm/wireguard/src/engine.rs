@@ -1,0 +1,416 @@
+//! The peers and what happens to a packet, without any IO: datagrams and packets in, datagrams and packets out
+//! through a [`Sink`]. Two threads may use it at once, one per direction; a peer's session is locked for the time of
+//! one packet.
+
+use std::collections::HashMap;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Instant;
+
+use boringtun::noise::errors::WireGuardError;
+use boringtun::noise::handshake::parse_handshake_anon;
+use boringtun::noise::rate_limiter::RateLimiter;
+use boringtun::noise::{Packet, Tunn, TunnResult};
+
+use crate::key::{PrivateKey, PublicKey};
+use crate::lane;
+use crate::peer::{Peer, PeerConfig, Roamed, State};
+use crate::stats::{Reason, Stats};
+
+/// Peers of one engine: a node has a few hundred.
+const MAX_PEERS: usize = 65_536;
+/// Handshakes a second that are worked on without asking for a cookie first. After a restart of the relay all VMs of
+/// a node come at once.
+const HANDSHAKES_PER_SECOND: u64 = 500;
+/// The kernel's and the paper's bound: a session ends before its counter does.
+const LAST_COUNTER: u64 = u64::MAX - (1 << 13);
+const COUNTER_AT: usize = 8;
+const INITIATION: u8 = 1;
+const RESPONSE: u8 = 2;
+const COOKIE: u8 = 3;
+const DATA: u8 = 4;
+/// Room that a sealed packet needs beyond its content, and a handshake at least.
+const SEAL: usize = 32;
+const LARGEST_HANDSHAKE: usize = 148;
+
+/// Where a peer is, and which of our addresses it talks to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Path {
+    /// The peer's address and port.
+    pub peer: SocketAddr,
+    /// Our own address, where it is known: answers must come from there.
+    pub local: Option<IpAddr>,
+}
+
+/// Where results go.
+pub trait Sink {
+    /// A datagram for the network.
+    fn network(&mut self, path: &Path, datagram: &[u8]);
+    /// A packet for the TUN device.
+    fn tunnel(&mut self, packet: &[u8]);
+}
+
+/// Why a peer is not taken.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// One key, two peers: neither could be told from the other.
+    #[error("the tunnel key of {name} is {other}'s already; every VM makes its own")]
+    KeyTaken {
+        /// Who came later.
+        name: String,
+        /// Who has it.
+        other: String,
+    },
+    /// One inner address, two peers.
+    #[error("the tunnel address {inner} of {name} is {other}'s already")]
+    AddressTaken {
+        /// Who came later.
+        name: String,
+        /// Who has it.
+        other: String,
+        /// The address.
+        inner: Ipv4Addr,
+    },
+    /// More peers than a node can have.
+    #[error("more than {MAX_PEERS} tunnel peers")]
+    TooMany,
+}
+
+#[derive(Default)]
+struct Table {
+    by_name: HashMap<String, Arc<Peer>>,
+    by_key: HashMap<PublicKey, Arc<Peer>>,
+    by_index: HashMap<u32, Arc<Peer>>,
+    by_inner: HashMap<Ipv4Addr, Arc<Peer>>,
+    next_index: u32,
+}
+
+/// The peers of one end.
+pub struct Engine {
+    key: PrivateKey,
+    table: RwLock<Table>,
+    /// Every handshake passes here first: cookies, when there are too many.
+    door: RateLimiter,
+    /// What the sessions ask; never says no, the door has said it.
+    open: Arc<RateLimiter>,
+    stats: Stats,
+}
+
+impl std::fmt::Debug for Engine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine").field("key", &self.key).field("stats", &self.stats).finish_non_exhaustive()
+    }
+}
+
+impl Engine {
+    /// An engine without peers.
+    pub fn new(key: PrivateKey) -> Engine {
+        Engine::with_limit(key, HANDSHAKES_PER_SECOND)
+    }
+
+    pub(crate) fn with_limit(key: PrivateKey, handshakes_per_second: u64) -> Engine {
+        let public = key.public().to_x25519();
+        Engine {
+            table: RwLock::default(),
+            door: RateLimiter::new(&public, handshakes_per_second),
+            open: Arc::new(RateLimiter::new(&public, u64::MAX)),
+            key,
+            stats: Stats::default(),
+        }
+    }
+
+    /// Who we are.
+    pub fn public_key(&self) -> PublicKey {
+        self.key.public()
+    }
+
+    #[cfg(test)]
+    pub(crate) fn key_bytes(&self) -> zeroize::Zeroizing<[u8; 32]> {
+        self.key.expose()
+    }
+
+    /// The counters.
+    pub fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
+    /// How many peers there are.
+    pub fn peers(&self) -> usize {
+        self.read().by_name.len()
+    }
+
+    /// Where a peer was found last.
+    pub fn path_of(&self, name: &str) -> Option<Path> {
+        let peer = self.read().by_name.get(name).cloned();
+        peer.and_then(|peer| peer.lock().path)
+    }
+
+    /// Takes a peer in. Again with the same key and address its session goes on; with others it is another peer.
+    ///
+    /// # Errors
+    /// Key or address belong to another one, whose session is not touched.
+    pub fn put_peer(&self, config: &PeerConfig) -> Result<(), Error> {
+        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let name = || config.name.clone();
+        if let Some(other) = table.by_key.get(&config.key).filter(|other| other.name != config.name) {
+            return Err(Error::KeyTaken { name: name(), other: other.name.clone() });
+        }
+        let inner = config.lane.theirs;
+        if let Some(other) = table.by_inner.get(&inner).filter(|other| other.name != config.name) {
+            return Err(Error::AddressTaken { name: name(), other: other.name.clone(), inner });
+        }
+        if let Some(known) = table.by_name.get(&config.name)
+            && known.key == config.key
+            && known.inner == inner
+        {
+            known.lock().update(config);
+            return Ok(());
+        }
+        table.remove(&config.name);
+        if table.by_name.len() >= MAX_PEERS {
+            return Err(Error::TooMany);
+        }
+        let index = table.free_index();
+        let peer = Arc::new(Peer::new(config, &self.key, index, self.open.clone(), Instant::now()));
+        table.by_name.insert(name(), peer.clone());
+        table.by_key.insert(config.key, peer.clone());
+        table.by_index.insert(index, peer.clone());
+        table.by_inner.insert(inner, peer);
+        Ok(())
+    }
+
+    /// Forgets a peer. Unknown is fine.
+    pub fn remove_peer(&self, name: &str) {
+        self.table.write().unwrap_or_else(PoisonError::into_inner).remove(name);
+    }
+
+    /// How large `scratch` must be for packets and datagrams of this size.
+    pub fn room(largest: usize) -> usize {
+        (largest + SEAL).max(LARGEST_HANDSHAKE)
+    }
+
+    /// A packet from the TUN device. `scratch` has [`Engine::room`] for it.
+    pub fn outgoing(&self, packet: &[u8], scratch: &mut [u8], sink: &mut impl Sink) {
+        let peer = lane::destination(packet).and_then(|inner| self.read().by_inner.get(&inner).cloned());
+        let Some(peer) = peer else { return self.stats.drop(Reason::NoPeer) };
+        if scratch.len() < Engine::room(packet.len()) {
+            return self.stats.drop(Reason::Malformed);
+        }
+        let mut state = peer.lock();
+        let Some(path) = state.path else { return self.stats.drop(Reason::NoEndpoint) };
+        state.used();
+        match state.tunn.encapsulate(packet, scratch) {
+            TunnResult::WriteToNetwork(datagram) => {
+                drop(state);
+                if datagram.first() == Some(&DATA) {
+                    self.stats.sent(packet.len());
+                }
+                sink.network(&path, datagram);
+            }
+            TunnResult::Err(_) => self.stats.drop(Reason::NoSession),
+            // Queued until the handshake is done.
+            _ => {}
+        }
+    }
+
+    /// A datagram from the network. `scratch` has [`Engine::room`] for it.
+    pub fn incoming(&self, path: &Path, datagram: &[u8], scratch: &mut [u8], sink: &mut impl Sink) {
+        if scratch.len() < Engine::room(datagram.len()) {
+            return self.stats.drop(Reason::Malformed);
+        }
+        let kind = datagram.first().copied().unwrap_or_default();
+        let peer = match self.peer_of(path, datagram, scratch, sink) {
+            Ok(Some(peer)) => peer,
+            Ok(None) => return, // answered with a cookie
+            Err(why) => return self.stats.drop(why),
+        };
+        let mut state = peer.lock();
+        match state.tunn.decapsulate(None, datagram, scratch) {
+            TunnResult::Err(error) => self.stats.drop(reason_of(kind, &error)),
+            TunnResult::Done => {
+                if kind == DATA {
+                    self.proved(&peer, &mut state, path);
+                    // The first packet of a session lets those go that waited for it.
+                    self.send_queued(&mut state, path, scratch, sink);
+                }
+            }
+            TunnResult::WriteToNetwork(answer) => {
+                self.proved(&peer, &mut state, path);
+                self.stats.handshake();
+                sink.network(path, answer);
+                if kind == RESPONSE {
+                    self.send_queued(&mut state, path, scratch, sink);
+                }
+            }
+            TunnResult::WriteToTunnelV4(packet, _) => {
+                self.proved(&peer, &mut state, path);
+                let admitted = state.lane.admits(packet);
+                drop(state);
+                if admitted {
+                    self.stats.received(packet.len());
+                    sink.tunnel(packet);
+                } else {
+                    self.stats.drop(Reason::NotAllowed);
+                }
+            }
+            TunnResult::WriteToTunnelV6(..) => {
+                self.proved(&peer, &mut state, path);
+                self.stats.drop(Reason::NotAllowed);
+            }
+        }
+    }
+
+    /// Time passes: rekeys, keepalives, handshakes said again. To be called some four times a second.
+    pub fn tick(&self, now: Instant, sink: &mut impl Sink) {
+        self.door.reset_count();
+        self.open.reset_count();
+        let mut scratch = [0; Engine::SCRATCH];
+        for peer in self.all() {
+            let mut state = peer.lock();
+            let result = if state.is_deaf(now) {
+                state.begin(now, true, &mut scratch)
+            } else {
+                match state.tunn.update_timers(&mut scratch) {
+                    // It gave up after a minute and a half. Who begins does not give up.
+                    TunnResult::Err(WireGuardError::ConnectionExpired) if state.begins() => {
+                        state.begin(now, true, &mut [0; LARGEST_HANDSHAKE]);
+                        state.tunn.format_handshake_initiation(&mut scratch, true)
+                    }
+                    result => result,
+                }
+            };
+            if let (TunnResult::WriteToNetwork(datagram), Some(path)) = (result, state.path) {
+                sink.network(&path, datagram);
+            }
+        }
+    }
+
+    /// Begins a handshake with every peer whose place was told: at the start, and when the other end is another one.
+    pub fn begin(&self, now: Instant, sink: &mut impl Sink) {
+        let mut scratch = [0; Engine::SCRATCH];
+        for peer in self.all() {
+            let mut state = peer.lock();
+            if !state.begins() {
+                continue;
+            }
+            if let (TunnResult::WriteToNetwork(datagram), Some(path)) =
+                (state.begin(now, false, &mut scratch), state.path)
+            {
+                sink.network(&path, datagram);
+            }
+        }
+    }
+
+    const SCRATCH: usize = 256;
+
+    fn read(&self) -> std::sync::RwLockReadGuard<'_, Table> {
+        self.table.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn all(&self) -> Vec<Arc<Peer>> {
+        self.read().by_name.values().cloned().collect()
+    }
+
+    /// Whose datagram it claims to be. Handshakes prove here that they know our key, and wait in front of the door
+    /// when there are too many.
+    fn peer_of(
+        &self,
+        path: &Path,
+        datagram: &[u8],
+        scratch: &mut [u8],
+        sink: &mut impl Sink,
+    ) -> Result<Option<Arc<Peer>>, Reason> {
+        let by_index = |index: u32| self.read().by_index.get(&(index >> 8)).cloned();
+        match datagram.first() {
+            Some(&(INITIATION | RESPONSE)) => {
+                match self.door.verify_packet(Some(path.peer.ip()), datagram, scratch) {
+                    Ok(Packet::HandshakeInit(init)) => {
+                        let public = self.key.public().to_x25519();
+                        let half = parse_handshake_anon(self.key.secret(), &public, &init)
+                            .map_err(|_| Reason::Handshake)?;
+                        let key =
+                            PublicKey::from_bytes(&half.peer_static_public).map_err(|_| Reason::Handshake)?;
+                        self.read().by_key.get(&key).cloned().ok_or(Reason::Unknown).map(Some)
+                    }
+                    Ok(Packet::HandshakeResponse(response)) => {
+                        by_index(response.receiver_idx).ok_or(Reason::Unknown).map(Some)
+                    }
+                    Ok(_) => Err(Reason::Malformed),
+                    Err(TunnResult::WriteToNetwork(cookie)) => {
+                        self.stats.cookie();
+                        sink.network(path, cookie);
+                        Ok(None)
+                    }
+                    Err(TunnResult::Err(WireGuardError::InvalidMac)) => Err(Reason::Handshake),
+                    Err(_) => Err(Reason::Malformed),
+                }
+            }
+            Some(&(COOKIE | DATA)) => match Tunn::parse_incoming_packet(datagram) {
+                Ok(Packet::PacketData(data)) => {
+                    // The library counts one further; a peer that has the keys could make it overflow.
+                    let counter = datagram.get(COUNTER_AT..).and_then(|rest| rest.first_chunk());
+                    if counter.is_none_or(|bytes| u64::from_le_bytes(*bytes) >= LAST_COUNTER) {
+                        return Err(Reason::Malformed);
+                    }
+                    by_index(data.receiver_idx).ok_or(Reason::Unknown).map(Some)
+                }
+                Ok(Packet::PacketCookieReply(reply)) => {
+                    by_index(reply.receiver_idx).ok_or(Reason::Unknown).map(Some)
+                }
+                _ => Err(Reason::Malformed),
+            },
+            _ => Err(Reason::Malformed),
+        }
+    }
+
+    fn proved(&self, peer: &Peer, state: &mut State, path: &Path) {
+        if state.proved(path) == Roamed(true) {
+            self.stats.roam();
+            tracing::info!(peer = peer.name, at = %path.peer, "tunnel peer is found at another address");
+        }
+    }
+
+    fn send_queued(&self, state: &mut State, path: &Path, scratch: &mut [u8], sink: &mut impl Sink) {
+        while let TunnResult::WriteToNetwork(datagram) = state.tunn.decapsulate(None, &[], scratch) {
+            let sealed = datagram.first() == Some(&DATA);
+            if sealed {
+                self.stats.sent(datagram.len().saturating_sub(SEAL));
+            }
+            sink.network(path, datagram);
+            if !sealed {
+                break; // no session after all: it began a handshake and keeps the rest
+            }
+        }
+    }
+}
+
+fn reason_of(kind: u8, error: &WireGuardError) -> Reason {
+    match error {
+        WireGuardError::InvalidAeadTag if kind == DATA => Reason::Forged,
+        WireGuardError::InvalidCounter | WireGuardError::DuplicateCounter => Reason::Replayed,
+        WireGuardError::NoCurrentSession | WireGuardError::WrongIndex => Reason::Unknown,
+        WireGuardError::InvalidPacket if kind == DATA => Reason::NotAllowed,
+        WireGuardError::InvalidPacket | WireGuardError::IncorrectPacketLength => Reason::Malformed,
+        _ => Reason::Handshake,
+    }
+}
+
+impl Table {
+    fn remove(&mut self, name: &str) {
+        if let Some(gone) = self.by_name.remove(name) {
+            self.by_key.remove(&gone.key);
+            self.by_index.remove(&gone.index);
+            self.by_inner.remove(&gone.inner);
+        }
+    }
+
+    fn free_index(&mut self) -> u32 {
+        // Ends: there are far fewer peers than numbers.
+        loop {
+            self.next_index = self.next_index.wrapping_add(1) & 0xff_ffff;
+            if !self.by_index.contains_key(&self.next_index) {
+                return self.next_index;
+            }
+        }
+    }
+}

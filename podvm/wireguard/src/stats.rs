@@ -1,0 +1,167 @@
+//! Counters of the data plane. Plain atomics: whoever serves metrics reads them.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Why a packet went no further.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reason {
+    /// No WireGuard message, or too short to be one.
+    Malformed,
+    /// For a peer or session that is not here (any more).
+    Unknown,
+    /// A handshake that does not prove anything: a wrong key, or one that was sent before.
+    Handshake,
+    /// A packet whose seal is broken.
+    Forged,
+    /// A packet that came before, or far too late.
+    Replayed,
+    /// A peer sent what it may not: another pod's network, another address.
+    NotAllowed,
+    /// Nobody has the inner address a packet goes to.
+    NoPeer,
+    /// The peer has not come yet: where it is, nobody knows.
+    NoEndpoint,
+    /// There is no session, and its queue is full or its handshake failed.
+    NoSession,
+    /// The kernel did not take it.
+    Socket,
+}
+
+impl Reason {
+    /// All of them, in the order of [`Snapshot::drops`].
+    pub const ALL: [Reason; 10] = [
+        Reason::Malformed,
+        Reason::Unknown,
+        Reason::Handshake,
+        Reason::Forged,
+        Reason::Replayed,
+        Reason::NotAllowed,
+        Reason::NoPeer,
+        Reason::NoEndpoint,
+        Reason::NoSession,
+        Reason::Socket,
+    ];
+
+    /// As a metric's label.
+    pub fn label(self) -> &'static str {
+        match self {
+            Reason::Malformed => "malformed",
+            Reason::Unknown => "unknown",
+            Reason::Handshake => "handshake",
+            Reason::Forged => "forged",
+            Reason::Replayed => "replayed",
+            Reason::NotAllowed => "not_allowed",
+            Reason::NoPeer => "no_peer",
+            Reason::NoEndpoint => "no_endpoint",
+            Reason::NoSession => "no_session",
+            Reason::Socket => "socket",
+        }
+    }
+}
+
+/// Counters of one engine, all peers together.
+#[derive(Debug, Default)]
+pub struct Stats {
+    handshakes: AtomicU64,
+    cookies: AtomicU64,
+    bytes_sent: AtomicU64,
+    bytes_received: AtomicU64,
+    packets_sent: AtomicU64,
+    packets_received: AtomicU64,
+    roams: AtomicU64,
+    drops: [AtomicU64; Reason::ALL.len()],
+}
+
+/// The counters at one moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Handshakes that a peer and we completed.
+    pub handshakes: u64,
+    /// Handshakes answered with a cookie, because there were too many at once.
+    pub cookies: u64,
+    /// Bytes of inner packets sealed.
+    pub bytes_sent: u64,
+    /// Bytes of inner packets that came out.
+    pub bytes_received: u64,
+    /// Inner packets sealed.
+    pub packets_sent: u64,
+    /// Inner packets that came out.
+    pub packets_received: u64,
+    /// Times a peer was found at another address.
+    pub roams: u64,
+    /// Packets dropped, by reason, in the order of [`Reason::ALL`].
+    pub drops: [u64; Reason::ALL.len()],
+}
+
+fn add(counter: &AtomicU64, n: usize) {
+    counter.fetch_add(n as u64, Ordering::Relaxed);
+}
+
+impl Stats {
+    pub(crate) fn sent(&self, bytes: usize) {
+        add(&self.bytes_sent, bytes);
+        add(&self.packets_sent, 1);
+    }
+
+    pub(crate) fn received(&self, bytes: usize) {
+        add(&self.bytes_received, bytes);
+        add(&self.packets_received, 1);
+    }
+
+    pub(crate) fn handshake(&self) {
+        add(&self.handshakes, 1);
+    }
+
+    pub(crate) fn cookie(&self) {
+        add(&self.cookies, 1);
+    }
+
+    pub(crate) fn roam(&self) {
+        add(&self.roams, 1);
+    }
+
+    pub(crate) fn drop(&self, why: Reason) {
+        if let Some(counter) = self.drops.get(why as usize) {
+            add(counter, 1);
+        }
+    }
+
+    /// Reads them all.
+    pub fn snapshot(&self) -> Snapshot {
+        let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Snapshot {
+            handshakes: of(&self.handshakes),
+            cookies: of(&self.cookies),
+            bytes_sent: of(&self.bytes_sent),
+            bytes_received: of(&self.bytes_received),
+            packets_sent: of(&self.packets_sent),
+            packets_received: of(&self.packets_received),
+            roams: of(&self.roams),
+            drops: self.drops.each_ref().map(of),
+        }
+    }
+}
+
+impl Snapshot {
+    /// How many were dropped for this reason.
+    pub fn dropped(&self, why: Reason) -> u64 {
+        self.drops.get(why as usize).copied().unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_reason_has_its_place_and_its_own_label() {
+        let stats = Stats::default();
+        let mut labels = std::collections::HashSet::new();
+        for (n, why) in Reason::ALL.into_iter().enumerate() {
+            assert_eq!(why as usize, n);
+            assert!(labels.insert(why.label()));
+            stats.drop(why);
+            assert_eq!(stats.snapshot().dropped(why), 1);
+        }
+    }
+}

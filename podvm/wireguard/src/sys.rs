@@ -1,0 +1,98 @@
+//! The two requests to the kernel that no crate of ours makes: a TUN device, and datagrams that may be fragmented.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::mem::size_of;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+
+use nix::libc;
+
+/// A TUN device that is open. Dropping it lets go of the device; one that persists stays.
+#[derive(Debug)]
+pub struct Tun(OwnedFd);
+
+#[allow(unsafe_code)] // made by the macro; called below, with the reasons
+mod requests {
+    nix::ioctl_write_int!(tun_set_iff, b'T', 202);
+    nix::ioctl_write_int!(tun_set_persist, b'T', 203);
+}
+
+/// Opens the TUN device `name` in the network namespace of the calling thread, and makes it where it is missing:
+/// layer 3, without packet information. It stays when all descriptors are closed, until its namespace goes.
+///
+/// # Errors
+/// `ResourceBusy` where another descriptor has it open; `NotFound` without `/dev/net/tun` (the kernel's module tun);
+/// `PermissionDenied` without CAP_NET_ADMIN.
+pub fn open_tun(name: &str) -> io::Result<Tun> {
+    let file: File =
+        OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open("/dev/net/tun")?;
+    // As <linux/if.h> lays it out: 16 bytes of name, then a union whose first member here are the flags.
+    let mut request = [0u8; size_of::<libc::ifreq>()];
+    let bytes = name.as_bytes();
+    if bytes.is_empty() || bytes.len() >= libc::IFNAMSIZ || bytes.contains(&0) {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "no name of a network device"));
+    }
+    let flags = (libc::IFF_TUN | libc::IFF_NO_PI) as i16;
+    for (to, from) in request.iter_mut().zip(bytes) {
+        *to = *from;
+    }
+    for (to, from) in request.iter_mut().skip(libc::IFNAMSIZ).zip(flags.to_ne_bytes()) {
+        *to = from;
+    }
+    // SAFETY: the descriptor is open, and the kernel reads and writes one `ifreq`, of which `request` has the size.
+    // There is no other way to name a TUN device than this request.
+    #[allow(unsafe_code)]
+    let named = unsafe { requests::tun_set_iff(file.as_raw_fd(), request.as_mut_ptr() as libc::c_ulong) };
+    named.map_err(io::Error::from)?;
+    // SAFETY: the descriptor is open, and the argument is a number, no address.
+    #[allow(unsafe_code)]
+    let kept = unsafe { requests::tun_set_persist(file.as_raw_fd(), 1) };
+    kept.map_err(io::Error::from)?;
+    Ok(Tun(file.into()))
+}
+
+impl AsFd for Tun {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl From<OwnedFd> for Tun {
+    fn from(fd: OwnedFd) -> Tun {
+        Tun(fd)
+    }
+}
+
+impl From<Tun> for OwnedFd {
+    fn from(tun: Tun) -> OwnedFd {
+        tun.0
+    }
+}
+
+/// Lets routers (and this kernel) fragment what the socket sends: a path that is narrower than anybody knew is then
+/// slow instead of silent.
+pub(crate) fn may_be_fragmented(socket: BorrowedFd<'_>, v6: bool) -> io::Result<()> {
+    let mut options = vec![(libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_DONT)];
+    if v6 {
+        options.push((libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::IPV6_PMTUDISC_DONT));
+        options.push((libc::IPPROTO_IPV6, libc::IPV6_DONTFRAG, 0));
+    }
+    for (level, option, value) in options {
+        let value: libc::c_int = value;
+        // SAFETY: the descriptor is open, and the kernel reads `size_of::<c_int>()` bytes of a local variable.
+        // nix and socket2 do not have these options.
+        #[allow(unsafe_code)]
+        let result = unsafe {
+            libc::setsockopt(
+                socket.as_raw_fd(),
+                level,
+                option,
+                std::ptr::from_ref(&value).cast(),
+                size_of::<libc::c_int>() as libc::socklen_t,
+            )
+        };
+        nix::errno::Errno::result(result)?;
+    }
+    Ok(())
+}

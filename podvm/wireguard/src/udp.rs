@@ -1,0 +1,128 @@
+//! The UDP socket: datagrams in batches, many of one size as one for the kernel (GSO, GRO).
+
+use std::io::{self, IoSliceMut};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::os::fd::AsFd;
+
+use nix::sys::socket::{setsockopt, sockopt};
+use quinn_udp::{RecvMeta, Transmit, UdpSockRef, UdpSocketState};
+use socket2::{Domain, Protocol, Socket, Type};
+
+use crate::engine::Path;
+use crate::sys;
+
+/// Of each direction: some ten milliseconds of a fast network.
+const KERNEL_BUFFER: usize = 4 << 20;
+/// The largest UDP payload, and what one send may hold.
+pub(crate) const LARGEST: usize = 65_507;
+/// Buffers of one read.
+const BATCH: usize = 4;
+
+/// Opens the socket in the network namespace of the calling thread: both families on one port, IPv4 alone where the
+/// kernel has no IPv6. Port 0 lets the kernel choose ([`port_of`]).
+///
+/// # Errors
+/// `AddrInUse` where somebody has the port.
+pub fn bind(port: u16) -> io::Result<UdpSocket> {
+    let open = |domain, address: SocketAddr| {
+        let socket = Socket::new(domain, Type::DGRAM, Some(Protocol::UDP))?;
+        if address.is_ipv6() {
+            socket.set_only_v6(false)?;
+        }
+        // With the right to it, beyond the administrator's bound; without, as much as that.
+        if setsockopt(&socket, sockopt::RcvBufForce, &KERNEL_BUFFER).is_err() {
+            socket.set_recv_buffer_size(KERNEL_BUFFER)?;
+        }
+        if setsockopt(&socket, sockopt::SndBufForce, &KERNEL_BUFFER).is_err() {
+            socket.set_send_buffer_size(KERNEL_BUFFER)?;
+        }
+        socket.bind(&address.into())?;
+        Ok::<UdpSocket, io::Error>(socket.into())
+    };
+    match open(Domain::IPV6, (Ipv6Addr::UNSPECIFIED, port).into()) {
+        Err(e) if matches!(e.raw_os_error(), Some(nix::libc::EAFNOSUPPORT | nix::libc::EADDRNOTAVAIL)) => {
+            open(Domain::IPV4, (Ipv4Addr::UNSPECIFIED, port).into())
+        }
+        opened => opened,
+    }
+}
+
+/// The port a socket has.
+///
+/// # Errors
+/// It is no bound socket of IP.
+pub fn port_of(socket: &UdpSocket) -> io::Result<u16> {
+    socket.local_addr().map(|address| address.port())
+}
+
+pub(crate) struct Udp {
+    socket: UdpSocket,
+    state: UdpSocketState,
+}
+
+impl Udp {
+    pub(crate) fn new(socket: UdpSocket) -> io::Result<Udp> {
+        let v6 = socket.local_addr()?.is_ipv6();
+        let state = UdpSocketState::new(UdpSockRef::from(&socket))?;
+        sys::may_be_fragmented(socket.as_fd(), v6)?;
+        Ok(Udp { socket, state })
+    }
+
+    pub(crate) fn socket(&self) -> &UdpSocket {
+        &self.socket
+    }
+
+    /// How many datagrams of one size one call may send.
+    pub(crate) fn segments(&self) -> usize {
+        self.state.max_gso_segments().max(1)
+    }
+
+    /// Sends `contents`, which are datagrams of `segment` bytes each; the last may be shorter.
+    pub(crate) fn send(&self, path: &Path, contents: &[u8], segment: usize) -> io::Result<()> {
+        let transmit = Transmit {
+            destination: path.peer,
+            ecn: None,
+            contents,
+            segment_size: (contents.len() > segment).then_some(segment),
+            src_ip: path.local,
+        };
+        self.state.try_send(UdpSockRef::from(&self.socket), &transmit)
+    }
+
+    /// Reads what is there, at most a few buffers full, and hands on each datagram.
+    pub(crate) fn receive(
+        &self,
+        buffers: &mut Buffers,
+        mut each: impl FnMut(&Path, &[u8]),
+    ) -> io::Result<usize> {
+        let Buffers { bytes, meta } = buffers;
+        let mut slices: Vec<IoSliceMut<'_>> =
+            bytes.chunks_exact_mut(Buffers::ONE).map(IoSliceMut::new).collect();
+        let count = self.state.recv(UdpSockRef::from(&self.socket), &mut slices, meta)?;
+        let mut datagrams = 0;
+        for (meta, bytes) in meta.iter().zip(&slices).take(count) {
+            let peer = SocketAddr::new(meta.addr.ip().to_canonical(), meta.addr.port());
+            let path = Path { peer, local: meta.dst_ip.map(|ip| ip.to_canonical()) };
+            let Some(received) = bytes.get(..meta.len) else { continue };
+            for datagram in received.chunks(meta.stride.max(1)) {
+                datagrams += 1;
+                each(&path, datagram);
+            }
+        }
+        Ok(datagrams)
+    }
+}
+
+/// Room for one read.
+pub(crate) struct Buffers {
+    bytes: Vec<u8>,
+    meta: [RecvMeta; BATCH],
+}
+
+impl Buffers {
+    const ONE: usize = 1 << 16;
+
+    pub(crate) fn new() -> Buffers {
+        Buffers { bytes: vec![0; Buffers::ONE * BATCH], meta: [RecvMeta::default(); BATCH] }
+    }
+}

@@ -1,0 +1,344 @@
+//! The data plane between real kernels: node, NAT and VM are network namespaces, the devices are TUN and VXLAN, the
+//! witnesses are `ip`, `ping` and a packet socket on the wire. Needs root.
+
+#![allow(clippy::unwrap_used)] // a test whose world cannot be made fails
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsRawFd;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use nix::sys::socket::{
+    AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, setsockopt, socket, sockopt,
+};
+use nix::sys::time::TimeVal;
+use peerpod_link::net::netns::Netns;
+use peerpod_wireguard::inner::{self, Inner};
+use peerpod_wireguard::{
+    DataPlane, Engine, Lane, NODE_INNER, PeerConfig, PrivateKey, bind, inner_of, port_of,
+};
+
+static COUNTER: AtomicU32 = AtomicU32::new(0);
+const VNI: u32 = 0x00_1234;
+const VXLAN_PORT: u16 = 4789;
+const MTU: u32 = 1500 - 60;
+
+fn run(line: &str) -> String {
+    let mut words = line.split_whitespace();
+    let out = Command::new(words.next().unwrap()).args(words).output().unwrap();
+    assert!(out.status.success(), "{line}: {}", String::from_utf8_lossy(&out.stderr));
+    String::from_utf8_lossy(&out.stdout).into_owned()
+}
+
+struct World {
+    prefix: String,
+    dir: PathBuf,
+    names: Vec<String>,
+}
+
+impl World {
+    /// node 10.77.0.1 — 10.77.0.254 nat 192.168.50.1 — 192.168.50.2 vm, and a pod's end on either side.
+    fn new() -> World {
+        assert!(nix::unistd::geteuid().is_root(), "these tests make network namespaces: run them as root");
+        let prefix = format!("ppwg{}-{}-", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed));
+        let dir = std::env::temp_dir().join(format!("{prefix}dir"));
+        std::fs::create_dir_all(&dir).unwrap();
+        let mut world = World { prefix, dir, names: Vec::new() };
+        for name in ["node", "nat", "vm", "outer", "pod"] {
+            let full = world.name(name);
+            run(&format!("ip netns add {full}"));
+            world.names.push(full.clone());
+            run(&format!("ip -n {full} link set lo up"));
+        }
+        let (node, nat, vm) = (world.name("node"), world.name("nat"), world.name("vm"));
+        run(&format!("ip -n {nat} link add left type veth peer name eth0 netns {node}"));
+        run(&format!("ip -n {nat} link add right type veth peer name eth0 netns {vm}"));
+        for (ns, device, address) in [
+            (&node, "eth0", "10.77.0.1/24"),
+            (&nat, "left", "10.77.0.254/24"),
+            (&nat, "right", "192.168.50.1/24"),
+            (&vm, "eth0", "192.168.50.2/24"),
+        ] {
+            run(&format!("ip -n {ns} addr add {address} dev {device}"));
+            run(&format!("ip -n {ns} link set {device} up"));
+        }
+        run(&format!("ip -n {vm} route add default via 192.168.50.1"));
+        run(&format!("ip netns exec {nat} sysctl -qw net.ipv4.ip_forward=1"));
+        world.nft("add table ip t");
+        world.nft("add chain ip t post { type nat hook postrouting priority 100 ; }");
+        world.nft("add rule ip t post oifname left masquerade");
+        world
+    }
+
+    fn nft(&self, what: &str) {
+        let nat = self.name("nat");
+        let out = Command::new("ip").args(["netns", "exec", &nat, "nft", what]).output().unwrap();
+        assert!(out.status.success(), "nft {what}: {}", String::from_utf8_lossy(&out.stderr));
+    }
+
+    fn name(&self, name: &str) -> String {
+        format!("{}{name}", self.prefix)
+    }
+
+    fn netns(&self, name: &str) -> Netns {
+        Netns::open(format!("/run/netns/{}", self.name(name))).unwrap()
+    }
+
+    fn inner_path(&self, name: &str) -> PathBuf {
+        self.dir.join(format!("{name}.netns"))
+    }
+
+    /// One end: its private namespace, its device, and a VXLAN device from there in `pod`.
+    fn end(
+        &self,
+        side: &str,
+        pod: &str,
+        ours: Ipv4Addr,
+        theirs: Ipv4Addr,
+        host: u8,
+    ) -> peerpod_wireguard::Tun {
+        let path = self.inner_path(side);
+        let opened = Inner::open(&path, ours, 9000).unwrap();
+        opened.inner.fit(theirs, MTU).unwrap();
+        let (path, pod) = (path.display().to_string(), self.name(pod));
+        run(&format!(
+            "nsenter --net={path} ip link add pp-vx type vxlan id {VNI} local {ours} remote {theirs} dstport {VXLAN_PORT} noudpcsum nolearning"
+        ));
+        run(&format!("nsenter --net={path} ip link set pp-vx netns {pod}"));
+        run(&format!("ip -n {pod} link set pp-vx name eth0 mtu {} up", MTU - 50));
+        run(&format!("ip -n {pod} addr add 10.244.1.{host}/24 dev eth0"));
+        run(&format!("ip -n {pod} addr add fd10:244:1::{host}/64 dev eth0 nodad"));
+        opened.tun.unwrap()
+    }
+
+    fn ping(&self, from: &str, target: &str, extra: &str) -> bool {
+        let line = format!("netns exec {} ping -n -c 1 -W 1 {extra} {target}", self.name(from));
+        Command::new("ip").args(line.split_whitespace()).output().unwrap().status.success()
+    }
+
+    fn ping_within(&self, from: &str, target: &str, patience: Duration) -> Duration {
+        let since = Instant::now();
+        while !self.ping(from, target, "") {
+            assert!(since.elapsed() < patience, "{target} does not answer {from} within {patience:?}");
+        }
+        since.elapsed()
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        for side in ["node", "vm"] {
+            drop(inner::remove(&self.inner_path(side)));
+        }
+        for name in &self.names {
+            drop(Command::new("ip").args(["netns", "del", name]).output());
+        }
+        drop(std::fs::remove_dir_all(&self.dir));
+    }
+}
+
+/// Both ends, their keys and their planes.
+struct Tunnel {
+    world: World,
+    keys: [PrivateKey; 2],
+    node: Option<DataPlane>,
+    guest: Option<DataPlane>,
+    port: u16,
+}
+
+impl Tunnel {
+    fn new() -> Tunnel {
+        let world = World::new();
+        let keys = [PrivateKey::generate().unwrap(), PrivateKey::generate().unwrap()];
+        let vm = inner_of(VNI).unwrap();
+        let tun = world.end("node", "outer", NODE_INNER, vm, 1);
+        let socket = world.netns("node").run(|| bind(0)).unwrap().unwrap();
+        let port = port_of(&socket).unwrap();
+        let node = DataPlane::start(Tunnel::node_engine(&keys), tun, socket, "node").unwrap();
+        let tun = world.end("vm", "pod", vm, NODE_INNER, 7);
+        let socket = world.netns("vm").run(|| bind(0)).unwrap().unwrap();
+        let engine = Engine::new(keys[1].clone());
+        let lane = Lane { ours: vm, theirs: NODE_INNER, port: VXLAN_PORT, vnis: vec![VNI] };
+        let endpoint = SocketAddr::from(([10, 77, 0, 1], port));
+        let peer = PeerConfig {
+            name: "node".to_owned(),
+            key: keys[0].public(),
+            lane,
+            endpoints: vec![endpoint],
+            keepalive: Some(Duration::from_secs(1)),
+        };
+        engine.put_peer(&peer).unwrap();
+        let guest = DataPlane::start(Arc::new(engine), tun, socket, "guest").unwrap();
+        let tunnel = Tunnel { world, keys, node: Some(node), guest: Some(guest), port };
+        tunnel.world.ping_within("outer", "10.244.1.7", Duration::from_secs(10));
+        tunnel
+    }
+
+    fn node_engine(keys: &[PrivateKey; 2]) -> Arc<Engine> {
+        let engine = Engine::new(keys[0].clone());
+        let lane =
+            Lane { ours: NODE_INNER, theirs: inner_of(VNI).unwrap(), port: VXLAN_PORT, vnis: vec![VNI] };
+        let peer = PeerConfig {
+            name: "pod".to_owned(),
+            key: keys[1].public(),
+            lane,
+            endpoints: vec![],
+            keepalive: None,
+        };
+        engine.put_peer(&peer).unwrap();
+        Arc::new(engine)
+    }
+
+    fn node(&self) -> &DataPlane {
+        self.node.as_ref().unwrap()
+    }
+}
+
+/// Moves `bytes` over one TCP connection and returns how long it took.
+fn transfer(from: &Netns, to: &Netns, address: &str, content: &[u8], bytes: usize) -> Duration {
+    let listener = to.run(|| TcpListener::bind((address, 0))).unwrap().unwrap();
+    let target = listener.local_addr().unwrap();
+    let since = Instant::now();
+    std::thread::scope(|scope| {
+        let received = scope.spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut buffer = vec![0; 1 << 17];
+            let mut total = 0;
+            loop {
+                match stream.read(&mut buffer).unwrap() {
+                    0 => return total,
+                    n => total += n,
+                }
+            }
+        });
+        let mut stream = from.run(|| TcpStream::connect(target)).unwrap().unwrap();
+        stream.set_write_timeout(Some(Duration::from_secs(20))).unwrap();
+        let block: Vec<u8> = content.iter().copied().cycle().take(1 << 17).collect();
+        let mut left = bytes;
+        while left > 0 {
+            let n = left.min(block.len());
+            stream.write_all(&block[..n]).unwrap();
+            left -= n;
+        }
+        drop(stream);
+        assert_eq!(received.join().unwrap(), bytes);
+    });
+    since.elapsed()
+}
+
+#[test]
+fn ping_and_tcp_of_both_families_go_both_ways_through_a_nat() {
+    let tunnel = Tunnel::new();
+    let world = &tunnel.world;
+    for (from, target) in
+        [("outer", "10.244.1.7"), ("outer", "fd10:244:1::7"), ("pod", "10.244.1.1"), ("pod", "fd10:244:1::1")]
+    {
+        world.ping_within(from, target, Duration::from_secs(5));
+    }
+    let (outer, pod) = (world.netns("outer"), world.netns("pod"));
+    for (from, to, address) in [
+        (&outer, &pod, "10.244.1.7"),
+        (&pod, &outer, "10.244.1.1"),
+        (&outer, &pod, "fd10:244:1::7"),
+        (&pod, &outer, "fd10:244:1::1"),
+    ] {
+        let took = transfer(from, to, address, b"x", 64 << 20);
+        println!("64 MiB to {address}: {took:?}");
+    }
+    let path = tunnel.node().engine().path_of("pod").unwrap();
+    assert_eq!(path.peer.ip().to_string(), "10.77.0.254", "it is behind the NAT");
+    let snapshot = tunnel.node().engine().stats().snapshot();
+    println!("{snapshot:?}");
+    assert!(tunnel.node().is_running() && tunnel.guest.as_ref().unwrap().is_running());
+}
+
+#[test]
+fn packets_of_exactly_the_mtu_pass_whole_and_larger_ones_are_cut_inside() {
+    let tunnel = Tunnel::new();
+    let world = &tunnel.world;
+    // 1390 bytes of IP: 20 + 8 + 1362; the wire takes 1500 and not one byte more.
+    assert!(world.ping("outer", "10.244.1.7", "-M do -s 1362"));
+    assert!(!world.ping("outer", "10.244.1.7", "-M do -s 1363"));
+    // Fragments of the pod's own.
+    assert!(world.ping("outer", "10.244.1.7", "-s 4000"));
+    // A device whose MTU is wrong, as a redirect from a wider one: the packet is cut inside the tunnel.
+    run(&format!("ip -n {} link set eth0 mtu 2000", world.name("outer")));
+    run(&format!("ip -n {} link set eth0 mtu 2000", world.name("pod")));
+    assert!(world.ping("outer", "10.244.1.7", "-M do -s 1900"));
+    let sent = run(&format!("ip netns exec {} nft list ruleset", world.name("nat")));
+    assert!(sent.contains("masquerade"));
+}
+
+#[test]
+fn nothing_can_be_read_on_the_wire() {
+    let tunnel = Tunnel::new();
+    let world = &tunnel.world;
+    const MARK: &[u8] = b"this must never be seen on the wire ";
+    let wire = world
+        .netns("nat")
+        .run(|| {
+            let flags = SockFlag::SOCK_CLOEXEC;
+            socket(AddressFamily::Packet, SockType::Raw, flags, SockProtocol::EthAll).unwrap()
+        })
+        .unwrap();
+    setsockopt(&wire, sockopt::RcvBufForce, &(64 << 20)).unwrap();
+    setsockopt(&wire, sockopt::ReceiveTimeout, &TimeVal::new(0, 200_000)).unwrap();
+    let (outer, pod) = (world.netns("outer"), world.netns("pod"));
+    let spying = std::thread::spawn(move || {
+        let (mut frames, mut seen, mut buffer) = (0u32, 0u32, vec![0; 1 << 17]);
+        let mut silent = 0;
+        while silent < 5 {
+            match recv(wire.as_raw_fd(), &mut buffer, MsgFlags::empty()) {
+                Ok(n) => {
+                    (frames, silent) = (frames + 1, 0);
+                    seen += u32::from(buffer[..n].windows(MARK.len()).any(|w| w == MARK));
+                }
+                Err(_) => silent += 1,
+            }
+        }
+        (frames, seen)
+    });
+    transfer(&outer, &pod, "10.244.1.7", MARK, 1 << 20);
+    transfer(&pod, &outer, "10.244.1.1", MARK, 1 << 20);
+    let (frames, seen) = spying.join().unwrap();
+    assert!(frames > 50, "the spy saw {frames} frames only");
+    assert_eq!(seen, 0);
+}
+
+#[test]
+fn a_node_whose_data_plane_is_another_process_hears_its_guest_again() {
+    let mut tunnel = Tunnel::new();
+    drop(tunnel.node.take());
+    let again = Inner::open(&tunnel.world.inner_path("node"), NODE_INNER, 9000).unwrap();
+    assert!(again.tun.is_some(), "nobody holds the device");
+    let port = tunnel.port;
+    let socket = tunnel.world.netns("node").run(|| bind(port)).unwrap().unwrap();
+    let engine = Tunnel::node_engine(&tunnel.keys);
+    tunnel.node = Some(DataPlane::start(engine, again.tun.unwrap(), socket, "node").unwrap());
+    let busy = Inner::open(&tunnel.world.inner_path("node"), NODE_INNER, 9000).unwrap();
+    assert!(busy.tun.is_none(), "somebody holds it");
+    let took = tunnel.world.ping_within("pod", "10.244.1.1", Duration::from_secs(15));
+    println!("healed by silence after {took:?}");
+    assert!(took < Duration::from_secs(8), "{took:?}");
+    tunnel.guest.as_ref().unwrap().begin();
+}
+
+#[test]
+fn a_guest_that_gets_another_address_is_found_behind_its_nat_again() {
+    let tunnel = Tunnel::new();
+    let vm = tunnel.world.name("vm");
+    let before = tunnel.node().engine().path_of("pod").unwrap();
+    run(&format!("ip -n {vm} addr flush dev eth0"));
+    run(&format!("ip -n {vm} addr add 192.168.50.3/24 dev eth0"));
+    run(&format!("ip -n {vm} route replace default via 192.168.50.1"));
+    // From outside, as a probe of the node would: only the guest's own packets can say where it is.
+    tunnel.world.ping_within("outer", "10.244.1.7", Duration::from_secs(15));
+    let after = tunnel.node().engine().path_of("pod").unwrap();
+    assert_ne!(before.peer, after.peer);
+    assert_eq!(after.peer.ip().to_string(), "10.77.0.254");
+    assert!(tunnel.node().engine().stats().snapshot().roams >= 1);
+}
