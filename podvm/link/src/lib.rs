@@ -6,6 +6,7 @@ pub mod birth;
 pub mod claim;
 pub mod endpoint;
 pub mod frame;
+pub mod ids;
 pub mod net;
 pub mod reactor;
 pub mod record;

@@ -17,8 +17,8 @@ mod receive;
 mod stream;
 
 use std::{
-    collections::{HashMap, VecDeque},
-    io::IoSlice,
+    collections::VecDeque,
+    io::{IoSlice, IoSliceMut},
 };
 
 use bytes::Bytes;
@@ -30,6 +30,7 @@ pub use self::{
 use self::{log::Log, stream::Stream};
 use crate::{
     endpoint::Role,
+    ids::IdMap,
     record::{CloseReason, HEADER_LEN, Header, Kind, MORE, SessionId, StreamKind},
 };
 
@@ -92,7 +93,7 @@ pub struct Session {
     /// Bytes of finished control messages since [`Session::control_done`] was asked.
     control_done: usize,
     assembly: Vec<u8>,
-    streams: HashMap<u32, Stream>,
+    streams: IdMap<Stream>,
     /// Streams with an Open or a Credit to send.
     signals: VecDeque<u32>,
     /// Streams with data that has credit, or with a Close, to send.
@@ -139,7 +140,7 @@ impl Session {
             control: VecDeque::new(),
             control_done: 0,
             assembly: Vec::new(),
-            streams: HashMap::new(),
+            streams: IdMap::default(),
             signals: VecDeque::new(),
             ready: VecDeque::new(),
             next_own,
@@ -233,6 +234,30 @@ impl Session {
             if stream.may_queue() {
                 self.ready.push_back(id);
             }
+        }
+    }
+
+    /// Where the next bytes of the stream may be read to, so that they need not be copied there: at most `most` bytes,
+    /// which is at most [`Session::room`]. Returns how many slices were filled; 0 = others wait, [`Session::send`] must
+    /// be used. Nothing else may be asked of the session until [`Session::sent_in_place`] is.
+    pub(crate) fn send_in_place<'a>(&'a mut self, most: usize, out: &mut [IoSliceMut<'a>]) -> usize {
+        self.pump();
+        let straight = self.signals.is_empty() && self.ready.is_empty() && self.control.is_empty();
+        if straight { self.log.spaces(most, out) } else { 0 }
+    }
+
+    /// The first `bytes` of what [`Session::send_in_place`] gave are to be sent on this stream, which has room for them.
+    pub(crate) fn sent_in_place(&mut self, id: u32, bytes: usize) {
+        let ack = self.recv;
+        match self.streams.get_mut(&id) {
+            Some(stream) => {
+                stream.credit = stream.credit.saturating_sub(bytes as u32);
+                self.log.fill(Header { stream: id, ack, ..Header::new(Kind::Data, 0) }, bytes);
+            }
+            None => self.log.fill(Header::new(Kind::Data, 0), 0),
+        }
+        if bytes > 0 {
+            self.unacked = 0;
         }
     }
 

@@ -1,9 +1,9 @@
 //! One local connection: its socket, its filter, what it has not taken yet.
 
 use std::{
-    io::{self, IoSlice},
+    io::{self, IoSlice, IoSliceMut},
     pin::Pin,
-    task::{Context, Poll},
+    task::{Context, Poll, ready},
 };
 
 use bytes::BytesMut;
@@ -20,8 +20,8 @@ const BACKLOG: usize = 64 << 10;
 /// The most that is read from a socket before another one has its turn: whole records, and a frame of 64 KiB in one.
 pub(super) const READ: usize = 8 * CHUNK;
 
-/// The most pieces that one write takes.
-pub(super) const SLICES: usize = 8;
+/// The most pieces that one write takes: what one read of the transport brings.
+pub(super) const SLICES: usize = 12;
 
 pub(super) struct Local {
     socket: Socket,
@@ -38,6 +38,8 @@ pub(super) struct Local {
     pub(super) leaving: Option<Instant>,
     /// The other side does not read any more; what it wrote is read to its end.
     deaf: bool,
+    /// The last read ended in the middle of a large frame: the next one may go straight into the log.
+    pub(super) bulk: bool,
 }
 
 enum Socket {
@@ -69,6 +71,7 @@ impl Local {
             answered: 0,
             leaving: None,
             deaf: false,
+            bulk: false,
         }
     }
 
@@ -105,16 +108,18 @@ impl Local {
         }
     }
 
-    /// Writes what became of `received` bytes of the stream.
-    pub(super) fn write_received(&mut self, cx: &mut Context<'_>, data: &[u8], received: usize) {
+    /// Writes what became of `received` bytes of the stream, at most `SLICES` pieces, in one call.
+    pub(super) fn write_received(&mut self, cx: &mut Context<'_>, slices: &[&[u8]], received: usize) {
         self.owed += received;
-        self.write(cx, data);
+        match slices {
+            [] => {}
+            // The plain call is the cheaper one, and small calls are one piece.
+            [one] => self.write(cx, one),
+            many => self.write_all(cx, many),
+        }
     }
 
-    /// Writes bytes of the stream exactly as they came.
-    pub(super) fn write_straight(&mut self, cx: &mut Context<'_>, slices: &[&[u8]]) {
-        let total: usize = slices.iter().map(|slice| slice.len()).sum();
-        self.owed += total;
+    fn write_all(&mut self, cx: &mut Context<'_>, slices: &[&[u8]]) {
         let mut written = 0;
         if let (Socket::Open(socket), true, false) = (&mut self.socket, self.out.is_empty(), self.deaf) {
             let mut vector = [IoSlice::new(&[]); SLICES];
@@ -204,6 +209,22 @@ impl Local {
     /// Whether it is to be read at all.
     pub(super) fn wants_read(&self) -> bool {
         self.leaving.is_none() && self.answered < BACKLOG && matches!(self.socket, Socket::Open(_))
+    }
+
+    /// Reads to several places at once. Costs a system call more when there is nothing to read.
+    pub(super) fn poll_read_vectored(
+        &mut self,
+        cx: &mut Context<'_>,
+        slices: &mut [IoSliceMut<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let Socket::Open(socket) = &mut self.socket else { return Poll::Pending };
+        loop {
+            ready!(socket.poll_read_ready(cx))?;
+            match socket.try_read_vectored(slices) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                result => return Poll::Ready(result),
+            }
+        }
     }
 
     pub(super) fn poll_read(&mut self, cx: &mut Context<'_>, buffer: &mut [u8]) -> Poll<io::Result<usize>> {

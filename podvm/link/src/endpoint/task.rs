@@ -1,7 +1,6 @@
 //! The task: one poll moves bytes in all directions until nothing moves, or its turn is over.
 
 use std::{
-    collections::HashMap,
     pin::Pin,
     sync::atomic::Ordering::Relaxed,
     task::{Context, Poll},
@@ -18,6 +17,7 @@ use super::{
     local::Local,
 };
 use crate::{
+    ids::IdMap,
     record::{Hello, SessionId},
     session::{self, Session},
 };
@@ -43,7 +43,7 @@ pub(super) struct Task<H> {
     link: Option<Link>,
     joining: Option<Joining>,
     locals: Vec<Option<Local>>,
-    by_stream: HashMap<u32, usize>,
+    by_stream: IdMap<usize>,
     /// Connections that are open, and how many the handler was told.
     open: usize,
     told: usize,
@@ -119,7 +119,7 @@ impl<H: Handler> Task<H> {
             link: None,
             joining: None,
             locals: Vec::new(),
-            by_stream: HashMap::new(),
+            by_stream: IdMap::default(),
             open: 0,
             told: 0,
             waiting: 0,

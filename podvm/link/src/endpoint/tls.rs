@@ -21,25 +21,30 @@ pub(super) struct Tls {
     tls: Connection,
     /// Ciphertext that the reader's buffer had no room for.
     carry: Vec<u8>,
+    /// Nothing lies here, encrypted or not, that could be read without the socket.
+    drained: bool,
 }
 
 impl Tls {
     pub(super) fn new(tcp: TcpStream, mut tls: Connection) -> Tls {
         tls.set_buffer_limit(Some(AHEAD));
-        Tls { tcp, tls, carry: Vec::new() }
+        // What came behind the handshake may be decrypted already.
+        Tls { tcp, tls, carry: Vec::new(), drained: false }
     }
 
     pub(super) fn poll_read(&mut self, cx: &mut Context<'_>, buffer: &mut [u8]) -> Poll<io::Result<usize>> {
         loop {
-            // What was decrypted before, or lies here encrypted, goes first.
-            let carry = std::mem::take(&mut self.carry);
-            let mut rest = &carry[..];
-            let filled = self.decrypt(&mut rest, buffer)?;
-            if !rest.is_empty() {
-                self.carry = rest.to_vec();
-            }
-            if let Some(filled) = filled {
-                return Poll::Ready(Ok(filled));
+            if !self.drained {
+                // What was decrypted before, or lies here encrypted, goes first.
+                let carry = std::mem::take(&mut self.carry);
+                let mut rest = &carry[..];
+                let filled = self.decrypt(&mut rest, buffer)?;
+                if !rest.is_empty() {
+                    self.carry = rest.to_vec();
+                }
+                if let Some(filled) = filled {
+                    return Poll::Ready(Ok(filled));
+                }
             }
             let mut cipher = pool::take(Size::Read);
             let read = poll_read(&mut self.tcp, cx, &mut cipher);
@@ -63,12 +68,14 @@ impl Tls {
     /// that it closes.
     fn decrypt(&mut self, cipher: &mut &[u8], buffer: &mut [u8]) -> io::Result<Option<usize>> {
         let mut filled = 0;
+        self.drained = false;
         loop {
             match self.tls.reader().read(&mut buffer[filled..]) {
                 Ok(0) => return Ok(Some(filled)), // the peer closes, or the buffer is full
                 Ok(n) => filled += n,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     if cipher.is_empty() {
+                        self.drained = true;
                         return Ok((filled > 0).then_some(filled));
                     }
                     self.tls.read_tls(cipher)?;

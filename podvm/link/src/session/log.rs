@@ -1,9 +1,15 @@
 //! The sequenced records that the peer has not acknowledged, encoded as they go on the wire, oldest first. A cursor
 //! separates what the current transport took from what it still has to take; a new transport puts the cursor back.
 
-use std::{collections::VecDeque, io::IoSlice};
+use std::{
+    collections::VecDeque,
+    io::{IoSlice, IoSliceMut},
+};
 
-use super::pool::{self, Size};
+use super::{
+    CHUNK,
+    pool::{self, Size},
+};
 use crate::record::{HEADER_LEN, Header};
 
 /// A record never crosses from one chunk to the next.
@@ -13,6 +19,13 @@ struct Chunk {
     start: usize,
     /// Where the youngest ends.
     end: usize,
+}
+
+impl Chunk {
+    /// How many full records still fit.
+    fn records(&self) -> usize {
+        (self.buffer.len() - self.end) / FULL
+    }
 }
 
 pub(super) struct Log {
@@ -25,7 +38,12 @@ pub(super) struct Log {
     cursor: Cursor,
     /// The highest number that was ever given to a transport completely.
     high_sent: u64,
+    /// The chunk in which the spaces that were given out begin.
+    spaces_at: usize,
 }
+
+/// A record of data as long as we send it.
+const FULL: usize = HEADER_LEN + CHUNK;
 
 #[derive(Clone, Copy, Default)]
 struct Cursor {
@@ -41,7 +59,15 @@ struct Cursor {
 
 impl Log {
     pub(super) fn new() -> Log {
-        Log { chunks: VecDeque::new(), first: 1, next: 1, bytes: 0, cursor: Cursor::default(), high_sent: 0 }
+        Log {
+            chunks: VecDeque::new(),
+            first: 1,
+            next: 1,
+            bytes: 0,
+            cursor: Cursor::default(),
+            high_sent: 0,
+            spaces_at: 0,
+        }
     }
 
     /// Bytes kept.
@@ -89,6 +115,54 @@ impl Log {
         }
         let last = self.chunks.len() - 1;
         &mut self.chunks[last]
+    }
+
+    /// Where the payloads of the next records are going to lie, each a full record's but the last: at most `most`
+    /// bytes. Returns how many slices were filled. [`Log::fill`] must follow, before anything else.
+    pub(super) fn spaces<'a>(&'a mut self, most: usize, out: &mut [IoSliceMut<'a>]) -> usize {
+        let fits = self.chunks.back().is_some_and(|chunk| chunk.records() > 0);
+        self.spaces_at = self.chunks.len() - usize::from(fits);
+        let wanted = most.div_ceil(CHUNK).min(out.len());
+        let mut there: usize = self.chunks.range(self.spaces_at..).map(Chunk::records).sum();
+        while there < wanted {
+            let chunk = Chunk { buffer: pool::take(Size::Large), start: 0, end: 0 };
+            there += chunk.records();
+            self.chunks.push_back(chunk);
+        }
+        let (mut filled, mut left) = (0, most);
+        for chunk in self.chunks.range_mut(self.spaces_at..) {
+            for record in chunk.buffer[chunk.end..].chunks_exact_mut(FULL) {
+                if filled == out.len() || left == 0 {
+                    return filled;
+                }
+                let size = left.min(CHUNK);
+                out[filled] = IoSliceMut::new(&mut record[HEADER_LEN..HEADER_LEN + size]);
+                filled += 1;
+                left -= size;
+            }
+        }
+        filled
+    }
+
+    /// The first `bytes` of the spaces hold payload now: they become records.
+    pub(super) fn fill(&mut self, header: Header, mut bytes: usize) {
+        for chunk in self.chunks.range_mut(self.spaces_at.min(self.chunks.len())..) {
+            while bytes > 0 && chunk.records() > 0 {
+                let length = bytes.min(CHUNK);
+                let header = Header { length: length as u32, seq: self.next, ..header };
+                chunk.buffer[chunk.end..chunk.end + HEADER_LEN].copy_from_slice(&header.encode());
+                chunk.end += HEADER_LEN + length;
+                self.next += 1;
+                self.bytes += HEADER_LEN + length;
+                self.cursor.unsent += HEADER_LEN + length;
+                bytes -= length;
+            }
+        }
+        while self.chunks.back().is_some_and(|chunk| chunk.end == 0)
+            && let Some(chunk) = self.chunks.pop_back()
+        {
+            pool::give(chunk.buffer);
+        }
     }
 
     /// The peer has everything up to `seq`; the caller checked that it was sent.
@@ -234,6 +308,55 @@ mod tests {
             log.ack(log.sent());
             prop_assert_eq!((log.len(), log.chunks.len(), log.unsent()), (0, 0, 0));
         }
+    }
+
+    proptest! {
+        #[test]
+        fn records_that_were_read_in_place_are_those_that_were_pushed(
+            steps in prop::collection::vec((0usize..150_000, 0usize..150_000, any::<bool>(), 0usize..200_000), 1..30),
+        ) {
+            let (mut copied, mut in_place) = (Log::new(), Log::new());
+            let (mut left, mut right) = (Vec::new(), Vec::new());
+            for (most, bytes, push, taken) in steps {
+                let payload: Vec<u8> = (0..bytes.min(most)).map(|at| (at % 251) as u8).collect();
+                let header = Header { stream: 3, ..Header::new(Kind::Data, 0) };
+                payload.chunks(CHUNK).for_each(|part| copied.push(header, part));
+                if push {
+                    payload.chunks(CHUNK).for_each(|part| in_place.push(header, part));
+                } else {
+                    let mut slices: [_; 12] = std::array::from_fn(|_| IoSliceMut::new(&mut []));
+                    let filled = in_place.spaces(most, &mut slices);
+                    prop_assert_eq!(slices[..filled].iter().map(|slice| slice.len()).sum::<usize>(), most);
+                    let mut rest = &payload[..];
+                    for slice in &mut slices[..filled] {
+                        let (part, after) = rest.split_at(rest.len().min(slice.len()));
+                        slice[..part.len()].copy_from_slice(part);
+                        rest = after;
+                    }
+                    in_place.fill(header, payload.len());
+                }
+                prop_assert_eq!(in_place.len(), copied.len());
+                left.extend(take(&mut copied, taken));
+                right.extend(take(&mut in_place, taken));
+                let ack = copied.sent().min(in_place.sent());
+                copied.ack(ack);
+                in_place.ack(ack);
+            }
+            left.extend(take(&mut copied, usize::MAX));
+            right.extend(take(&mut in_place, usize::MAX));
+            prop_assert!(left == right);
+            in_place.ack(in_place.sent());
+            prop_assert_eq!((in_place.len(), in_place.chunks.len()), (0, 0));
+        }
+    }
+
+    #[test]
+    fn spaces_that_nothing_was_read_to_hold_no_memory() {
+        let mut log = Log::new();
+        let mut slices: [_; 8] = std::array::from_fn(|_| IoSliceMut::new(&mut []));
+        assert_eq!(log.spaces(8 * CHUNK, &mut slices), 8);
+        log.fill(Header::new(Kind::Data, 0), 0);
+        assert_eq!((log.chunks.len(), log.len()), (0, 0));
     }
 
     #[test]

@@ -24,6 +24,18 @@ impl Size {
         }
     }
 
+    const fn of(bytes: usize) -> Option<Size> {
+        const SMALL: usize = Size::Small.bytes();
+        const LARGE: usize = Size::Large.bytes();
+        const READ: usize = Size::Read.bytes();
+        match bytes {
+            SMALL => Some(Size::Small),
+            LARGE => Some(Size::Large),
+            READ => Some(Size::Read),
+            _ => None,
+        }
+    }
+
     /// How many a thread keeps when nobody uses them.
     const fn kept(self) -> usize {
         match self {
@@ -63,11 +75,7 @@ pub(crate) fn take(size: Size) -> Box<[u8]> {
 
 /// Gives a buffer back. One of no pooled size is dropped.
 pub(crate) fn give(buffer: Box<[u8]>) {
-    let Some(size) =
-        [Size::Small, Size::Large, Size::Read].into_iter().find(|size| size.bytes() == buffer.len())
-    else {
-        return;
-    };
+    let Some(size) = Size::of(buffer.len()) else { return };
     // A thread that is ending has no pool any more; then the buffer is simply freed.
     let _ended = POOL.try_with(|pool| {
         let mut pool = pool.borrow_mut();

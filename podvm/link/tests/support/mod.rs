@@ -148,12 +148,13 @@ impl Filter for Pass {
         local.extend_from_slice(input);
     }
 
-    fn passes_from_local(&mut self, _input: &[u8]) -> bool {
-        self.straight
+    // Some pieces go the long way, as heads and tails of frames do, so that both ways are mixed within one read.
+    fn passes_from_local(&mut self, input: &[u8]) -> bool {
+        self.straight && !input[0].is_multiple_of(8)
     }
 
-    fn passes_from_peer(&mut self, _input: &[u8]) -> bool {
-        self.straight
+    fn passes_from_peer(&mut self, input: &[u8]) -> bool {
+        self.straight && !input[0].is_multiple_of(8)
     }
 
     fn stream_lost(&mut self, local: &mut BytesMut) -> bool {

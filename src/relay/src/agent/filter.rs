@@ -5,18 +5,16 @@
 //! ones as they come: a guest that is lost in the middle of a held one costs that call an error; in the middle of a
 //! larger one it costs the connection, because bytes that were never sent cannot be made up.
 
-use std::{
-    collections::HashMap,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
-    },
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
 };
 
 use bytes::BytesMut;
 use peerpod_link::{
     endpoint::Filter,
     frame::{self, FrameReader, Header, MAX_PAYLOAD, PEEK_LIMIT, Peek, Piece},
+    ids::IdMap,
 };
 
 use crate::{door::code, metrics::Totals};
@@ -87,8 +85,8 @@ enum Fate {
 pub struct AgentFilter {
     shared: Arc<Shared>,
     bounds: Bounds,
-    /// Streams that wait for an answer; true for the long poll whose error the Rust shim would answer with a storm.
-    pending: HashMap<u32, bool>,
+    /// Streams that wait for an answer (the shim's numbers, and it is root here); true for the long poll whose error the Rust shim would answer with a storm.
+    pending: IdMap<bool>,
     requests: FrameReader,
     request: Fate,
     answers: FrameReader,
@@ -103,7 +101,7 @@ impl AgentFilter {
         AgentFilter {
             shared,
             bounds,
-            pending: HashMap::new(),
+            pending: IdMap::default(),
             requests: FrameReader::new(),
             request: Fate::None,
             answers: FrameReader::new(),
@@ -215,7 +213,7 @@ impl AgentFilter {
         if was {
             self.shared.pending.fetch_sub(1, Relaxed);
             if self.pending.is_empty() && self.pending.capacity() > 64 {
-                self.pending = HashMap::new();
+                self.pending = IdMap::default();
             }
         }
         was

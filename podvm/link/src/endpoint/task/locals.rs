@@ -1,6 +1,7 @@
 //! The task's side towards the local sockets.
 
 use std::{
+    io::IoSliceMut,
     sync::atomic::Ordering::Relaxed,
     task::{Context, Poll},
 };
@@ -15,21 +16,63 @@ use crate::{
         local::{Local, READ, SLICES},
     },
     record::{CloseReason, StreamKind},
-    session::pool::{self, Size},
+    session::{
+        CHUNK,
+        pool::{self, Size},
+    },
 };
 
 /// Records at least so long are worth a slice of their own.
 const STRAIGHT: usize = 2 << 10;
 
+/// A read of this size says that more is to come.
+const BULK: usize = 64 << 10;
+
+/// The most pieces that one read in place is cut into; with `READ` a piece more than it needs.
+const IN_PLACE: usize = READ.div_ceil(CHUNK) + 1;
+
 /// Consecutive records for one connection become one write.
 #[derive(Default)]
 pub(super) struct Batch<'a> {
     at: Option<usize>,
-    /// Stream bytes that became what is in the scratch buffer.
+    /// Stream bytes that became these pieces.
     received: usize,
-    /// Or what goes straight from the transport's buffer to the socket.
-    straight: [&'a [u8]; SLICES],
+    pieces: [Piece<'a>; SLICES],
     filled: usize,
+}
+
+/// What is written to a local socket.
+#[derive(Clone, Copy)]
+enum Piece<'a> {
+    /// From the transport's buffer as it came.
+    Straight(&'a [u8]),
+    /// What a filter put into the scratch buffer, from where to where.
+    Made(usize, usize),
+}
+
+impl Default for Piece<'_> {
+    fn default() -> Self {
+        Piece::Straight(&[])
+    }
+}
+
+impl<'a> Batch<'a> {
+    /// Adds a piece; there is room, see [`Task::data`].
+    fn add(&mut self, piece: Piece<'a>) {
+        if let Some(free) = self.pieces.get_mut(self.filled) {
+            *free = piece;
+            self.filled += 1;
+        }
+    }
+
+    /// A filter appended to the scratch buffer.
+    fn made(&mut self, from: usize, to: usize) {
+        match self.pieces[..self.filled].last_mut() {
+            _ if from == to => {}
+            Some(Piece::Made(_, end)) => *end = to,
+            _ => self.add(Piece::Made(from, to)),
+        }
+    }
 }
 
 impl<H: Handler> Task<H> {
@@ -105,23 +148,13 @@ impl<H: Handler> Task<H> {
             batch.at = Some(at);
         }
         let Some(local) = &mut self.locals[at] else { return };
-        if data.len() >= STRAIGHT && local.filter.passes_from_peer(data) {
-            if batch.received > 0 {
-                self.deliver(cx, scratch, batch);
-                batch.at = Some(at);
-            }
-            batch.straight[batch.filled] = data;
-            batch.filled += 1;
-            return;
-        }
-        if batch.filled > 0 {
-            self.deliver(cx, scratch, batch);
-            batch.at = Some(at);
-        }
         batch.received += data.len();
-        if let Some(local) = &mut self.locals[at] {
-            local.filter.from_peer(data, &mut scratch.peer, &mut scratch.local);
+        if data.len() >= STRAIGHT && local.filter.passes_from_peer(data) {
+            return batch.add(Piece::Straight(data));
         }
+        let from = scratch.local.len();
+        local.filter.from_peer(data, &mut scratch.peer, &mut scratch.local);
+        batch.made(from, scratch.local.len());
     }
 
     /// Writes what was gathered.
@@ -130,12 +163,14 @@ impl<H: Handler> Task<H> {
         let received = std::mem::take(&mut batch.received);
         let filled = std::mem::take(&mut batch.filled);
         if let Some(local) = &mut self.locals[at] {
-            if received > 0 {
-                local.write_received(cx, &scratch.local, received);
+            let mut slices: [&[u8]; SLICES] = [&[]; SLICES];
+            for (slice, piece) in slices.iter_mut().zip(&batch.pieces[..filled]) {
+                *slice = match *piece {
+                    Piece::Straight(data) => data,
+                    Piece::Made(from, to) => &scratch.local[from..to],
+                };
             }
-            if filled > 0 {
-                local.write_straight(cx, &batch.straight[..filled]);
-            }
+            local.write_received(cx, &slices[..filled], received);
             if let Some(stream) = local.stream {
                 self.session.consumed(stream, local.take_credit());
                 if !scratch.peer.is_empty() {
@@ -191,12 +226,21 @@ impl<H: Handler> Task<H> {
         if room == 0 {
             return false;
         }
+        if let (true, Some(stream)) = (local.bulk, local.stream)
+            && let Some(moved) = self.read_in_place(at, stream, room.min(READ), cx, scratch)
+        {
+            return moved;
+        }
+        let Some(local) = self.locals[at].as_mut() else { return false };
         let mut buffer = pool::take(Size::Read);
         let read = local.poll_read(cx, &mut buffer[..room.min(READ)]);
         let moved = match read {
             Poll::Pending => false,
             Poll::Ready(Ok(n @ 1..)) => {
-                self.take_local(at, &buffer[..n], cx, scratch);
+                let passed = self.take_local(at, &buffer[..n], cx, scratch);
+                if let Some(local) = &mut self.locals[at] {
+                    local.bulk = passed && n >= BULK;
+                }
                 true
             }
             // The end, or broken: whatever was read before is on its way.
@@ -209,14 +253,81 @@ impl<H: Handler> Task<H> {
         moved
     }
 
-    fn take_local(&mut self, at: usize, data: &[u8], cx: &mut Context<'_>, scratch: &mut Scratch) {
-        let Some(local) = &mut self.locals[at] else { return };
-        if local.filter.passes_from_local(data) {
-            return self.give_peer(at, data);
+    /// Reads the middle of a large frame to where it is kept for the peer, which spares a copy. `None` = not possible
+    /// just now.
+    fn read_in_place(
+        &mut self,
+        at: usize,
+        stream: u32,
+        most: usize,
+        cx: &mut Context<'_>,
+        scratch: &mut Scratch,
+    ) -> Option<bool> {
+        let local = self.locals[at].as_mut()?;
+        let mut slices: [_; IN_PLACE] = std::array::from_fn(|_| IoSliceMut::new(&mut []));
+        let filled = self.session.send_in_place(most, &mut slices);
+        if filled == 0 {
+            return None;
         }
-        local.filter.from_local(data, &mut scratch.peer, &mut scratch.local);
+        let read = local.poll_read_vectored(cx, &mut slices[..filled]);
+        let n = if let Poll::Ready(Ok(n)) = read { n } else { 0 };
+        // What the filter wants to see for itself takes the other way; it is the frame's end, so nothing but that is
+        // copied.
+        let (mut passed, mut kept) = (0, 0);
+        let mut rest = None;
+        for slice in &slices[..filled] {
+            let piece = &slice[..slice.len().min(n - passed - kept)];
+            if piece.is_empty() {
+                break;
+            }
+            if rest.is_none() && local.filter.passes_from_local(piece) {
+                passed += piece.len();
+            } else {
+                let rest = rest.get_or_insert_with(|| pool::take(Size::Read));
+                rest[kept..kept + piece.len()].copy_from_slice(piece);
+                kept += piece.len();
+            }
+        }
+        local.bulk = rest.is_none() && n >= BULK;
+        self.session.sent_in_place(stream, passed);
+        self.shared.counters.bytes_to_peer.fetch_add(passed as u64, Relaxed);
+        if let Some(rest) = rest {
+            self.take_local(at, &rest[..kept], cx, scratch);
+            pool::give(rest);
+        }
+        match read {
+            Poll::Pending => return Some(false),
+            Poll::Ready(Ok(1..)) => {}
+            // As below.
+            Poll::Ready(_) => self.remove(at, CloseReason::Closed),
+        }
+        Some(true)
+    }
+
+    /// Whether the last piece of the bytes passed just so: the middle of a frame.
+    fn take_local(&mut self, at: usize, data: &[u8], cx: &mut Context<'_>, scratch: &mut Scratch) -> bool {
+        let mut passed = false;
+        // Piece by piece, so that a frame's middle passes although its head does not.
+        for piece in data.chunks(CHUNK) {
+            let Some(local) = &mut self.locals[at] else { return false };
+            passed = local.filter.passes_from_local(piece);
+            if passed {
+                self.give_filtered(at, cx, scratch);
+                self.give_peer(at, piece);
+            } else {
+                local.filter.from_local(piece, &mut scratch.peer, &mut scratch.local);
+            }
+        }
+        self.give_filtered(at, cx, scratch);
+        passed
+    }
+
+    /// Sends what the filter made of bytes from the local socket.
+    fn give_filtered(&mut self, at: usize, cx: &mut Context<'_>, scratch: &mut Scratch) {
         if !scratch.local.is_empty() {
-            local.write_answer(cx, &scratch.local);
+            if let Some(local) = &mut self.locals[at] {
+                local.write_answer(cx, &scratch.local);
+            }
             scratch.local.clear();
         }
         if !scratch.peer.is_empty() {
