@@ -67,23 +67,45 @@ fn everything_of_the_pods_interface_is_seen() {
 }
 
 #[test]
-fn the_interface_is_that_of_the_best_default_route() {
+fn the_primary_interface_is_that_of_the_best_default_route_and_the_others_follow() {
     let mut world = World::new();
     let pod = world.pod("pod", 7);
-    world.ip("pod", "link add net1 type veth peer name net1p");
-    world.ip("pod", "addr add 10.55.0.2/24 dev net1");
-    world.ip("pod", "link set net1 up");
-    world.ip("pod", "link set net1p up");
+    world.attach("pod", "net1", "10.55.0.2/24");
     world.ip("pod", "route add default via 10.55.0.1 dev net1 metric 100");
-    let seen = look(&pod).unwrap();
-    assert_eq!(seen.primary().name, "eth0", "metric 0 is better");
-    assert!(seen.primary().routes.iter().all(|r| r.destination != ip("10.55.0.0")));
-    let left_out = seen.left_out.join("; ");
-    assert!(left_out.contains("net1") && left_out.contains("10.55.0.0/24"), "{left_out}");
-    world.ip("pod", "route del default via 10.244.1.1");
-    assert_eq!(look(&pod).unwrap().primary().name, "net1");
     world.ip("pod", "rule add from 10.55.0.2 lookup 100");
-    assert!(look(&pod).unwrap().left_out.join("; ").contains("policy routing"));
+    let seen = look(&pod).unwrap();
+    let names = |seen: &Seen| seen.interfaces.iter().map(|i| i.name.clone()).collect::<Vec<_>>();
+    assert_eq!(names(&seen), ["eth0", "net1"], "metric 0 is better");
+    assert!(seen.primary().routes.iter().all(|r| r.destination != ip("10.55.0.0")));
+    assert!(seen.interfaces[1].routes.iter().any(|r| r.destination == ip("10.55.0.0")));
+    assert_eq!(seen.rules.len(), 1);
+    assert_eq!(seen.left_out, [""; 0]);
+    world.ip("pod", "route del default via 10.244.1.1");
+    assert_eq!(names(&look(&pod).unwrap()), ["net1", "eth0"]);
+    // Our own device is no part of the pod.
+    world.reserve(&pod, "sandbox", net_world::SHAPE4, None).unwrap();
+    assert_eq!(names(&look(&pod).unwrap()), ["net1", "eth0"]);
+}
+
+#[test]
+fn an_interface_that_cannot_be_carried_is_named_with_what_leads_through_it() {
+    let mut world = World::new();
+    let pod = world.pod("pod", 7);
+    // A bridge of the pod's own with a port, and a tunnel without Ethernet addresses.
+    world.attach("pod", "net1", "10.55.0.2/24");
+    world.ip("pod", "link add br0 type bridge");
+    world.ip("pod", "link set net1 master br0");
+    world.ip("pod", "route add 10.77.0.0/16 via 10.55.0.1");
+    world.ip("pod", "link add mac0 link eth0 type macvlan");
+    world.ip("pod", "link set mac0 up");
+    let seen = look(&pod).unwrap();
+    assert_eq!(seen.interfaces.len(), 1, "{seen:?}");
+    let left_out = seen.left_out.join("; ");
+    for named in
+        ["net1, which is a port of br0", "mac0, which lies on eth0", "10.77.0.0/16 through interface net1"]
+    {
+        assert!(left_out.contains(named), "{named}: {left_out}");
+    }
 }
 
 #[test]
@@ -107,16 +129,10 @@ fn a_pod_of_one_family_or_without_a_default_route_is_seen() {
 fn what_cannot_be_carried_is_an_error_that_names_it() {
     let mut world = World::new();
     let pod = world.pod("pod", 7);
-    for (route, named) in [
-        ("blackhole 169.254.169.254/32", "169.254.169.254/32"),
-        ("unreachable fd66::/64", "fd66::/64"),
-        ("192.0.2.0/24 nexthop via 10.244.1.1 nexthop via 10.244.1.2", "192.0.2.0/24"),
-    ] {
-        world.ip("pod", &format!("route add {route}"));
-        let error = look(&pod).unwrap_err();
-        assert!(matches!(error, Error::CannotCarry(_)) && error.to_string().contains(named), "{error}");
-        world.ip("pod", &format!("route del {route}"));
-    }
+    world.ip("pod", "-6 route add fd77::/64 encap seg6 mode encap segs fd00::1 dev eth0");
+    let error = look(&pod).unwrap_err();
+    assert!(matches!(error, Error::CannotCarry(_)) && error.to_string().contains("fd77::/64"), "{error}");
+    world.ip("pod", "-6 route del fd77::/64");
     look(&pod).unwrap();
 }
 

@@ -162,7 +162,7 @@ fn the_guest_makes_all_of_it_or_nothing() {
     let empty = world.ip("podns", "-o link show");
     assert_eq!(empty.lines().count(), 1, "{empty}");
     let mut impossible = plan.clone();
-    impossible.interfaces[0].routes[0].gateway = "203.0.113.1".into();
+    impossible.interfaces[0].routes[0].source = "203.0.113.1".into();
     let error = world.apply(&impossible).unwrap_err().to_string();
     assert!(error.contains("add the route to"), "{error}");
     assert_eq!(world.ip("podns", "-o link show"), empty);

@@ -1,11 +1,11 @@
 //! One network device as the kernel describes it, and the way to another machine: what the other files here ask
 //! before and after they change something.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use netlink_packet_route::link::{
-    InfoData, InfoKind, InfoVxlan, LinkAttribute, LinkExtentMask, LinkFlags, LinkInfo, LinkLayerType,
-    LinkMessage,
+    AfSpecInet, AfSpecInet6, AfSpecUnspec, Inet6DevConf, InetDevConf, InfoData, InfoKind, InfoVxlan,
+    LinkAttribute, LinkExtentMask, LinkFlags, LinkInfo, LinkLayerType, LinkMessage,
 };
 use netlink_packet_route::route::{RouteAddress, RouteAttribute, RouteMessage, RouteMetric, RouteType};
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
@@ -15,7 +15,7 @@ use super::Error;
 use super::netlink::{self, Client};
 
 /// A device.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Link {
     pub(crate) index: u32,
     pub(crate) name: String,
@@ -25,7 +25,17 @@ pub(crate) struct Link {
     pub(crate) tx_queue_len: Option<u32>,
     pub(crate) up: bool,
     pub(crate) loopback: bool,
+    pub(crate) no_arp: bool,
+    pub(crate) promiscuous: bool,
+    pub(crate) all_multicast: bool,
     pub(crate) alias: Option<String>,
+    /// The device it is a port of: a bridge, a bond.
+    pub(crate) controller: Option<u32>,
+    /// The device of the same namespace that it lies on, as a VLAN does.
+    pub(crate) lower: Option<u32>,
+    /// Its IPv4 and IPv6 settings, where the kernel told them.
+    pub(crate) v4: Option<Box<InetDevConf>>,
+    pub(crate) v6: Option<Box<Inet6DevConf>>,
     /// What it is as a VXLAN device, where it is one.
     pub(crate) vxlan: Option<Vxlan>,
 }
@@ -84,6 +94,8 @@ pub(crate) fn all(client: &mut Client, limit: usize) -> Result<Vec<Link>, netlin
 
 fn read(message: LinkMessage) -> Link {
     let header = &message.header;
+    // A pair's other end is a link as well, and may be in the same namespace.
+    let (mut lower, mut elsewhere, mut pair) = (None, false, false);
     let mut link = Link {
         index: header.index,
         name: String::new(),
@@ -92,7 +104,14 @@ fn read(message: LinkMessage) -> Link {
         tx_queue_len: None,
         up: header.flags.contains(LinkFlags::Up),
         loopback: header.flags.contains(LinkFlags::Loopback),
+        no_arp: header.flags.contains(LinkFlags::Noarp),
+        promiscuous: header.flags.contains(LinkFlags::Promisc),
+        all_multicast: header.flags.contains(LinkFlags::Allmulti),
         alias: None,
+        controller: None,
+        lower: None,
+        v4: None,
+        v6: None,
         vxlan: None,
     };
     let ethernet = header.link_layer_type == LinkLayerType::Ether;
@@ -103,11 +122,43 @@ fn read(message: LinkMessage) -> Link {
             LinkAttribute::TxQueueLen(length) => link.tx_queue_len = Some(length),
             LinkAttribute::Address(bytes) if ethernet => link.mac = bytes.try_into().ok(),
             LinkAttribute::IfAlias(alias) => link.alias = Some(alias),
-            LinkAttribute::LinkInfo(infos) => link.vxlan = infos.into_iter().find_map(vxlan),
+            LinkAttribute::Controller(index) => link.controller = Some(index).filter(|index| *index != 0),
+            LinkAttribute::Link(index) => {
+                lower = Some(index).filter(|lower| *lower != 0 && *lower != link.index)
+            }
+            LinkAttribute::LinkNetNsId(_) => elsewhere = true,
+            LinkAttribute::AfSpecUnspec(families) => {
+                families.into_iter().for_each(|f| settings_of(&mut link, f))
+            }
+            LinkAttribute::LinkInfo(infos) => {
+                pair = infos
+                    .iter()
+                    .any(|info| matches!(info, LinkInfo::Kind(InfoKind::Veth | InfoKind::Netkit)));
+                link.vxlan = infos.into_iter().find_map(vxlan);
+            }
             _ => {}
         }
     }
+    link.lower = lower.filter(|_| !elsewhere && !pair);
     link
+}
+
+fn settings_of(link: &mut Link, family: AfSpecUnspec) {
+    match family {
+        AfSpecUnspec::Inet(all) => {
+            link.v4 = all.into_iter().find_map(|one| match one {
+                AfSpecInet::DevConf(settings) => Some(Box::new(settings)),
+                _ => None,
+            });
+        }
+        AfSpecUnspec::Inet6(all) => {
+            link.v6 = all.into_iter().find_map(|one| match one {
+                AfSpecInet6::DevConf(settings) => Some(Box::new(settings)),
+                _ => None,
+            });
+        }
+        _ => {}
+    }
 }
 
 fn vxlan(info: LinkInfo) -> Option<Vxlan> {
@@ -235,6 +286,11 @@ pub(crate) fn bits(address: IpAddr) -> u8 {
         IpAddr::V4(_) => 32,
         IpAddr::V6(_) => 128,
     }
+}
+
+/// The address that means none.
+pub(crate) fn unspecified(v6: bool) -> IpAddr {
+    if v6 { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() }
 }
 
 /// A MAC address as text.

@@ -7,6 +7,7 @@
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use netlink_packet_core::{
     NLM_F_ACK, NLM_F_ACK_TLVS, NLM_F_CAPPED, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkSerializable,
@@ -111,6 +112,17 @@ pub struct Client {
     socket: Socket,
     sequence: u32,
     buffer: Vec<u8>,
+    /// The sequence number of a dump that was not read to its end.
+    unfinished: Option<u32>,
+}
+
+/// How many messages this process has sent.
+static SENT: AtomicU64 = AtomicU64::new(0);
+
+/// How many netlink messages this process has sent to the kernel so far, by all its sockets; for a bench that wants to
+/// know what one step costs.
+pub fn messages_sent() -> u64 {
+    SENT.load(Ordering::Relaxed)
 }
 
 impl Client {
@@ -142,7 +154,7 @@ impl Client {
         socket.set_ext_ack(true)?;
         socket.set_cap_ack(true)?;
         setsockopt(&socket.as_fd(), ReceiveTimeout, &TimeVal::new(PATIENCE, 0))?;
-        Ok(Client { socket, sequence: 0, buffer: Vec::new() })
+        Ok(Client { socket, sequence: 0, buffer: Vec::new(), unfinished: None })
     }
 
     /// Sends the messages (flags without REQUEST and ACK, message), in their order, in as few datagrams as the
@@ -192,7 +204,7 @@ impl Client {
     /// Asks for a whole table and returns what `keep` makes of its entries, at most `limit`.
     ///
     /// # Errors
-    /// [`Error::TooMany`] beyond `limit` (the rest is read and dropped), else as [`Client::ask`].
+    /// [`Error::TooMany`] beyond `limit` (what follows is not read), else as [`Client::ask`].
     pub fn dump<T>(
         &mut self,
         message: &RouteNetlinkMessage,
@@ -211,21 +223,19 @@ impl Client {
     ) -> Result<Vec<T>, Error> {
         for _ in 0..DUMP_TRIES {
             let mut kept = Vec::new();
-            let mut over = false;
-            let complete = self.ask_raw(NLM_F_DUMP, message, |kind, payload| {
+            let consistent = self.ask_raw(NLM_F_DUMP, message, |kind, payload| {
                 if let Some(entry) = keep(kind, payload)? {
-                    over |= kept.len() == limit;
-                    if !over {
-                        kept.push(entry);
+                    if kept.len() == limit {
+                        return Err(Error::TooMany(limit));
                     }
+                    kept.push(entry);
                 }
                 Ok(())
             })?;
-            match (complete, over) {
-                (_, true) => return Err(Error::TooMany(limit)),
-                (true, false) => return Ok(kept),
-                (false, false) => {} // the table changed meanwhile: the list may miss an entry
+            if consistent {
+                return Ok(kept);
             }
+            // The table changed meanwhile: the list may miss an entry.
         }
         Err(Error::Garbled(format!("the table changed during each of {DUMP_TRIES} dumps")))
     }
@@ -242,7 +252,6 @@ impl Client {
         self.send(&datagram)?;
         let dump = flags & NLM_F_DUMP != 0;
         let mut consistent = true;
-        let mut failed = None;
         loop {
             let length = self.receive()?;
             let mut rest = self.buffer.get(..length).unwrap_or_default();
@@ -261,14 +270,18 @@ impl Client {
                         if let Some(code) = payload.first_chunk().map(|c| i32::from_ne_bytes(*c)) {
                             refusal(code, None)?;
                         }
-                        return failed.map_or(Ok(consistent), Err);
+                        return Ok(consistent);
                     }
-                    // After a failure the rest of a dump is still read, so that the socket stays usable.
-                    kind if failed.is_none() => failed = each(kind, payload).err(),
-                    _ => {}
+                    kind => {
+                        if let Err(e) = each(kind, payload) {
+                            // The rest is read only if somebody uses the socket again.
+                            self.unfinished = (dump && !has_end(rest, sequence)?).then_some(sequence);
+                            return Err(e);
+                        }
+                    }
                 }
                 if !dump {
-                    return failed.map_or(Ok(consistent), Err);
+                    return Ok(consistent);
                 }
             }
         }
@@ -277,6 +290,7 @@ impl Client {
     /// Appends one message; returns its sequence number.
     fn put<M: NetlinkSerializable>(&mut self, datagram: &mut Vec<u8>, flags: u16, message: &M) -> u32 {
         self.sequence = self.sequence.wrapping_add(1);
+        SENT.fetch_add(1, Ordering::Relaxed);
         let start = datagram.len();
         let length = HEADER + message.buffer_len();
         // Our own messages are a few hundred bytes.
@@ -293,12 +307,25 @@ impl Client {
         self.sequence
     }
 
-    fn send(&self, datagram: &[u8]) -> Result<(), Error> {
+    fn send(&mut self, datagram: &[u8]) -> Result<(), Error> {
+        if let Some(sequence) = self.unfinished.take() {
+            self.drain(sequence)?;
+        }
         loop {
             match send(self.socket.as_raw_fd(), datagram, MsgFlags::empty()) {
                 Ok(_) => return Ok(()),
                 Err(Errno::EINTR) => {}
                 Err(e) => return Err(Error::Socket(e.into())),
+            }
+        }
+    }
+
+    /// Reads a dump to its end and drops it: the kernel does one at a time for a socket.
+    fn drain(&mut self, dump: u32) -> Result<(), Error> {
+        loop {
+            let length = self.receive()?;
+            if has_end(self.buffer.get(..length).unwrap_or_default(), dump)? {
+                return Ok(());
             }
         }
     }
@@ -400,6 +427,16 @@ struct Header {
     sequence: u32,
 }
 
+/// Whether the end of the dump with this sequence number is among these messages.
+fn has_end(mut messages: &[u8], dump: u32) -> Result<bool, Error> {
+    while let Some((header, _)) = next_message(&mut messages)? {
+        if header.sequence == dump && matches!(header.kind, NLMSG_ERROR | NLMSG_DONE) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
 /// Takes the next message off `rest`.
 fn next_message<'a>(rest: &mut &'a [u8]) -> Result<Option<(Header, &'a [u8])>, Error> {
     if rest.is_empty() {
@@ -419,7 +456,7 @@ fn next_message<'a>(rest: &mut &'a [u8]) -> Result<Option<(Header, &'a [u8])>, E
     Ok(Some((header, payload)))
 }
 
-fn parse_route(kind: u16, payload: &[u8]) -> Result<RouteNetlinkMessage, Error> {
+pub(crate) fn parse_route(kind: u16, payload: &[u8]) -> Result<RouteNetlinkMessage, Error> {
     RouteNetlinkMessage::parse_with_param(payload, kind).map_err(|e| Error::Garbled(e.to_string()))
 }
 

@@ -137,6 +137,17 @@ impl Netns {
         run_in(self.0.file.as_fd(), f)
     }
 
+    /// Runs `inside` on a new thread in this namespace and `meanwhile` on this one, and waits for both. A panic of
+    /// `inside` becomes an error.
+    pub(crate) fn run_beside<T: Send, U>(
+        &self,
+        inside: impl FnOnce() -> T + Send,
+        meanwhile: impl FnOnce() -> U,
+    ) -> (io::Result<T>, U) {
+        let netns = self.0.file.as_fd();
+        beside(|| entered(netns, inside), meanwhile)
+    }
+
     /// A netlink socket for routes, links and tc in this namespace.
     ///
     /// # Errors
@@ -182,21 +193,30 @@ fn libc_einval() -> i32 {
     Errno::EINVAL as i32
 }
 
-#[allow(clippy::disallowed_methods)] // this is the place the rule speaks of: the thread ends right after
 fn run_in<T: Send>(netns: BorrowedFd<'_>, f: impl FnOnce() -> T + Send) -> io::Result<T> {
-    on_own_thread(|| {
-        nix::sched::setns(netns, CloneFlags::CLONE_NEWNET)?;
-        Ok(f())
-    })
+    on_own_thread(|| entered(netns, f))
+}
+
+/// To be called only on a thread of [`beside`].
+#[allow(clippy::disallowed_methods)] // this is the place the rule speaks of: the thread ends right after
+fn entered<T>(netns: BorrowedFd<'_>, f: impl FnOnce() -> T) -> io::Result<T> {
+    nix::sched::setns(netns, CloneFlags::CLONE_NEWNET)?;
+    Ok(f())
 }
 
 fn on_own_thread<T: Send>(f: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
+    beside(f, || ()).0
+}
+
+fn beside<T: Send, U>(
+    f: impl FnOnce() -> io::Result<T> + Send,
+    meanwhile: impl FnOnce() -> U,
+) -> (io::Result<T>, U) {
     std::thread::scope(|scope| {
-        std::thread::Builder::new()
-            .name("netns".to_owned())
-            .spawn_scoped(scope, f)?
-            .join()
-            .unwrap_or_else(|_| Err(io::Error::other("the thread in the network namespace panicked")))
+        let thread = std::thread::Builder::new().name("netns".to_owned()).spawn_scoped(scope, f);
+        let other = meanwhile();
+        let panicked = |_| Err(io::Error::other("the thread in the network namespace panicked"));
+        (thread.and_then(|thread| thread.join().unwrap_or_else(panicked)), other)
     })
 }
 

@@ -101,6 +101,16 @@ impl World {
         run(&format!("ip -n {pod} route add fd96::/64 via fd10:244:1::1 metric 50"));
     }
 
+    /// One more interface of a pod, towards the node, up and with an address.
+    pub fn attach(&self, pod: &str, device: &str, address: &str) {
+        let (pod, node) = (self.name(pod), self.name("node"));
+        let number = COUNTER.fetch_add(1, Ordering::Relaxed);
+        run(&format!("ip -n {node} link add more{number} type veth peer name {device} netns {pod}"));
+        run(&format!("ip -n {node} link set more{number} up"));
+        run(&format!("ip -n {pod} addr add {address} dev {device}"));
+        run(&format!("ip -n {pod} link set {device} up"));
+    }
+
     /// An empty namespace.
     pub fn empty(&mut self, name: &str) -> Netns {
         self.add(name);
@@ -160,8 +170,7 @@ impl World {
             udp_checksum: shape.udp_checksum,
             overhead: shape.overhead(),
         };
-        let tunnel =
-            plan::Tunnel { interface: seen.primary().index, vni: held.vni, mtu: way.pod_mtu(seen)? };
+        let tunnel = plan::Tunnel { interface: seen.primary().index, vni: held.vni, mtu: way.pod_mtu(seen)? };
         Ok(plan::write(seen, &[tunnel], &underlay))
     }
 

@@ -144,7 +144,7 @@ impl Default for Interface {
 }
 
 /// An address with its prefix length.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Address {
     /// The address.
     pub address: IpAddr,
@@ -215,7 +215,7 @@ pub(crate) fn usual_broadcast(address: IpAddr, prefix: u8) -> Option<Ipv4Addr> {
 }
 
 /// A route.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Route {
     /// Destination; `0.0.0.0` or `::` with prefix 0 for the default.
     pub destination: IpAddr,
@@ -306,7 +306,7 @@ impl Route {
 }
 
 /// One of a route's next hops.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Hop {
     /// The gateway.
     pub gateway: Option<IpAddr>,
@@ -319,7 +319,7 @@ pub struct Hop {
 }
 
 /// A neighbour that somebody wrote down for good (no ARP).
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Neighbour {
     /// Its address.
     pub address: IpAddr,
@@ -347,7 +347,7 @@ impl Neighbour {
 }
 
 /// An address with the bits that count.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Prefix {
     /// The address.
     pub address: IpAddr,
@@ -356,7 +356,7 @@ pub struct Prefix {
 }
 
 /// A rule of policy routing.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Rule {
     /// For IPv6, else IPv4.
