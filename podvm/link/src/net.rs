@@ -9,6 +9,7 @@
 use std::io;
 use std::path::PathBuf;
 
+pub mod carrier;
 pub mod events;
 pub mod guest;
 pub(crate) mod link;

@@ -25,14 +25,14 @@ use ttrpc::asynchronous::transport::Listener;
 
 use crate::{
     config::NodeConfig,
-    effects::{GuestAddresses, Real},
+    effects::{GuestAddresses, Real, Surroundings},
     ledger::{self, Inbox, Ledger, Loaded},
     metrics::Metrics,
     relay_client::RelayClient,
     roll_over::{self, SharedTrust},
     rpc::{self, Door},
     sandbox::{
-        Reaper, Sandboxes,
+        Deaths, Reaper, Sandboxes,
         recover::{Orphans, recover},
     },
     trust::{self, Trust},
@@ -106,7 +106,6 @@ pub struct Bound {
     ready: Ready,
     tasks: JoinSet<&'static str>,
     socket_id: (u64, u64),
-    _lock: Flock<File>,
 }
 
 /// Recovers, binds, serves. Waits for another node of this state directory to leave, as in an upgrade.
@@ -128,7 +127,8 @@ pub async fn build(
     let pods = config.run_dir.join("pods");
     make_dir(&pods).map_err(path_error("make", &pods))?;
     let ledger = Ledger::open(&config.state_dir)?;
-    let lock = lock(&config.state_dir, &starting, shutdown).await?;
+    // Held by the ledger: a write that is still under way when we end keeps our successor out until it is done.
+    let ledger = ledger.guarded_by(lock(&config.state_dir, &starting, shutdown).await?);
 
     // What was promised for us, before anything else is looked at.
     let inbox = Inbox::open(&config.state_dir)?;
@@ -166,6 +166,7 @@ pub async fn build(
         addresses: addresses.clone(),
         lease: config.lease,
         boot_id: boot_id()?,
+        surroundings: Surroundings::new(addresses.clone(), relay.listening()),
     });
     let mut settings = config.sandbox_settings();
     settings.guest_addresses = addresses.in_words(None);
@@ -178,7 +179,7 @@ pub async fn build(
     info!(records = count, quarantined = quarantined.len(), "recovered from the ledger");
     let (rolled, told, table) = (trust.clone(), relay.clone(), sandboxes.clone());
     tasks.spawn(async move {
-        roll_over::run(rolled, told, table, config.ca_roll_over).await;
+        roll_over::run(rolled, told, table, config.ca_roll_over, config.ca_follow_timeout).await;
         "roll-over of the CA"
     });
     let protected = quarantined.into_iter().filter_map(|bad| bad.id).chain(set_aside).collect();
@@ -201,7 +202,7 @@ pub async fn build(
         %admin,
         "peerpod-node serves"
     );
-    Ok(Bound { admin, socket, sandboxes, server, drain, ready, tasks, socket_id, _lock: lock })
+    Ok(Bound { admin, socket, sandboxes, server, drain, ready, tasks, socket_id })
 }
 
 impl Bound {
@@ -316,6 +317,11 @@ fn look_after(
     tasks.spawn(async move {
         Reaper::default().run(table).await;
         "reaper"
+    });
+    let table = sandboxes.clone();
+    tasks.spawn(async move {
+        Deaths::default().run(table).await;
+        "deaths of VMs"
     });
     let table = sandboxes.clone();
     tasks.spawn(async move {

@@ -47,6 +47,10 @@ pub struct NodeConfig {
     pub never_started_grace: Duration,
     /// `node.netns-gone-grace`.
     pub netns_gone_grace: Duration,
+    /// `node.vm-gone-grace`.
+    pub vm_gone_grace: Duration,
+    /// `node.ca-follow-timeout`: how long a step of the CA's roll-over waits for guests that do not follow.
+    pub ca_follow_timeout: Duration,
     /// `node.tombstone-ttl`.
     pub tombstone_ttl: Duration,
     /// `node.lease`.
@@ -140,6 +144,16 @@ impl NodeConfig {
                 "node.netns-gone-grace",
                 "30s",
                 "when a sandbox whose network namespace has vanished is taken away",
+            ),
+            vm_gone_grace: reader.get(
+                "node.vm-gone-grace",
+                "24s",
+                "how long a guest must have been away before the provider is asked whether its VM is gone; then its pod has failed",
+            ),
+            ca_follow_timeout: reader.get(
+                "node.ca-follow-timeout",
+                "7d",
+                "how long a step of the CA's roll-over waits for guests that do not follow; then it goes on without them",
             ),
             tombstone_ttl: reader.get("node.tombstone-ttl", "6h", "how long a stopped sandbox's id stays known"),
             lease: reader.get(
@@ -261,6 +275,7 @@ impl NodeConfig {
             tombstone_ttl: self.tombstone_ttl,
             never_started_grace: self.never_started_grace,
             netns_gone_grace: self.netns_gone_grace,
+            vm_gone_grace: self.vm_gone_grace,
             max_sandboxes: self.max_sandboxes,
         }
     }

@@ -2,6 +2,7 @@
 //! decision is made here.
 
 use std::{
+    collections::BTreeMap,
     net::{IpAddr, SocketAddr},
     path::Path,
     sync::Arc,
@@ -9,14 +10,14 @@ use std::{
 };
 
 use async_trait::async_trait;
-use peerpod_link::net::Error as NetError;
+use peerpod_link::net::{Error as NetError, carrier};
 use peerpod_proto::{
     guest::{NetworkPlan, Reply, Request},
     relay::PutSandboxRequest,
 };
 use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, Provider};
 use serde::{Deserialize, Serialize};
-use serde_json::value::to_raw_value;
+use serde_json::value::{RawValue, to_raw_value};
 use tokio::{sync::watch, task::spawn_blocking};
 
 use crate::{
@@ -24,15 +25,24 @@ use crate::{
     ledger::{self, Ledger, NetnsRef, Network, Record},
     relay_client::RelayClient,
     roll_over::SharedTrust,
-    sandbox::effects::{Certificate, CloudError, Effects, Guest, NetworkError, RelayError, Trusted},
+    sandbox::{
+        effects::{Certificate, CloudError, Effects, Followed, Guest, NetworkError, RelayError, Trusted},
+        follow::{Heard, Homes},
+    },
     spec::SandboxId,
     trust::{Ticket, Trust},
-    tunnel::{Netns, NetnsId, Reserved, Seen, Tunnel},
+    tunnel::{
+        Netns, NetnsId, Reserved, Seen, Tunnel,
+        follow::{Merged, merge},
+    },
 };
 
 pub use addresses::GuestAddresses;
+pub use surroundings::Surroundings;
 
 mod addresses;
+mod ear;
+mod surroundings;
 
 /// All that is real.
 pub struct Real {
@@ -52,6 +62,8 @@ pub struct Real {
     pub lease: Duration,
     /// The kernel's boot id: after a reboot no namespace is the one it was.
     pub boot_id: String,
+    /// What changes around the node.
+    pub surroundings: Surroundings,
 }
 
 /// What the tunnel must know of a pod, in the ledger.
@@ -59,21 +71,33 @@ pub struct Real {
 struct Woven {
     seen: Seen,
     reserved: Reserved,
+    /// How often the pod's links had lost their carrier when the pod was first looked at while it ran.
+    #[serde(default)]
+    losses: Option<BTreeMap<u32, u32>>,
 }
 
 impl Real {
-    /// Opens the very namespace that was recorded.
     async fn open(&self, netns: &NetnsRef) -> Result<Netns, NetworkError> {
-        let path = netns.path.clone();
-        let opened = on_thread(move || Netns::open(path)).await??;
-        let NetnsId { dev, inode } = opened.id();
-        if (dev, inode) != netns.identity() || self.boot_id != netns.boot_id {
-            let text =
-                format!("the network namespace at {} is another one than at CreateVM", netns.path.display());
-            return Err(NetworkError { text, permanent: true });
-        }
-        Ok(opened)
+        open(&self.boot_id, netns).await
     }
+
+    async fn losses(&self, netns: &Netns) -> Result<BTreeMap<u32, u32>, NetworkError> {
+        let open = netns.clone();
+        on_thread(move || carrier::losses(&open)).await?.map_err(within(netns))
+    }
+}
+
+/// Opens the very namespace that was recorded.
+async fn open(boot_id: &str, netns: &NetnsRef) -> Result<Netns, NetworkError> {
+    let path = netns.path.clone();
+    let opened = on_thread(move || Netns::open(path)).await??;
+    let NetnsId { dev, inode } = opened.id();
+    if (dev, inode) != netns.identity() || boot_id != netns.boot_id {
+        let text =
+            format!("the network namespace at {} is another one than at CreateVM", netns.path.display());
+        return Err(NetworkError { text, permanent: true });
+    }
+    Ok(opened)
 }
 
 async fn on_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, NetworkError> {
@@ -115,6 +139,11 @@ fn woven(network: &Network) -> Result<Woven, NetworkError> {
     })
 }
 
+fn written(woven: &Woven) -> Result<Box<RawValue>, NetworkError> {
+    to_raw_value(woven)
+        .map_err(|error| NetworkError { text: format!("write the tunnel down: {error}"), permanent: true })
+}
+
 #[async_trait]
 impl Effects for Real {
     fn now_ms(&self) -> u64 {
@@ -139,6 +168,11 @@ impl Effects for Real {
     async fn forget(&self, id: &SandboxId) -> Result<(), ledger::Error> {
         let (ledger, id) = (self.ledger.clone(), id.clone());
         spawn_blocking(move || ledger.remove(&id)).await.unwrap_or_else(|error| Err(lost(error)))
+    }
+
+    async fn recall(&self, id: &SandboxId) -> Result<Option<Record>, ledger::Error> {
+        let (ledger, id) = (self.ledger.clone(), id.clone());
+        spawn_blocking(move || ledger.read(&id)).await.unwrap_or_else(|error| Err(lost(error)))
     }
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError> {
@@ -199,11 +233,7 @@ impl Effects for Real {
         let recorded = recorded.map(|woven| woven.reserved);
         let reserved = self.tunnel.reserve(&netns, id.as_str(), v6, recorded.as_ref()).await;
         let reserved = reserved.map_err(within(&netns))?;
-        let tunnel = to_raw_value(&Woven { seen, reserved }).map_err(|error| NetworkError {
-            text: format!("write the tunnel down: {error}"),
-            permanent: true,
-        })?;
-        Ok(Network { v6, tunnel })
+        Ok(Network { v6, tunnel: written(&Woven { seen, reserved, losses: None })? })
     }
 
     async fn connect(
@@ -214,7 +244,7 @@ impl Effects for Real {
         vm: IpAddr,
     ) -> Result<NetworkPlan, NetworkError> {
         let netns = self.open(netns).await?;
-        let Woven { seen, reserved } = woven(network)?;
+        let Woven { seen, reserved, .. } = woven(network)?;
         match self.tunnel.connect(&netns, &reserved, &seen, vm).await {
             Err(NetError::Gone { .. }) => {
                 // Somebody deleted the device. The guest knows the VNI, so it must be the same again.
@@ -228,6 +258,40 @@ impl Effects for Real {
             }
             other => other.map_err(within(&netns)),
         }
+    }
+
+    async fn follow(
+        &self,
+        netns: &NetnsRef,
+        id: &SandboxId,
+        network: &Network,
+        vm: IpAddr,
+    ) -> Result<Followed, NetworkError> {
+        let open = self.open(netns).await?;
+        let recorded = woven(network)?;
+        let now = self.tunnel.look(&open).await.map_err(within(&open))?;
+        let losses = self.losses(&open).await?;
+        let fell =
+            |index| recorded.losses.as_ref().is_some_and(|then| then.get(&index) != losses.get(&index));
+        let Merged { seen, changes, left } = merge(&recorded.seen, now, &fell);
+        let mut followed = None;
+        if !changes.is_empty() || recorded.losses.is_none() {
+            // What a link lost by going down must not be taken away at the next look either.
+            let losses = recorded.losses.or(Some(losses));
+            let woven = Woven { seen, reserved: recorded.reserved, losses };
+            followed = Some(Network { v6: network.v6, tunnel: written(&woven)? });
+        }
+        let plan = self.connect(netns, id, followed.as_ref().unwrap_or(network), vm).await?;
+        Ok(Followed { network: followed, plan, changes, left })
+    }
+
+    fn ear(&self, netns: &NetnsRef, network: &Network, vm: IpAddr) -> watch::Receiver<Heard> {
+        let way = woven(network).ok().map(|woven| (woven.reserved, vm));
+        ear::listen_to(self.boot_id.clone(), netns.clone(), self.tunnel.clone(), way, &self.surroundings)
+    }
+
+    fn homes(&self) -> watch::Receiver<Homes> {
+        self.surroundings.homes()
     }
 
     async fn disconnect(

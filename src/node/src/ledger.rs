@@ -35,6 +35,14 @@ pub enum Error {
         /// What the kernel said.
         source: io::Error,
     },
+    /// A record could not be read.
+    #[error("cannot read {}: {source}", path.display())]
+    Read {
+        /// The record's file.
+        path: PathBuf,
+        /// What the kernel said, or what is wrong in it.
+        source: io::Error,
+    },
     /// A record could not be removed.
     #[error("cannot remove {}: {source}", path.display())]
     Remove {
@@ -48,8 +56,10 @@ pub enum Error {
 impl Error {
     /// Whether the disk (or its quota) is full.
     pub fn is_full(&self) -> bool {
-        let (Error::Directory { source, .. } | Error::Write { source, .. } | Error::Remove { source, .. }) =
-            self;
+        let (Error::Directory { source, .. }
+        | Error::Write { source, .. }
+        | Error::Read { source, .. }
+        | Error::Remove { source, .. }) = self;
         matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
     }
 }

@@ -4,28 +4,24 @@
 
 use std::process::ExitCode;
 
-use nix::sys::{
-    resource::{Resource, getrlimit, setrlimit},
-    stat::{Mode, umask},
-};
 use peerpod_base::{
-    config::{self, Sources},
-    lifecycle, telemetry,
+    config::{self, Setting, Sources},
+    lifecycle,
+    program::{self, Program},
+    telemetry,
 };
 use peerpod_node::{app, config::NodeConfig};
 
+const PROGRAM: Program = Program {
+    name: "peerpod-node",
+    version: env!("CARGO_PKG_VERSION"),
+    about: "makes a VM for each pod sandbox, and takes it away again",
+};
+
 fn main() -> ExitCode {
-    let mut arguments = std::env::args().skip(1);
-    match arguments.next().as_deref() {
-        Some("--version" | "-V") => {
-            println!("peerpod-node {}", env!("CARGO_PKG_VERSION"));
-            return ExitCode::SUCCESS;
-        }
-        Some("--help" | "-h" | "help") => {
-            print!("{}", help());
-            return ExitCode::SUCCESS;
-        }
-        _ => {}
+    if let Some(answer) = PROGRAM.answer(std::env::args().skip(1), settings) {
+        print!("{answer}");
+        return ExitCode::SUCCESS;
     }
     let loaded = match NodeConfig::load(Sources::of_this_process()) {
         Ok(loaded) => loaded,
@@ -44,13 +40,10 @@ fn main() -> ExitCode {
     }
 }
 
-fn help() -> String {
-    let settings = NodeConfig::load(Sources::from_process([], [])).map(|(.., printed)| printed.0);
-    format!(
-        "peerpod-node: makes a VM for each pod sandbox, and takes it away again\n\n\
-         settings, as flags (--key value), environment (PEERPOD_KEY) or YAML (--config FILE):\n{}",
-        config::help(&settings.unwrap_or_default())
-    )
+/// For the help alone: the defaults, wherever the present ones have mistakes.
+fn settings() -> Vec<Setting> {
+    let loaded = NodeConfig::load(Sources::from_process([], []));
+    loaded.map(|(.., printed)| printed.0).unwrap_or_default()
 }
 
 fn start(
@@ -62,10 +55,7 @@ fn start(
     ),
 ) -> anyhow::Result<()> {
     telemetry::init(&log)?;
-    // Nothing we make is for others, also in the moment before its rights are set.
-    umask(Mode::S_IRWXG | Mode::S_IRWXO);
-    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    if let Err(error) = setrlimit(Resource::RLIMIT_NOFILE, most, most) {
+    if let Err(error) = program::own_rights_and_limits() {
         tracing::warn!(%error, "the limit of open files stays as it is");
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;

@@ -56,10 +56,14 @@ pub struct Metrics {
     recoveries: Family<ByPhase, Counter>,
     /// VMs of ours that no record claimed and that were deleted.
     pub orphans: Counter,
+    /// Guests that a roll-over of the CA went on without.
+    pub left_behind: Counter,
     /// Writes of the ledger that failed.
     pub ledger_errors: Counter,
     /// Relay processes met.
     pub relay_epochs: Counter,
+    /// Changes of running pods' networks that were followed.
+    pub network_changes: Counter,
     /// Tasks that ended by a panic. Anything but 0 is a bug.
     pub panics: Counter,
 }
@@ -86,8 +90,10 @@ impl Default for Metrics {
             quarantined: Counter::default(),
             recoveries: Family::default(),
             orphans: Counter::default(),
+            left_behind: Counter::default(),
             ledger_errors: Counter::default(),
             relay_epochs: Counter::default(),
+            network_changes: Counter::default(),
             panics: Counter::default(),
         }
     }
@@ -111,8 +117,18 @@ impl Metrics {
         node.register("quarantined", "Ledger or inbox files set aside", self.quarantined.clone());
         node.register("recoveries", "Sandboxes picked up from the ledger, by phase", self.recoveries.clone());
         node.register("orphans", "VMs without a record that were deleted", self.orphans.clone());
+        node.register(
+            "guests_left_behind",
+            "Guests that a step of the CA's roll-over went on without",
+            self.left_behind.clone(),
+        );
         node.register("ledger_errors", "Ledger writes that failed", self.ledger_errors.clone());
         node.register("relay_epochs", "Relay processes met", self.relay_epochs.clone());
+        node.register(
+            "network_changes",
+            "Changes of running pods' networks that were followed",
+            self.network_changes.clone(),
+        );
         node.register("panics", "Tasks that panicked", self.panics.clone());
         for phase in Phase::NAMES {
             drop(self.phases.get_or_create(&ByPhase { phase: phase.into() }));

@@ -190,6 +190,11 @@ impl RelayClient {
         *self.0.listen.borrow()
     }
 
+    /// The same, and when it changes.
+    pub fn listening(&self) -> watch::Receiver<Option<std::net::SocketAddr>> {
+        self.0.listen.subscribe()
+    }
+
     /// Whether there is a connection now.
     pub fn is_connected(&self) -> bool {
         self.0.stub.borrow().is_some()

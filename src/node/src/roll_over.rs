@@ -2,7 +2,8 @@
 //!
 //! What a step means is with [`crate::trust`]. Here is only when: the first when it is due, each further one when the
 //! relay has its new configuration and every sandbox's guest was told of the last step. A guest that cannot be
-//! reached therefore holds the roll-over up; nobody is cut off by it.
+//! reached therefore holds the roll-over up, so that nobody is cut off by it; but not for ever, because a CA that cannot
+//! be replaced is worse for all others. After `node.ca-follow-timeout` a step goes on without those who do not follow.
 
 use std::{
     sync::{Arc, PoisonError, RwLock, RwLockReadGuard},
@@ -10,11 +11,11 @@ use std::{
 };
 
 use tokio::sync::watch;
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
 use crate::{
     relay_client::RelayClient,
-    sandbox::{Sandboxes, effects::Trusted},
+    sandbox::{Sandboxes, View, effects::Trusted},
     trust::{Error, Stage, Trust},
 };
 
@@ -47,7 +48,7 @@ impl SharedTrust {
     }
 
     /// One step on. Blocks for a write to the disk.
-    fn step(&self) -> Result<Stage, Error> {
+    pub(crate) fn step(&self) -> Result<Stage, Error> {
         let mut trust = self.trust.write().unwrap_or_else(PoisonError::into_inner);
         let stage = trust.roll_over(SystemTime::now())?;
         self.told.send_replace(Arc::new(trusted(&trust)));
@@ -63,8 +64,15 @@ fn trusted(trust: &Trust) -> Trusted {
     Trusted { id, cas: trust.trusted_cas().iter().map(|der| der.to_vec()).collect() }
 }
 
-/// Looks now and then, for ever. `every`: how often to roll over; `None`: when the CA says that it is time.
-pub async fn run(trust: SharedTrust, relay: RelayClient, sandboxes: Sandboxes, every: Option<Duration>) {
+/// Looks now and then, for ever. `every`: how often to roll over; `None`: when the CA says that it is time. `patience`:
+/// how long a step waits for guests that do not follow.
+pub async fn run(
+    trust: SharedTrust,
+    relay: RelayClient,
+    sandboxes: Sandboxes,
+    every: Option<Duration>,
+    patience: Duration,
+) {
     // A node that died in the middle may not have told the relay of the last step.
     let mut relay_knows = trust.read().stage() == Stage::Stable;
     loop {
@@ -78,7 +86,7 @@ pub async fn run(trust: SharedTrust, relay: RelayClient, sandboxes: Sandboxes, e
                 }
             }
         }
-        if !is_due(&trust, &sandboxes, every) {
+        if !is_due(&trust, &sandboxes, every, patience) {
             continue;
         }
         let stepping = trust.clone();
@@ -93,22 +101,45 @@ pub async fn run(trust: SharedTrust, relay: RelayClient, sandboxes: Sandboxes, e
     }
 }
 
-fn is_due(trust: &SharedTrust, sandboxes: &Sandboxes, every: Option<Duration>) -> bool {
+/// Whether the next step is due.
+pub(crate) fn is_due(
+    trust: &SharedTrust,
+    sandboxes: &Sandboxes,
+    every: Option<Duration>,
+    patience: Duration,
+) -> bool {
     let now = SystemTime::now();
     let (stage, since, due) = {
         let trust = trust.read();
         (trust.stage(), trust.stage_since(), trust.is_roll_over_due(now))
     };
-    match stage {
-        Stage::Stable => {
-            let age = now.duration_since(since).unwrap_or_default();
-            (due || every.is_some_and(|every| age >= every)) && all_follow(trust, sandboxes)
-        }
-        Stage::Announced | Stage::Overlap => all_follow(trust, sandboxes),
+    let age = now.duration_since(since).unwrap_or_default();
+    let wanted = match stage {
+        Stage::Stable => due || every.is_some_and(|every| age >= every),
+        Stage::Announced | Stage::Overlap => true,
+    };
+    if !wanted {
+        return false;
     }
+    let behind = behind(trust, sandboxes);
+    if behind.is_empty() {
+        return true;
+    }
+    // A stable CA may have stood for years when a new one is due: what counts then is how much of it is left.
+    if stage == Stage::Stable || age < patience {
+        return false;
+    }
+    for view in &behind {
+        sandboxes.left_behind();
+        error!(sandbox = %view.id, pod = &*view.pod, ?stage, waited = ?age, "its guest does not follow the node's CA; the roll-over goes on without it, and it may not come back when its link is cut");
+    }
+    true
 }
 
-fn all_follow(trust: &SharedTrust, sandboxes: &Sandboxes) -> bool {
+/// Live sandboxes whose guests do not know yet what everybody must.
+fn behind(trust: &SharedTrust, sandboxes: &Sandboxes) -> Vec<View> {
     let id = trust.told.borrow().id.clone();
-    sandboxes.views().iter().all(|view| !view.phase.is_live() || view.trust.as_deref() == Some(&id))
+    let mut views = sandboxes.views();
+    views.retain(|view| view.phase.is_live() && view.trust.as_deref() != Some(&id));
+    views
 }

@@ -135,7 +135,7 @@ impl Hypervisor for Door {
         match result {
             Ok(()) => Ok(StartVMResponse::default()),
             Err(error) => {
-                debug!(sandbox = %id, %error, "StartVM fails");
+                debug!(sandbox = %id, pod = &*self.sandboxes.pod(&id), %error, "StartVM fails");
                 Err(error.into())
             }
         }
@@ -147,7 +147,7 @@ impl Hypervisor for Door {
         match self.sandboxes.stop(&id, Stop::Called).await {
             Ok(()) => Ok(StopVMResponse::default()),
             Err(error) => {
-                warn!(sandbox = %id, %error, "StopVM fails");
+                warn!(sandbox = %id, pod = &*self.sandboxes.pod(&id), %error, "StopVM fails");
                 Err(error.into())
             }
         }
@@ -226,7 +226,7 @@ pub async fn read_inbox(sandboxes: &Sandboxes, inbox: &Inbox, metrics: &Metrics)
         // One that cannot be recorded just now must not keep the others, or every call of the node, waiting: its note
         // stays, and is read again soon.
         if let Err(error) = sandboxes.stop(&note.id, Stop::Inbox).await {
-            warn!(sandbox = %note.id, %error, "a stop that was promised cannot be recorded yet; trying again");
+            warn!(sandbox = %note.id, pod = &*sandboxes.pod(&note.id), %error, "a stop that was promised cannot be recorded yet; trying again");
             continue;
         }
         let inbox = inbox.clone();

@@ -6,7 +6,7 @@
 //! * `task` (with `steps`, `outcomes`, `claims`, `clear`, `slots`): the owner of one sandbox.
 //! * `table` ([`Sandboxes`]): id → task; the door's calls end here.
 //! * [`recover`]: what a restarted node does before it answers anybody.
-//! * `reaper`: what nobody stops.
+//! * `reaper`: what nobody stops. `deaths`: VMs that are gone. `revive`: tasks of ours that panicked.
 //!
 //! Knows nothing of ttrpc, sockets or providers' names.
 
@@ -18,10 +18,13 @@ pub mod recover;
 
 mod claims;
 mod clear;
+mod deaths;
 mod error;
+pub mod follow;
 mod outcomes;
 mod reaper;
 mod renew;
+mod revive;
 mod slots;
 mod steps;
 mod table;
@@ -29,6 +32,7 @@ mod task;
 mod view;
 
 pub use claims::{Claim, Secret};
+pub use deaths::Deaths;
 pub use error::{ClaimRefused, Error, Granted};
 pub use reaper::Reaper;
 pub use table::{Sandboxes, Wish};
@@ -66,6 +70,8 @@ pub struct Settings {
     pub never_started_grace: Duration,
     /// How long a sandbox's network namespace must have been gone before it is taken away.
     pub netns_gone_grace: Duration,
+    /// How long a running sandbox's guest must have been away before the provider is asked whether its VM is gone.
+    pub vm_gone_grace: Duration,
     /// Live sandboxes at once.
     pub max_sandboxes: usize,
 }

@@ -14,6 +14,7 @@ pub use peerpod_link::net::netns::{Netns, NetnsId};
 use peerpod_proto::guest::NetworkPlan;
 use serde::{Deserialize, Serialize};
 
+pub mod follow;
 mod steps;
 #[cfg(test)]
 mod tests;
@@ -92,6 +93,15 @@ impl Tunnel {
         let (steps, netns, sandbox) = (self.steps.clone(), netns.clone(), sandbox.to_owned());
         let recorded = recorded.copied();
         blocking(move || steps.reserve(&netns, &sandbox, v6_underlay, recorded.as_ref())).await
+    }
+
+    /// How the node reaches a VM now: its own address, and what of a packet fits through the tunnel, in bytes.
+    ///
+    /// # Errors
+    /// [`Error::Path`] where there is no way.
+    pub async fn way(&self, reserved: &Reserved, vm: IpAddr) -> Result<(IpAddr, u32), Error> {
+        let (steps, reserved) = (self.steps.clone(), *reserved);
+        blocking(move || steps.way(&reserved, vm).map(|way| (way.source, way.room))).await
     }
 
     /// Gives the reserved tunnel its remote, and redirects the pod's traffic into it. Returns the plan for the guest.

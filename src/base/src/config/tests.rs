@@ -301,21 +301,21 @@ fn what_the_caller_finds_wrong_is_told_where_it_was_written() {
 
 #[test]
 fn settings_of_what_was_not_chosen_are_left_alone() {
-    let file = Temp::new("provider:\n  kind: local\n  aws: {region: x}\n  local: {bridge: b0}\n");
-    let env = [("PEERPOD_PROVIDER_AWS_REGION", "x")];
-    let mut r = reader(Some(&file), &env, &[("provider.aws.region", "x")]);
-    assert_eq!(r.choice("provider.kind", "aws", &["aws", "local"], "which cloud"), "local");
+    let file = Temp::new("provider:\n  kind: local\n  cloudy: {region: x}\n  local: {bridge: b0}\n");
+    let env = [("PEERPOD_PROVIDER_CLOUDY_REGION", "x")];
+    let mut r = reader(Some(&file), &env, &[("provider.cloudy.region", "x")]);
+    assert_eq!(r.choice("provider.kind", "cloudy", &["cloudy", "local"], "which cloud"), "local");
     assert_eq!(r.section("provider.local").get::<String>("bridge", "pplocal0", "name of the bridge"), "b0");
-    r.leave("provider.aws");
+    r.leave("provider.cloudy");
     r.finish().unwrap();
 }
 
 #[test]
 fn a_word_that_is_not_among_the_choices_names_them() {
-    let mut r = reader(None, &[("PEERPOD_PROVIDER_KIND", "asw")], &[]);
-    assert_eq!(r.choice("provider.kind", "aws", &["aws", "local"], "which cloud"), "aws");
+    let mut r = reader(None, &[("PEERPOD_PROVIDER_KIND", "clodu")], &[]);
+    assert_eq!(r.choice("provider.kind", "cloudy", &["cloudy", "local"], "which cloud"), "cloudy");
     let told = r.finish().unwrap_err().to_string();
-    assert!(told.contains("PEERPOD_PROVIDER_KIND = asw: not known; write one of aws, local"), "{told}");
+    assert!(told.contains("PEERPOD_PROVIDER_KIND = clodu: not known; write one of cloudy, local"), "{told}");
 }
 
 #[test]

@@ -9,6 +9,8 @@ use crate::config::GuestAddress;
 
 /// More do not make it easier to find us, and user-data is small.
 const MOST: usize = 8;
+/// The same for a running guest, which has more patience.
+const MOST_HOMES: usize = 16;
 
 /// Knows where guests can reach the relay: as configured; or as the provider says, which knows the network its VMs are
 /// on; or all of this host's addresses.
@@ -61,6 +63,24 @@ impl GuestAddresses {
             );
         }
         Ok(addresses)
+    }
+
+    /// Where a running guest may look besides where it was told at birth: the same, and all that this host has now.
+    pub fn homes(&self, bound: SocketAddr) -> Vec<String> {
+        let mut homes = self.now(Some(bound)).unwrap_or_default();
+        if self.configured.is_empty() && self.listen.ip().is_unspecified() {
+            let mut own = of_this_host();
+            own.sort_unstable(); // the kernel's order is not the same each time
+            homes.extend(own.into_iter().map(|ip| SocketAddr::new(ip, bound.port())));
+        }
+        let mut said = Vec::with_capacity(homes.len().min(MOST_HOMES));
+        for home in homes {
+            let home = home.to_string();
+            if said.len() < MOST_HOMES && !said.contains(&home) {
+                said.push(home);
+            }
+        }
+        said
     }
 
     fn found(&self) -> Vec<GuestAddress> {

@@ -7,9 +7,11 @@ use std::{
     io::{self, Read, Write},
     os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
+    sync::Arc,
     time::{SystemTime, UNIX_EPOCH},
 };
 
+use nix::fcntl::Flock;
 use serde::Deserialize;
 
 use super::{Error, MAX_FILE, Record, VERSION};
@@ -20,6 +22,8 @@ use crate::spec::SandboxId;
 pub struct Ledger {
     records: PathBuf,
     quarantine: PathBuf,
+    /// Held until the last clone is gone, and with it the last write.
+    guard: Option<Arc<Flock<File>>>,
 }
 
 /// What was found at start.
@@ -51,7 +55,11 @@ impl Ledger {
     /// When they cannot.
     pub fn open(state_dir: &Path) -> Result<Ledger, Error> {
         let ledger =
-            Ledger { records: state_dir.join("sandboxes"), quarantine: state_dir.join("quarantine") };
+            Ledger {
+                records: state_dir.join("sandboxes"),
+                quarantine: state_dir.join("quarantine"),
+                guard: None,
+            };
         for dir in [state_dir, &ledger.records, &ledger.quarantine] {
             make_dir(dir)?;
         }
@@ -59,6 +67,12 @@ impl Ledger {
         let tried = write_new(&probe, b"probe").and_then(|()| fs::remove_file(&probe));
         tried.map_err(|source| Error::Directory { path: ledger.records.clone(), source })?;
         Ok(ledger)
+    }
+
+    /// Holds the lock of the state directory for as long as anybody has this ledger, or a write of it is under way.
+    #[must_use]
+    pub fn guarded_by(self, lock: Flock<File>) -> Ledger {
+        Ledger { guard: Some(Arc::new(lock)), ..self }
     }
 
     /// Makes the record durable: when this returns, no crash loses it.
@@ -83,6 +97,21 @@ impl Ledger {
             drop(fs::remove_file(&temporary));
             Error::Write { path, source }
         })
+    }
+
+    /// One record as it is now; `None`: there is none.
+    ///
+    /// # Errors
+    /// When it cannot be read or understood; it stays where it is.
+    pub fn read(&self, id: &SandboxId) -> Result<Option<Record>, Error> {
+        let path = self.path(id);
+        let source = match read_record(&path, Some(id)) {
+            Ok(record) => return Ok(Some(record)),
+            Err(Unread::Io(error)) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(Unread::Io(error)) => error,
+            Err(Unread::Content(why)) => io::Error::new(io::ErrorKind::InvalidData, why),
+        };
+        Err(Error::Read { path, source })
     }
 
     /// Removes the record, durably. No record is fine.

@@ -66,6 +66,9 @@ pub struct Record {
     /// The guest session that was last personalised.
     #[serde(default)]
     pub session: Option<String>,
+    /// Digest of the network plan that this session carried out.
+    #[serde(default)]
+    pub told: Option<String>,
     /// Why it was stopped or failed, in words.
     #[serde(default)]
     pub cause: Option<String>,
@@ -148,6 +151,7 @@ impl Record {
             addresses: Vec::new(),
             network: None,
             session: None,
+            told: None,
             cause: Some("stopped before it was created".into()),
             failed: false,
             stages: Vec::new(),

@@ -13,6 +13,7 @@ use peerpod_proto::{
 use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned};
 use tokio::sync::watch;
 
+use super::follow::{Heard, Homes};
 use crate::{
     ledger::{self, NetnsRef, Network, Record},
     spec::SandboxId,
@@ -29,6 +30,19 @@ pub struct NetworkError {
     pub text: String,
     /// Trying again cannot help: the namespace is gone, or holds something that cannot be carried.
     pub permanent: bool,
+}
+
+/// What another look at a running pod's network came to.
+#[derive(Clone, Debug)]
+pub struct Followed {
+    /// For the record, where it differs from what was recorded.
+    pub network: Option<Network>,
+    /// For the guest, whether or not it differs.
+    pub plan: NetworkPlan,
+    /// What is new or gone, in words.
+    pub changes: Vec<String>,
+    /// What is new and cannot be followed, in words.
+    pub left: Vec<String>,
 }
 
 /// What went wrong between us and the relay, or behind it.
@@ -96,6 +110,9 @@ pub trait Effects: Send + Sync + 'static {
     /// Removes the record.
     async fn forget(&self, id: &SandboxId) -> Result<(), ledger::Error>;
 
+    /// The record as it is on the disk; `None`: there is none.
+    async fn recall(&self, id: &SandboxId) -> Result<Option<Record>, ledger::Error>;
+
     /// Asks the cloud for the VM; the same key gets the same VM.
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError>;
 
@@ -137,6 +154,22 @@ pub trait Effects: Send + Sync + 'static {
         network: &Network,
         vm: IpAddr,
     ) -> Result<NetworkPlan, NetworkError>;
+
+    /// Looks again and makes what changed so: the network as it is now (where it is another one), the redirects, the
+    /// remote.
+    async fn follow(
+        &self,
+        netns: &NetnsRef,
+        id: &SandboxId,
+        network: &Network,
+        vm: IpAddr,
+    ) -> Result<Followed, NetworkError>;
+
+    /// Hears of changes in the pod's network namespace and of the way to the VM, until the receiver is dropped.
+    fn ear(&self, netns: &NetnsRef, network: &Network, vm: IpAddr) -> watch::Receiver<Heard>;
+
+    /// Where guests find this node now, `address:port`.
+    fn homes(&self) -> watch::Receiver<Homes>;
 
     /// Takes back whatever of the two is there; gone is fine.
     async fn disconnect(

@@ -10,6 +10,7 @@ use super::{
     clear::Pass,
     effects::{CloudError, Retry},
     error::Error,
+    follow::Told,
     phase::{Event, Phase, next},
     slots::{Outcome, Which},
     task::{Task, Unapplied},
@@ -37,10 +38,16 @@ impl Task {
                 self.save(record).await.map_err(Unapplied::Disk)
             }
             Outcome::Connected(Ok(plan)) => {
-                self.plan = Some(*plan);
+                self.plan = Some(Told::new(*plan));
                 self.reached("network_connected");
                 Ok(())
             }
+            Outcome::Followed { heard, result: Ok(followed) } => self.followed(heard, *followed).await,
+            Outcome::Followed { heard, result: Err(error) } => {
+                self.not_followed(heard, error);
+                Ok(())
+            }
+            Outcome::Traced { from, result } => self.traced(from, result).await,
             Outcome::Reserved(Err(error)) | Outcome::Connected(Err(error)) => {
                 self.no_network(error.text, error.permanent).await
             }
@@ -54,7 +61,9 @@ impl Task {
                 self.later(Which::Relay, error.text);
                 Ok(())
             }
-            Outcome::Greeted { session, result: Ok(reply) } => self.greeted(session, *reply).await,
+            Outcome::Greeted { session, digest, result: Ok(reply) } => {
+                self.greeted(session, digest, *reply).await
+            }
             Outcome::Greeted { result: Err(error), .. } => {
                 self.later(Which::Guest, error.text);
                 Ok(())
@@ -187,7 +196,7 @@ impl Task {
         Ok(())
     }
 
-    async fn greeted(&mut self, session: String, reply: Reply) -> Result<(), Unapplied> {
+    async fn greeted(&mut self, session: String, digest: String, reply: Reply) -> Result<(), Unapplied> {
         let status = reply.status.unwrap_or_default();
         let joining = matches!(self.record.phase, Phase::Joining { .. });
         if !reply.error.is_empty() {
@@ -195,14 +204,14 @@ impl Task {
             if joining {
                 return self.fail("personalise", format!("the guest says: {text}")).await;
             }
-            error!(error = text, "the guest came back and cannot go on");
-            self.refused_session = Some(session);
+            self.refused_plan(session, digest, &text);
             return Ok(());
         }
         self.worked(Which::Guest);
         let now = self.fx.now_ms();
         self.apply(Event::Joined, |record| {
             record.session = Some(session.clone());
+            record.told = Some(digest.clone());
             record.reached("running", now);
             // Nothing asks for the VM again, and its secret has no business here any more.
             record.request = None;
@@ -212,8 +221,13 @@ impl Task {
             self.say_joined(&status);
         } else {
             let mut record = self.record.clone();
-            record.session = Some(session);
+            let before = record.session.replace(session);
+            record.told = Some(digest);
             self.save(record).await.map_err(Unapplied::Disk)?;
+            if before == self.record.session {
+                info!("the guest follows the pod's network");
+                return Ok(());
+            }
             let lost: Vec<String> = status.lost.iter().map(|what| clip(what)).collect();
             warn!(lost = lost.join("; "), guest_version = clip(&status.version), "the guest rejoined");
         }

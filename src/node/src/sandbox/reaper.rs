@@ -56,9 +56,10 @@ impl Reaper {
                 (since.elapsed() >= settings.never_started_grace).then_some(Stop::NeverStarted)
             };
             let Some(reason) = reason else { continue };
-            info!(sandbox = %id, reason = reason.reason(), "nobody stops it; we do");
+            let pod = table.pod(&id);
+            info!(sandbox = %id, pod = &*pod, reason = reason.reason(), "nobody stops it; we do");
             if let Err(error) = table.stop(&id, reason).await {
-                warn!(sandbox = %id, %error, "could not be stopped; trying again");
+                warn!(sandbox = %id, pod = &*pod, %error, "could not be stopped; trying again");
             }
         }
         self.missing.retain(|id, _| seen.contains(id));
@@ -98,7 +99,7 @@ impl Sandboxes {
                 self.state().entries.remove(id);
                 self.0.metrics.moved(Some(&Phase::Gone), None);
             }
-            Err(error) => warn!(sandbox = %id, %error, "a tombstone stays"),
+            Err(error) => warn!(sandbox = %id, pod = &*self.pod(id), %error, "a tombstone stays"),
         }
     }
 }

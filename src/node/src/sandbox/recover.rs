@@ -34,7 +34,8 @@ pub async fn recover(table: &Sandboxes, records: Vec<Record>, notes: Vec<Note>) 
                 done.push(note);
             }
             Err(error) => {
-                warn!(sandbox = %note.id, %error, "a stop that was promised cannot be recorded yet; trying again");
+                let pod = record.as_ref().map_or_else(|| "-".to_owned(), Record::pod_name);
+                warn!(sandbox = %note.id, pod, %error, "a stop that was promised cannot be recorded yet; trying again");
                 by_id.extend(record.map(|record| (note.id.clone(), record)));
             }
         }

@@ -10,7 +10,10 @@ use futures_util::future::{BoxFuture, FutureExt, pending};
 use peerpod_proto::guest::{NetworkPlan, Reply};
 use peerpod_provider_api::InstanceId;
 
-use super::effects::{CloudError, NetworkError, RelayError, Trusted};
+use super::{
+    effects::{CloudError, Followed, NetworkError, RelayError, Trusted},
+    follow::Heard,
+};
 use crate::ledger::Network;
 
 /// What an effect came to.
@@ -27,12 +30,24 @@ pub(super) enum Outcome {
     Located(Result<Vec<IpAddr>, CloudError>),
     Reserved(Result<Network, NetworkError>),
     Connected(Result<Box<NetworkPlan>, NetworkError>),
+    /// Another look at the pod's network; `heard`: what had been heard when it began.
+    Followed {
+        heard: Heard,
+        result: Result<Box<Followed>, NetworkError>,
+    },
+    /// What the cloud says of the VM's addresses, asked because its guest comes from this one.
+    Traced {
+        from: IpAddr,
+        result: Result<Vec<IpAddr>, CloudError>,
+    },
     Put {
         version: u64,
         result: Result<(), RelayError>,
     },
+    /// `digest`: which plan.
     Greeted {
         session: String,
+        digest: String,
         result: Result<Box<Reply>, RelayError>,
     },
     /// The guest was told whom to trust and asked for a CSR.

@@ -37,6 +37,8 @@ impl Task {
                 self.tell_relay();
                 self.greet();
                 self.renew();
+                self.follow();
+                self.trace();
             }
             Action::Learn => self.learn(),
             Action::Clear => self.clear(),
@@ -157,26 +159,28 @@ impl Task {
 
     /// Personalises the guest as soon as it is there; again when it is another one.
     fn greet(&mut self) {
-        if self.plan.is_none() || !self.slots.guest.is_idle() {
+        if !self.slots.guest.is_idle() {
             return;
         }
         let guest = self.guest.borrow_and_update().clone();
-        let known = self.record.session.as_ref() == Some(&guest.session)
-            || self.refused_session.as_ref() == Some(&guest.session);
-        if !guest.connected || known {
+        let Some(plan) = self.plan.clone().filter(|_| guest.connected && !self.is_told(&guest.session))
+        else {
             return;
-        }
+        };
         self.reached("guest_connected");
-        if self.record.session.is_some() {
+        if self.record.session.as_ref().is_some_and(|session| *session != guest.session) {
             warn!(session = guest.session, "the guest program is another one: what it had under way is lost");
         }
+        let homes = self.homes.borrow().clone();
+        let digest = plan.digest(&homes);
         let mut request = Request::new();
         request.set_personalise(Personalise {
             version: 1,
             sandbox_id: self.record.id.to_string(),
             pod_name: self.record.pod.as_ref().map(|pod| pod.name.clone()).unwrap_or_default(),
             pod_namespace: self.record.pod.as_ref().map(|pod| pod.namespace.clone()).unwrap_or_default(),
-            network: self.plan.clone().into(),
+            network: Some(plan.network).into(),
+            node_addresses: homes.as_ref().map(|homes| homes.to_vec()).unwrap_or_default(),
             lease_seconds: u32::try_from(self.settings.lease.as_secs()).unwrap_or(u32::MAX),
             agent_timeout_ms: u32::try_from(self.settings.agent_timeout.as_millis()).unwrap_or(u32::MAX),
             initdata: self.record.initdata.clone().unwrap_or_default(),
@@ -187,7 +191,7 @@ impl Task {
         let timeout = self.settings.agent_timeout + Duration::from_secs(10);
         self.slots.guest.start(async move {
             let result = fx.call(&id, request, timeout).await.map(Box::new);
-            Outcome::Greeted { session, result }
+            Outcome::Greeted { session, digest, result }
         });
     }
 

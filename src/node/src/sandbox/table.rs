@@ -11,18 +11,23 @@ use std::{
 };
 
 use peerpod_provider_api::{CreateRequest, InstanceId};
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::{
+    sync::{mpsc, oneshot, watch},
+    time::{Instant, timeout_at},
+};
 use tracing::{Instrument, error, info, info_span, warn};
 
-pub(super) use state::Entry;
-use state::{Running, State};
+pub(super) use state::{Entry, Running};
+use state::State;
 
 use super::{
     Settings,
     claims::{Claim, Claims},
     effects::Effects,
     error::{ClaimRefused, Error, Granted},
+    follow::Following,
     phase::Phase,
+    revive::Mourner,
     slots::Slots,
     task::{Command, Stop, Task},
     view::View,
@@ -56,11 +61,13 @@ pub(super) struct Inner {
     /// Held while a tombstone of an unknown id is written: one at a time, they are rare.
     burying: tokio::sync::Mutex<()>,
     /// Counts insertions, for who waits for a pod that is not there yet.
-    inserted: watch::Sender<u64>,
+    pub(super) inserted: watch::Sender<u64>,
 }
 
 /// Commands that may wait for one sandbox; a shim has one or two in flight.
 const QUEUE: usize = 64;
+/// How long a call that changes a sandbox waits for another task, when the sandbox's own is gone.
+const ANOTHER: Duration = Duration::from_secs(5);
 
 impl Sandboxes {
     /// An empty table.
@@ -102,24 +109,32 @@ impl Sandboxes {
     /// # Errors
     /// That reason; or that it takes longer than a call may wait.
     pub async fn start(&self, id: &SandboxId) -> Result<(), Error> {
-        let running = match self.find(id) {
-            Some(Found::Task(running)) => running,
-            Some(Found::Tombstone(view)) => return Err(view.ended()),
-            None => return Err(Error::Unknown(id.clone())),
-        };
-        let mut view = running.view.clone();
-        born(running.view.clone()).await?;
-        // A task that is gone meanwhile leaves its last view behind.
-        if let Some(result) = self.ask(&running, Command::Start).await {
-            result?;
-        }
         let limit = self.0.settings.start_timeout;
-        let waited = tokio::time::timeout(limit, view.wait_for(|view| view.outcome().is_some())).await;
-        let waited = waited.map(|seen| seen.map(|view| view.outcome().unwrap_or(Ok(()))));
-        match waited {
-            Ok(Ok(outcome)) => outcome,
-            Ok(Err(_)) => Err(broken(id)),
-            Err(_) => Err(self.late(id, limit)),
+        let deadline = Instant::now() + limit;
+        loop {
+            let running = match self.find(id) {
+                Some(Found::Task(running)) => running,
+                Some(Found::Tombstone(view)) => return Err(view.ended()),
+                None => return Err(Error::Unknown(id.clone())),
+            };
+            let mut view = running.view.clone();
+            born(running.view.clone()).await?;
+            // A task that is gone meanwhile leaves its last view behind.
+            if let Some(result) = self.ask(&running, Command::Start).await {
+                result?;
+            }
+            let waited = timeout_at(deadline, view.wait_for(|view| view.outcome().is_some())).await;
+            let waited = waited.map(|seen| seen.map(|view| view.outcome().unwrap_or(Ok(()))));
+            match waited {
+                Ok(Ok(outcome)) => return outcome,
+                Err(_) => return Err(self.late(id, limit)),
+                Ok(Err(_)) => {
+                    let left = deadline.duration_since(Instant::now());
+                    if !self.revived(id, &running, left).await {
+                        return Err(broken(id));
+                    }
+                }
+            }
         }
     }
 
@@ -154,6 +169,7 @@ impl Sandboxes {
                     match self.ask(&running, |answer| Command::Stop(stop, answer)).await {
                         Some(result) => return result,
                         None if running.view.borrow().phase == Phase::Gone => return Ok(()),
+                        None if self.revived(id, &running, ANOTHER).await => {}
                         None => return Err(broken(id)),
                     }
                 }
@@ -189,7 +205,22 @@ impl Sandboxes {
             return Err(Error::Claim(ClaimRefused::UnknownTicket));
         };
         let asked = self.ask(&running, |answer| Command::Claim(claim, answer)).await;
-        asked.unwrap_or(Err(Error::Claim(ClaimRefused::NotWanted)))
+        asked.unwrap_or_else(|| {
+            // One that lives and has no task just now will have one again; the guest asks again.
+            let view = running.view.borrow();
+            Err(if view.phase.is_live() { broken(&view.id) } else { Error::Claim(ClaimRefused::NotWanted) })
+        })
+    }
+
+    /// The provider is sure that a running sandbox's VM is gone. `false`: the sandbox is not running any more, or its
+    /// guest is back.
+    ///
+    /// # Errors
+    /// When the failure could not be made durable.
+    pub(super) async fn lost(&self, id: &SandboxId, vm: &InstanceId) -> Result<bool, Error> {
+        let Some(Found::Task(running)) = self.find(id) else { return Ok(false) };
+        let asked = self.ask(&running, |answer| Command::Lost(vm.clone(), answer)).await;
+        asked.unwrap_or_else(|| Err(broken(id)))
     }
 
     /// Which VM is a pod's: that of the newest sandbox that is alive. With `wait`, waits for it.
@@ -234,6 +265,15 @@ impl Sandboxes {
         tasks.collect()
     }
 
+    /// Whose a sandbox is, for log lines: namespace/name, `-` when nobody knows.
+    pub fn pod(&self, id: &SandboxId) -> Arc<str> {
+        match self.state().entries.get(id) {
+            Some(Entry::Task(running)) => running.view.borrow().pod.clone(),
+            Some(Entry::Tombstone { view, .. }) => view.pod.clone(),
+            None => "-".into(),
+        }
+    }
+
     /// Watches one sandbox.
     pub fn view(&self, id: &SandboxId) -> Option<watch::Receiver<View>> {
         match self.state().entries.get(id)? {
@@ -242,9 +282,18 @@ impl Sandboxes {
         }
     }
 
+    /// Counts a guest that the roll-over of the CA goes on without.
+    pub(crate) fn left_behind(&self) {
+        self.0.metrics.left_behind.inc();
+    }
+
     /// Ends all tasks where they are. What they were doing is in the ledger.
     pub async fn close(&self) {
-        let mut tasks = std::mem::take(&mut self.state().tasks);
+        let mut tasks = {
+            let mut state = self.state();
+            state.closed = true;
+            std::mem::take(&mut state.tasks)
+        };
         tasks.shutdown().await;
     }
 
@@ -321,7 +370,10 @@ impl Sandboxes {
 
     /// Takes a sandbox from the ledger.
     pub(super) fn adopt(&self, record: Record) {
-        let mut state = self.state();
+        self.adopt_in(&mut self.state(), record);
+    }
+
+    pub(super) fn adopt_in(&self, state: &mut State, record: Record) {
         if record.phase == Phase::Gone {
             self.0.metrics.moved(None, Some(&record.phase));
             state.bury(&record, self.0.settings.tombstone_ttl);
@@ -334,7 +386,20 @@ impl Sandboxes {
             Some(Entry::Task(other)) if record.phase.is_live() => Some(other.view.clone()),
             _ => None,
         };
-        self.spawn(&mut state, record, predecessor);
+        self.spawn(state, record, predecessor);
+    }
+
+    /// Takes a sandbox whose task panicked out of the table.
+    pub(super) fn drop_dead(&self, state: &mut State, id: &SandboxId) {
+        if let Some(Entry::Task(dead)) = state.entries.get(id) {
+            let phase = dead.view.borrow().phase.clone();
+            // One that was only created is not counted yet.
+            if phase != Phase::Created {
+                self.0.metrics.moved(Some(&phase), None);
+            }
+            state.unlink(id);
+            state.entries.remove(id);
+        }
     }
 
     fn spawn(
@@ -373,7 +438,9 @@ impl Sandboxes {
             plan: None,
             trusted: fx.trusted(),
             renewal: None,
-            refused_session: None,
+            refused: None,
+            homes: fx.homes(),
+            following: Following::default(),
             network_given_up: false,
             put_wanted: 1,
             put_done: 0,
@@ -443,7 +510,7 @@ impl Sandboxes {
             }
         }
         metrics.moved(None, Some(&Phase::Gone));
-        info!(sandbox = %id, "stopped before it was known: a tombstone is all there is of it");
+        info!(sandbox = %id, pod = "-", "stopped before it was known: a tombstone is all there is of it");
         Some(Ok(()))
     }
 
@@ -481,22 +548,6 @@ impl Sandboxes {
 enum Found {
     Task(Running),
     Tombstone(Box<View>),
-}
-
-/// Hears of a task that ended by a panic. Its sandbox stays in the ledger and comes back with the next start of the
-/// node; until then calls for it say so.
-struct Mourner {
-    table: Sandboxes,
-    id: SandboxId,
-}
-
-impl Drop for Mourner {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.table.0.metrics.panics.inc();
-            error!(sandbox = %self.id, "the sandbox's task panicked; this is a bug of ours, and it comes back when the node is restarted");
-        }
-    }
 }
 
 /// Waits until a sandbox is accepted.

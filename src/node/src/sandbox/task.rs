@@ -6,7 +6,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use peerpod_provider_api::IdempotencyKey;
+use peerpod_provider_api::{IdempotencyKey, InstanceId};
 use tokio::{
     sync::{mpsc, oneshot, watch},
     time::{Instant, sleep_until},
@@ -19,6 +19,7 @@ use super::{
     clear::Left,
     effects::{Effects, Guest, Trusted},
     error::{Error, Granted},
+    follow::{Following, Homes, Told},
     phase::{self, Action, Event, Phase},
     renew::Renewal,
     slots::{Outcome, Slots, Which},
@@ -32,6 +33,8 @@ pub(super) enum Command {
     Start(oneshot::Sender<Result<(), Error>>),
     /// It is not wanted any more. Answered when that is durable.
     Stop(Stop, oneshot::Sender<Result<(), Error>>),
+    /// The provider is sure that this VM of it is gone. Answers whether it has failed by that.
+    Lost(InstanceId, oneshot::Sender<Result<bool, Error>>),
     /// Its guest shows the ticket.
     Claim(Claim, oneshot::Sender<Result<Granted, Error>>),
 }
@@ -97,9 +100,13 @@ pub(super) struct Task {
     /// The sandbox that had our network namespace before and is not out of it yet.
     pub(super) predecessor: Option<watch::Receiver<View>>,
     /// What the guest is to make of the pod's network, once it is connected.
-    pub(super) plan: Option<peerpod_proto::guest::NetworkPlan>,
-    /// A guest session that must not be greeted again: its guest refused.
-    pub(super) refused_session: Option<String>,
+    pub(super) plan: Option<Told>,
+    /// A guest session and the digest of the plan that it refused.
+    pub(super) refused: Option<(String, String)>,
+    /// Where guests find the node.
+    pub(super) homes: watch::Receiver<Homes>,
+    /// What changed around the pod's network, and how far that is followed.
+    pub(super) following: Following,
     /// The pod network of a running sandbox cannot be mended; do not try for ever.
     pub(super) network_given_up: bool,
     /// What the relay must have been told, and what it was told.
@@ -119,6 +126,7 @@ enum Woken {
     Guest,
     Epoch,
     Trust,
+    Heard,
     Deadline,
 }
 
@@ -151,6 +159,8 @@ impl Task {
                 () = changed(&mut self.guest) => Woken::Guest,
                 () = changed(&mut self.epoch) => Woken::Epoch,
                 () = changed(&mut self.trusted) => Woken::Trust,
+                () = self.following.heard() => Woken::Heard,
+                () = changed(&mut self.homes) => Woken::Heard,
                 () = sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => Woken::Deadline,
             };
             // Boxed: a sandbox idles in the select above for hours, and these are much larger than it.
@@ -158,7 +168,7 @@ impl Task {
                 Woken::Command(Some(command)) => Box::pin(self.command(command)).await,
                 Woken::Command(None) => return,
                 Woken::Outcome(which, outcome) => Box::pin(self.outcome(which, outcome)).await,
-                Woken::Guest | Woken::Trust => {} // the pump looks
+                Woken::Guest | Woken::Trust | Woken::Heard => {} // the pump looks
                 Woken::Epoch => self.relay_changed(),
                 Woken::Deadline => Box::pin(self.too_late()).await,
             }
@@ -209,6 +219,10 @@ impl Task {
                 drop(answer.send(stopped));
             }
             Command::Claim(claim, answer) => self.claim(claim, answer).await,
+            Command::Lost(vm, answer) => {
+                let lost = self.lost(&vm).await;
+                drop(answer.send(lost));
+            }
         }
     }
 
@@ -253,6 +267,7 @@ impl Task {
     /// Gives up on the sandbox: whoever waits for it hears why, and what was made is taken away.
     pub(super) async fn fail(&mut self, stage: &str, cause: String) -> Result<(), Unapplied> {
         let was_live = self.record.phase.is_live();
+        let ran = matches!(self.record.phase, Phase::Running { .. });
         self.apply(Event::Failed, |record| {
             if was_live {
                 record.failed = true;
@@ -261,10 +276,29 @@ impl Task {
         })
         .await?;
         if was_live {
-            error!(stage, %cause, "could not be started");
+            error!(stage, %cause, "{}", if ran { "failed while it ran" } else { "could not be started" });
             self.metrics.failed(stage);
         }
         Ok(())
+    }
+
+    /// Fails, unless the guest is back or the sandbox is on its way out.
+    async fn lost(&mut self, vm: &InstanceId) -> Result<bool, Error> {
+        let ours = matches!(&self.record.phase, Phase::Running { vm: ours } if ours == vm);
+        if !ours || self.guest.borrow().connected {
+            return Ok(false);
+        }
+        let console = tokio::time::timeout(Duration::from_secs(2), self.fx.console(vm)).await;
+        let console = console.ok().flatten().map(|text| format!("; its console ends with: {text}"));
+        let cause = format!(
+            "its VM {vm} is gone: the provider does not have it any more, and its guest does not answer{}",
+            console.unwrap_or_default()
+        );
+        match self.fail("vm", cause).await {
+            Ok(()) => Ok(true),
+            Err(Unapplied::Disk(error)) => Err(error),
+            Err(Unapplied::Refused(refused)) => Err(Error::Unavailable(refused.to_string())),
+        }
     }
 
     async fn too_late(&mut self) {

@@ -3,7 +3,9 @@
 
 mod calls;
 mod crash;
+mod deaths;
 mod failures;
+mod follow;
 mod node;
 mod restart;
 mod world;

@@ -12,6 +12,8 @@ use crate::{ledger::Record, sandbox::phase::Phase, spec::SandboxId};
 pub struct View {
     /// Which.
     pub id: SandboxId,
+    /// Whose it is, namespace/name, for log lines; `-` when that was never known.
+    pub pod: Arc<str>,
     /// Where it stands.
     pub phase: Phase,
     /// Whether StartVM ever came.
@@ -34,6 +36,7 @@ impl View {
     pub(super) fn of(record: &Record, network_gone: bool) -> View {
         View {
             id: record.id.clone(),
+            pod: record.pod_name().into(),
             phase: record.phase.clone(),
             started: record.started,
             created_ms: record.created_ms,

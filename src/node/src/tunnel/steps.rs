@@ -10,7 +10,7 @@ use peerpod_link::net::netlink::Client;
 use peerpod_link::net::netns::Netns;
 use peerpod_link::net::nft::{Filter, Peer};
 use peerpod_link::net::plan::{self, Underlay};
-use peerpod_link::net::tunnel::{self, Connection};
+use peerpod_link::net::tunnel::{self, Connection, TunnelWay};
 use peerpod_link::net::vxlan::{self, Held, Shape};
 use peerpod_link::net::{Error, netlink};
 use peerpod_proto::guest::NetworkPlan;
@@ -64,6 +64,14 @@ impl Steps {
         Ok(Reserved { vni: held.vni, ifindex: held.ifindex, v6, port: shape.port })
     }
 
+    fn shape(&self, reserved: &Reserved) -> Shape {
+        Shape { port: reserved.port, v6: reserved.v6, udp_checksum: self.config.udp_checksum }
+    }
+
+    pub(super) fn way(&self, reserved: &Reserved, vm: IpAddr) -> Result<TunnelWay, Error> {
+        self.with_host(|host| tunnel::way(host, self.shape(reserved), vm))
+    }
+
     pub(super) fn connect(
         &self,
         netns: &Netns,
@@ -71,8 +79,8 @@ impl Steps {
         seen: &Seen,
         vm: IpAddr,
     ) -> Result<NetworkPlan, Error> {
-        let shape = Shape { port: reserved.port, v6: reserved.v6, udp_checksum: self.config.udp_checksum };
-        let way = self.with_host(|host| tunnel::way(host, shape, vm))?;
+        let shape = self.shape(reserved);
+        let way = self.way(reserved, vm)?;
         let mtu = way.pod_mtu(seen)?;
         // The filter first: the device is never up without it.
         self.filter(|filtering| filtering.add(Peer { address: vm, vni: reserved.vni }))?;

@@ -12,7 +12,7 @@ use tokio::{
 
 use crate::{
     ledger::{NetnsRef, Record},
-    sandbox::{task::Command, view::View},
+    sandbox::{revive::Panics, task::Command, view::View},
     spec::SandboxId,
 };
 
@@ -26,7 +26,11 @@ pub(in crate::sandbox) struct State {
     pub(super) unwritten: HashSet<SandboxId>,
     /// How many entries are tasks.
     pub(super) count: usize,
-    pub(super) tasks: JoinSet<()>,
+    pub(in crate::sandbox) tasks: JoinSet<()>,
+    /// Sandboxes whose task panicked, and how often.
+    pub(in crate::sandbox) panics: HashMap<SandboxId, Panics>,
+    /// Nothing is started any more.
+    pub(in crate::sandbox) closed: bool,
 }
 
 pub(in crate::sandbox) enum Entry {
@@ -40,7 +44,7 @@ pub(in crate::sandbox) enum Entry {
 
 #[derive(Clone)]
 pub(in crate::sandbox) struct Running {
-    pub(super) commands: mpsc::Sender<Command>,
+    pub(in crate::sandbox) commands: mpsc::Sender<Command>,
     pub(in crate::sandbox) view: watch::Receiver<View>,
     pub(in crate::sandbox) netns: Option<NetnsRef>,
     pub(super) ticket: Option<String>,
@@ -95,6 +99,7 @@ impl State {
         let ttl_ms = u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX);
         let until_ms = record.gone_ms.unwrap_or(record.created_ms).saturating_add(ttl_ms);
         let view = Box::new(View::of(record, true));
+        self.panics.remove(&record.id);
         self.entries.insert(record.id.clone(), Entry::Tombstone { until_ms, view });
     }
 

@@ -14,7 +14,7 @@ use crate::{
     ledger::{Inbox, Ledger},
     metrics::Metrics,
     sandbox::{
-        Claim, Reaper, Sandboxes, Secret, Settings, Wish,
+        Claim, Deaths, Reaper, Sandboxes, Secret, Settings, Wish,
         recover::{Orphans, recover},
     },
     spec::{PodRef, Size, Wanted},
@@ -35,6 +35,7 @@ pub(super) fn settings() -> Settings {
         tombstone_ttl: Duration::from_secs(6 * 3600),
         never_started_grace: Duration::from_secs(900),
         netns_gone_grace: Duration::from_secs(30),
+        vm_gone_grace: Duration::from_secs(24),
         max_sandboxes: 1000,
     }
 }
@@ -80,7 +81,8 @@ impl Node {
         }
         let guests = tokio::spawn(play_guests(table.clone(), fx.clone())).abort_handle();
         let reaper = tokio::spawn(Reaper::default().run(table.clone())).abort_handle();
-        let mut others = vec![guests, reaper];
+        let deaths = tokio::spawn(Deaths::default().run(table.clone())).abort_handle();
+        let mut others = vec![guests, reaper, deaths];
         if world.late_creates.load(Ordering::Relaxed) {
             let orphans = Orphans::new(Vec::new(), Duration::from_secs(10));
             others.push(tokio::spawn(orphans.run(table.clone(), Duration::from_secs(20))).abort_handle());

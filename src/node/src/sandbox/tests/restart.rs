@@ -6,10 +6,13 @@ use std::{
     time::Duration,
 };
 
+use sha2::{Digest, Sha256};
+
 use super::{node::*, world::*};
 use crate::{
-    ledger::Ledger,
-    sandbox::{Stop, effects::Trusted, recover::Orphans},
+    ledger::{Inbox, Ledger},
+    rpc,
+    sandbox::{ClaimRefused, Error, Stop, effects::Trusted, recover::Orphans},
 };
 
 fn note(dir: &Dir, name: &str) {
@@ -59,6 +62,34 @@ async fn a_promised_stop_comes_before_everything_else() {
     assert!(world.state().vms.is_empty());
     // The create that nobody heard of was asked again with its key in order to delete what it made; no more.
     assert!(world.create_calls() <= calls + 1);
+    node.kill().await;
+}
+
+/// A sandbox that runs, one that is unknown, and one whose record cannot be written just now, which is asked for first.
+#[tokio::test(start_paused = true)]
+async fn a_promised_stop_that_cannot_be_recorded_does_not_keep_the_others_waiting() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("stuck").await;
+    node.run("fine").await;
+    for (at_ms, name) in [(1, "stuck"), (2, "fine"), (3, "unknown")] {
+        let text = format!(r#"{{"version":1,"op":"stop","id":"{name}","at_ms":{at_ms}}}"#);
+        fs::write(dir.0.join("inbox").join(format!("{name}.json")), text).unwrap();
+    }
+    let inbox = Inbox::open(&dir.0).unwrap();
+    let notes = || {
+        let names = fs::read_dir(dir.0.join("inbox")).unwrap().flatten();
+        names.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect::<Vec<_>>()
+    };
+    *world.cannot_record.lock().unwrap() = Some(id("stuck"));
+    assert_eq!(rpc::read_inbox(&node.table, &inbox, &node.metrics).await, Ok(2));
+    node.until("the other is gone", |node| node.phase("fine") == "gone").await;
+    assert_eq!((node.phase("stuck").as_str(), node.phase("unknown").as_str()), ("running", "gone"));
+    assert_eq!(notes(), ["stuck.json"], "the promise stays");
+    *world.cannot_record.lock().unwrap() = None;
+    assert_eq!(rpc::read_inbox(&node.table, &inbox, &node.metrics).await, Ok(1));
+    node.until("it is gone", |node| node.phase("stuck") == "gone").await;
+    assert!(notes().is_empty() && world.vms() == 0);
     node.kill().await;
 }
 
@@ -213,4 +244,48 @@ async fn a_running_guest_follows_the_ca_and_its_old_certificate_stays_good_for_a
     node.until("told", |node| trusts(node, "third")).await;
     assert_eq!(world.state().relay["a"].guest_certificates.len(), 3);
     node.kill().await;
+}
+
+/// The ticket is bound to a key on the disk; the guest has heard nothing yet. The boundaries after the write: the binding
+/// is durable, the relay is about to be told, the relay knows the certificate and nobody was answered.
+#[tokio::test(start_paused = true)]
+async fn killed_between_a_ticket_s_binding_and_its_answer_the_same_key_is_answered_and_another_is_not() {
+    for (boundaries, relay_knows) in [(1, false), (2, false), (3, true)] {
+        let (world, dir) = (World::new(1), Dir::new());
+        world.guests_stay_away.store(true, Ordering::Relaxed);
+        let node = Node::start(&world, &dir).await;
+        node.create("a").await.unwrap();
+        node.until("connected", |_| world.devices() == 1 && world.state().relay.contains_key("a")).await;
+        // Time stands still: after this nothing of it runs but the wait for the guest.
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let birth = world.state().vms.values().next().unwrap().birth.clone();
+
+        node.fuse.burn_after(boundaries);
+        tokio::select! {
+            answer = node.table.claim(&birth.ticket.id, claim(&birth, b"the guest's")) => panic!("{answer:?}"),
+            () = node.fuse.blown.notified() => {}
+        }
+        node.kill().await;
+        let record = fs::read_to_string(dir.0.join("sandboxes/a.json")).unwrap();
+        let record: serde_json::Value = serde_json::from_str(&record).unwrap();
+        assert!(record["binding"]["key_sha256"].is_string(), "boundary {boundaries}: {record}");
+        let known = world.state().relay["a"].guest_certificates.len();
+        assert_eq!(known, usize::from(relay_knows), "boundary {boundaries}");
+
+        let node = Node::start(&world, &dir).await;
+        let thief = node.table.claim(&birth.ticket.id, claim(&birth, b"another's")).await;
+        assert_eq!(thief, Err(Error::Claim(ClaimRefused::OtherKey)), "boundary {boundaries}");
+        let granted = node.table.claim(&birth.ticket.id, claim(&birth, b"the guest's")).await.unwrap();
+        let known = world.state().relay["a"].guest_certificates.clone();
+        assert_eq!(
+            known,
+            [Sha256::digest(&granted.chain[0]).to_vec()],
+            "boundary {boundaries}: the relay first"
+        );
+        let again = node.table.claim(&birth.ticket.id, claim(&birth, b"the guest's")).await.unwrap();
+        assert_eq!(again, granted, "boundary {boundaries}: the very same certificate");
+        node.fx.link("a", "i-1");
+        node.table.start(&id("a")).await.unwrap();
+        node.kill().await;
+    }
 }

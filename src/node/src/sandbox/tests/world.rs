@@ -24,7 +24,10 @@ use tokio::{sync::watch, time::Instant};
 
 use crate::{
     ledger::{Error as LedgerError, Ledger, NetnsRef, Network, Record},
-    sandbox::effects::{Certificate, CloudError, Effects, Guest, NetworkError, RelayError, Trusted},
+    sandbox::effects::{
+        Certificate, CloudError, Effects, Followed, Guest, NetworkError, RelayError, Trusted,
+    },
+    sandbox::follow::Homes,
     spec::SandboxId,
     trust::Ticket,
 };
@@ -90,6 +93,10 @@ pub(super) struct State {
     /// Sandbox → the session of its guest on the link.
     pub links: BTreeMap<String, String>,
     pub greeted: Vec<String>,
+    /// Where the guests were last told that their tunnels end.
+    pub tunnels: BTreeMap<String, String>,
+    /// Looks at running pods' networks.
+    pub looks: usize,
     /// Sandbox and what its guest was given, `true` for a certificate.
     pub rotated: Vec<(String, bool)>,
     pub flushed: Vec<String>,
@@ -111,6 +118,19 @@ pub(super) struct World {
     /// A create that its caller did not live to see answered may reach the cloud later all the same.
     pub late_creates: AtomicBool,
     pub disk_full: AtomicBool,
+    /// How many of the next effects panic.
+    pub panics: AtomicU64,
+    pub owned_fails: Mutex<Option<CloudError>>,
+    /// A sandbox whose record alone cannot be written.
+    pub cannot_record: Mutex<Option<SandboxId>>,
+    /// Ticks when something changed around the pods' networks.
+    pub noise: watch::Sender<u64>,
+    /// What every look shows, as the first interface's name.
+    pub network: Mutex<String>,
+    /// Where guests find the node.
+    pub homes: watch::Sender<Homes>,
+    /// The VMs' addresses.
+    pub addresses: Mutex<Vec<IpAddr>>,
     /// Percent of effects that fail; of those, half fail after they worked.
     pub faults: AtomicU64,
     pub epoch: watch::Sender<u64>,
@@ -126,6 +146,24 @@ pub(super) fn id(name: &str) -> SandboxId {
 }
 
 impl World {
+    /// What the guest is to make, as the network is now.
+    fn plan(&self, vm: IpAddr) -> NetworkPlan {
+        let mut plan = NetworkPlan { version: 1, ..NetworkPlan::default() };
+        plan.underlay.mut_or_insert_default().vm_address = vm.to_string();
+        let name = self.network.lock().unwrap().clone();
+        plan.interfaces.push(peerpod_proto::guest::Interface { name, ..Default::default() });
+        plan
+    }
+
+    pub(super) fn looks(&self) -> usize {
+        self.state().looks
+    }
+
+    /// Where the guest was last told that its tunnel ends.
+    pub(super) fn tunnel_to(&self, id: &str) -> Option<String> {
+        self.state().tunnels.get(id).cloned()
+    }
+
     pub(super) fn new(seed: u64) -> Arc<World> {
         Arc::new(World {
             state: Mutex::new(State {
@@ -137,6 +175,8 @@ impl World {
                 devices: BTreeMap::new(),
                 links: BTreeMap::new(),
                 greeted: Vec::new(),
+                tunnels: BTreeMap::new(),
+                looks: 0,
                 rotated: Vec::new(),
                 flushed: Vec::new(),
                 dead_netns: BTreeSet::new(),
@@ -152,6 +192,13 @@ impl World {
             guests_stay_away: AtomicBool::new(false),
             late_creates: AtomicBool::new(false),
             disk_full: AtomicBool::new(false),
+            panics: AtomicU64::new(0),
+            owned_fails: Mutex::default(),
+            cannot_record: Mutex::default(),
+            noise: watch::Sender::new(0),
+            network: Mutex::new("eth0".into()),
+            homes: watch::Sender::new(None),
+            addresses: Mutex::new(vec![IpAddr::V4(Ipv4Addr::new(10, 99, 0, 7))]),
             faults: AtomicU64::new(0),
             epoch: watch::Sender::new(1),
             trusted: watch::Sender::new(Arc::new(Trusted { id: "first".into(), cas: vec![b"ca".to_vec()] })),
@@ -197,6 +244,15 @@ impl World {
         id
     }
 
+    /// Panics as an effect of ours that has a bug.
+    fn bug(&self) {
+        let left = self.panics.load(Ordering::Relaxed);
+        if left > 0 {
+            self.panics.store(left - 1, Ordering::Relaxed);
+            panic!("a bug, as the test asked for");
+        }
+    }
+
     /// Whether an effect fails now, and whether it works all the same.
     fn fault(&self) -> Option<bool> {
         let chance = self.faults.load(Ordering::Relaxed);
@@ -217,6 +273,11 @@ impl Fuse {
     pub(super) fn after(boundaries: Option<u64>) -> Arc<Fuse> {
         let left = boundaries.map_or(i64::MAX, |n| n as i64);
         Arc::new(Fuse { left: AtomicI64::new(left), ..Fuse::default() })
+    }
+
+    /// Sets it anew, from here on.
+    pub(super) fn burn_after(&self, boundaries: i64) {
+        self.left.store(boundaries, Ordering::SeqCst);
     }
 
     pub(super) fn is_blown(&self) -> bool {
@@ -254,11 +315,33 @@ impl Fake {
         let session = self.world.state().links.get(id).cloned();
         let mut guests = self.guests.lock().unwrap();
         let sender = guests.entry(id.to_owned()).or_insert_with(|| {
-            let guest =
-                Guest { connected: session.is_some(), session: session.unwrap_or_default(), status: vec![] };
+            let guest = Guest {
+                connected: session.is_some(),
+                session: session.unwrap_or_default(),
+                ..Guest::default()
+            };
             watch::Sender::new(guest)
         });
         sender.clone()
+    }
+
+    /// The guest's connection comes from there.
+    pub(super) fn comes_from(&self, id: &str, address: IpAddr) {
+        self.guest_sender(id).send_modify(|guest| guest.address = Some(address));
+    }
+
+    /// The guest says that its VM has the address.
+    pub(super) fn has_address(&self, id: &str, address: IpAddr) {
+        let mut status = peerpod_proto::guest::Status::new();
+        status.uplink_addresses.push(address.to_string());
+        let status = protobuf::Message::write_to_bytes(&status).unwrap();
+        self.guest_sender(id).send_modify(|guest| guest.status = status);
+    }
+
+    /// The guest of this sandbox is off the link.
+    pub(super) fn unlink(&self, id: &str) {
+        self.world.state().links.remove(id);
+        self.guest_sender(id).send_modify(|guest| guest.connected = false);
     }
 
     /// The guest of this sandbox is (again) on the link.
@@ -317,7 +400,8 @@ impl Effects for Fake {
             path: "sandboxes".into(),
             source: std::io::ErrorKind::StorageFull.into(),
         };
-        if self.world.disk_full.load(Ordering::Relaxed) {
+        let this_one = self.world.cannot_record.lock().unwrap().as_ref() == Some(&record.id);
+        if this_one || self.world.disk_full.load(Ordering::Relaxed) {
             return Err(full());
         }
         // Disks fail rarely, and then before they write.
@@ -332,6 +416,11 @@ impl Effects for Fake {
     async fn forget(&self, id: &SandboxId) -> Result<(), LedgerError> {
         self.fuse.boundary().await;
         self.ledger.remove(id)
+    }
+
+    async fn recall(&self, id: &SandboxId) -> Result<Option<Record>, LedgerError> {
+        self.fuse.boundary().await;
+        self.ledger.read(id)
     }
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError> {
@@ -385,6 +474,9 @@ impl Effects for Fake {
 
     async fn owned(&self) -> Result<Vec<Owned>, CloudError> {
         self.fuse.boundary().await;
+        if let Some(error) = self.world.owned_fails.lock().unwrap().clone() {
+            return Err(error);
+        }
         let state = self.world.state();
         let owned = state.vms.iter().map(|(id, vm)| Owned {
             id: id.clone(),
@@ -406,7 +498,7 @@ impl Effects for Fake {
         if !self.world.state().vms.contains_key(vm) {
             return Err(CloudError::not_found(format!("VM {vm} is gone")));
         }
-        Ok(vec![IpAddr::V4(Ipv4Addr::new(10, 99, 0, 7))])
+        Ok(self.world.addresses.lock().unwrap().clone())
     }
 
     async fn delete(&self, vm: &InstanceId) -> Result<(), CloudError> {
@@ -481,7 +573,32 @@ impl Effects for Fake {
         if self.world.fault().is_some() {
             return Err(NetworkError { text: "EBUSY".into(), permanent: false });
         }
-        Ok(NetworkPlan { version: 1, ..NetworkPlan::default() })
+        Ok(self.world.plan(vm))
+    }
+
+    async fn follow(
+        &self,
+        _: &NetnsRef,
+        _: &SandboxId,
+        network: &Network,
+        vm: IpAddr,
+    ) -> Result<Followed, NetworkError> {
+        self.fuse.boundary().await;
+        assert_eq!(network.v6, vm.is_ipv6());
+        if self.world.fault().is_some() {
+            return Err(NetworkError { text: "EBUSY".into(), permanent: false });
+        }
+        self.world.state().looks += 1;
+        let plan = self.world.plan(vm);
+        Ok(Followed { network: None, plan, changes: vec!["all".into()], left: vec![] })
+    }
+
+    fn ear(&self, _: &NetnsRef, _: &Network, _: IpAddr) -> watch::Receiver<u64> {
+        self.world.noise.subscribe()
+    }
+
+    fn homes(&self) -> watch::Receiver<Homes> {
+        self.world.homes.subscribe()
     }
 
     async fn disconnect(
@@ -509,6 +626,7 @@ impl Effects for Fake {
 
     async fn put(&self, request: PutSandboxRequest) -> Result<(), RelayError> {
         self.fuse.boundary().await;
+        self.world.bug();
         let fault = self.world.fault();
         if fault != Some(false) {
             self.world.state().relay.insert(request.id.clone(), request);
@@ -519,6 +637,7 @@ impl Effects for Fake {
 
     async fn remove(&self, id: &SandboxId) -> Result<(), RelayError> {
         self.fuse.boundary().await;
+        self.world.bug();
         let fault = self.world.fault();
         if fault != Some(false) {
             self.world.state().relay.remove(id.as_str());
@@ -552,6 +671,8 @@ impl Effects for Fake {
             return Ok(Reply { csr, ..Reply::default() });
         } else {
             assert_eq!(request.personalise().sandbox_id, id.as_str());
+            let to = &request.personalise().network.underlay.vm_address;
+            state.tunnels.insert(id.to_string(), to.clone());
             state.greeted.push(id.to_string());
         }
         drop(state);

@@ -1,0 +1,65 @@
+//! How often each link of a namespace lost its carrier since it was made. The kernel drops routes and addresses of a
+//! link that goes down; this count tells that from somebody having taken them away. Reads only.
+
+use std::collections::BTreeMap;
+
+use netlink_packet_route::RouteNetlinkMessage;
+use netlink_packet_route::link::{LinkAttribute, LinkExtentMask, LinkMessage};
+
+use super::Error;
+use super::netns::Netns;
+
+/// As many links as a pod may have.
+const MAX_LINKS: usize = 256;
+
+/// Index of each link, and how often it lost its carrier.
+///
+/// # Errors
+/// [`Error::Kernel`], [`Error::Netns`].
+pub fn losses(netns: &Netns) -> Result<BTreeMap<u32, u32>, Error> {
+    let mut client = netns.netlink()?;
+    let mut message = LinkMessage::default();
+    message.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
+    let count = |answer| match answer {
+        RouteNetlinkMessage::NewLink(link) => {
+            let downs = link.attributes.iter().find_map(|attribute| match attribute {
+                LinkAttribute::CarrierDownCount(count) => Some(*count),
+                _ => None,
+            });
+            Some((link.header.index, downs.unwrap_or(0)))
+        }
+        _ => None,
+    };
+    let counted = client
+        .dump(&RouteNetlinkMessage::GetLink(message), MAX_LINKS, count)
+        .map_err(Error::kernel("count the losses of carrier of the pod's links"))?;
+    netns.keep(client);
+    Ok(counted.into_iter().collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn taking_a_link_down_is_counted_and_taking_a_route_away_is_not() {
+        let netns = Netns::scratch().unwrap();
+        let ip = |arguments: &str| {
+            let run = || Command::new("ip").args(arguments.split(' ')).status();
+            assert!(netns.run(run).unwrap().unwrap().success(), "ip {arguments}");
+        };
+        ip("link add a0 index 7 type veth peer name a1");
+        ip("link set a0 up");
+        ip("link set a1 up");
+        ip("addr add 10.1.0.1/24 dev a0");
+        ip("route add 10.2.0.0/16 via 10.1.0.9");
+        let before = losses(&netns).unwrap()[&7];
+        ip("route del 10.2.0.0/16");
+        assert_eq!(losses(&netns).unwrap()[&7], before);
+        ip("link set a0 down");
+        ip("link set a0 up");
+        assert!(losses(&netns).unwrap()[&7] > before);
+    }
+}

@@ -1,0 +1,140 @@
+//! VMs that died under their pods. A guest whose link is down may be anywhere; only the provider knows whether its VM
+//! still exists. It is asked when a link was down for long, and believed when it is sure: its list, fetched twice some
+//! time apart, does not show the VM alive, and it has no addresses for it. Then the sandbox has failed: the relay closes
+//! the shim's connections to the agent, which is how a shim learns that its containers are dead.
+
+use std::{collections::HashMap, time::Duration};
+
+use peerpod_provider_api::{InstanceId, Owned, OwnedState};
+use tokio::time::{Instant, sleep, timeout};
+use tracing::{info, warn};
+
+use super::{Sandboxes, effects::CloudError, phase::Phase, table::Entry};
+use crate::spec::SandboxId;
+
+/// How long the provider may take to say that it has no addresses for a VM. One that has some may take for ever.
+const ADDRESSES: Duration = Duration::from_secs(20);
+
+/// Remembers since when guests are away, and what the provider said. Counts from when this process first saw it.
+#[derive(Default)]
+pub struct Deaths {
+    away: HashMap<SandboxId, Away>,
+}
+
+struct Away {
+    since: Instant,
+    /// When the provider may be asked about it again.
+    ask: Instant,
+    /// When its list was first without the VM.
+    missing: Option<Instant>,
+}
+
+impl Deaths {
+    /// Looks now and then, for ever.
+    pub async fn run(mut self, table: Sandboxes) {
+        let every = pause(table.0.settings.vm_gone_grace).min(Duration::from_secs(5));
+        loop {
+            sleep(every).await;
+            self.pass(&table).await;
+        }
+    }
+
+    /// Looks once. Asks the provider only when a guest was away for long.
+    pub async fn pass(&mut self, table: &Sandboxes) {
+        let grace = table.0.settings.vm_gone_grace;
+        let away = table.away();
+        self.away.retain(|id, _| away.contains_key(id));
+        let now = Instant::now();
+        let mut due = Vec::new();
+        for (id, vm) in away {
+            let known =
+                self.away.entry(id.clone()).or_insert(Away { since: now, ask: now + grace, missing: None });
+            if now.duration_since(known.since) >= grace && known.ask <= now {
+                due.push((id, vm));
+            }
+        }
+        if due.is_empty() {
+            return;
+        }
+        match table.0.fx.owned().await {
+            Ok(owned) => {
+                for (id, vm) in due {
+                    self.judge(table, id, &vm, &owned).await;
+                }
+            }
+            Err(error) => {
+                warn!(%error, guests = due.len(), "guests are away, and the provider cannot say whether their VMs are there; asking again");
+                for (id, _) in due {
+                    if let Some(away) = self.away.get_mut(&id) {
+                        away.ask = now + grace;
+                    }
+                }
+            }
+        }
+    }
+
+    async fn judge(&mut self, table: &Sandboxes, id: SandboxId, vm: &InstanceId, owned: &[Owned]) {
+        let grace = table.0.settings.vm_gone_grace;
+        let Some(away) = self.away.get_mut(&id) else { return };
+        let now = Instant::now();
+        let pod = table.pod(&id);
+        let lives = owned
+            .iter()
+            .any(|other| other.id == *vm && matches!(other.state, OwnedState::Pending | OwnedState::Running));
+        if lives {
+            // Its guest may come back; it has its lease for that.
+            (away.ask, away.missing) = (now + grace, None);
+            return;
+        }
+        away.ask = now + pause(grace);
+        let Some(missing) = away.missing else {
+            warn!(sandbox = %id, pod = &*pod, %vm, away_for = ?away.since.elapsed(), "its guest is away and the provider does not show its VM; looking once more");
+            away.missing = Some(now);
+            return;
+        };
+        if now.duration_since(missing) < pause(grace) {
+            return;
+        }
+        match timeout(ADDRESSES, table.0.fx.addresses(vm)).await {
+            Ok(Err(CloudError::NotFound { .. })) => {}
+            Ok(Err(error)) => {
+                warn!(sandbox = %id, pod = &*pod, %vm, %error, "whether its VM is gone cannot be said; asking again");
+                return;
+            }
+            Ok(Ok(_)) | Err(_) => {
+                away.missing = None;
+                return;
+            }
+        }
+        match table.lost(&id, vm).await {
+            Ok(true) => drop(self.away.remove(&id)),
+            Ok(false) => info!(sandbox = %id, pod = &*pod, %vm, "it came back, or is stopped, just now"),
+            Err(error) => {
+                warn!(sandbox = %id, pod = &*pod, %vm, %error, "its failure cannot be recorded; trying again");
+            }
+        }
+    }
+}
+
+/// Between the two looks: a list may be some seconds old.
+fn pause(grace: Duration) -> Duration {
+    (grace / 4).max(Duration::from_millis(50))
+}
+
+impl Sandboxes {
+    /// Running sandboxes whose guest's link is down, with their VMs.
+    fn away(&self) -> HashMap<SandboxId, InstanceId> {
+        let running: Vec<(SandboxId, InstanceId)> = {
+            let state = self.state();
+            let entries = state.entries.iter().filter_map(|(id, entry)| match entry {
+                Entry::Task(running) => match &running.view.borrow().phase {
+                    Phase::Running { vm } => Some((id.clone(), vm.clone())),
+                    _ => None,
+                },
+                Entry::Tombstone { .. } => None,
+            });
+            entries.collect()
+        };
+        running.into_iter().filter(|(id, _)| !self.0.fx.guest(id).borrow().connected).collect()
+    }
+}

@@ -1,0 +1,169 @@
+//! VMs that die under running sandboxes, and tasks of ours that panic.
+
+use std::{
+    sync::atomic::Ordering,
+    time::{Duration, SystemTime},
+};
+
+use super::{node::*, world::*};
+use crate::{
+    ledger::Ledger,
+    roll_over::{SharedTrust, is_due},
+    sandbox::{Error, Stop},
+    trust::Trust,
+};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+#[tokio::test(start_paused = true)]
+async fn a_sandbox_whose_vm_is_gone_fails_and_leaves_nothing() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    node.run("b").await;
+    let began = tokio::time::Instant::now();
+    world.guests_stay_away.store(true, Ordering::Relaxed);
+    node.fx.unlink("a");
+    world.state().vms.retain(|_, vm| vm.birth.ticket.id != ticket(&dir, "a"));
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    let took = began.elapsed();
+    assert!(took >= settings().vm_gone_grace && took < settings().vm_gone_grace * 2, "{took:?}");
+    let Err(Error::Failed { cause, .. }) = node.table.start(&id("a")).await else { panic!("not failed") };
+    for word in ["VM i-1 is gone", "kernel panic"] {
+        assert!(cause.contains(word), "{cause}");
+    }
+    assert_eq!(node.phase("b"), "running");
+    assert!(!world.state().relay.contains_key("a"), "the shim's connections are closed");
+    assert!(!world.state().devices.contains_key("a"));
+    node.table.stop(&id("a"), Stop::Called).await.unwrap();
+    node.kill().await;
+}
+
+fn ticket(dir: &Dir, name: &str) -> String {
+    let text = std::fs::read_to_string(dir.0.join(format!("sandboxes/{name}.json"))).unwrap();
+    serde_json::from_str::<serde_json::Value>(&text).unwrap()["ticket"]["id"].as_str().unwrap().into()
+}
+
+/// An hour of each: what is no proof is not taken for one.
+#[tokio::test(start_paused = true)]
+async fn nothing_less_than_a_sure_provider_and_a_silent_link_ends_a_sandbox() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    world.guests_stay_away.store(true, Ordering::Relaxed);
+    // The list lost the VM, and its guest is there.
+    let vms = std::mem::take(&mut world.state().vms);
+    tokio::time::sleep(3600 * SECOND).await;
+    assert_eq!(node.phase("a"), "running", "the guest answers");
+    // The guest is away, and the VM is there.
+    world.state().vms = vms;
+    node.fx.unlink("a");
+    tokio::time::sleep(3600 * SECOND).await;
+    assert_eq!(node.phase("a"), "running", "the VM is there");
+    // The guest is away, and the provider cannot say.
+    let vms = std::mem::take(&mut world.state().vms);
+    *world.owned_fails.lock().unwrap() = Some(transient("the cloud is away"));
+    tokio::time::sleep(3600 * SECOND).await;
+    assert_eq!(node.phase("a"), "running", "the provider does not know");
+    *world.owned_fails.lock().unwrap() = None;
+    // A list that lacks it once, or for less than the time between two looks.
+    world.state().vms = vms;
+    for _ in 0..100 {
+        let vms = std::mem::take(&mut world.state().vms);
+        tokio::time::sleep(settings().vm_gone_grace / 5).await;
+        world.state().vms = vms;
+        tokio::time::sleep(settings().vm_gone_grace * 2).await;
+    }
+    assert_eq!(node.phase("a"), "running", "a list may lag");
+    // The same in earnest, over a restart of the node.
+    world.state().vms.clear();
+    node.kill().await;
+    let node = Node::start(&world, &dir).await;
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_task_that_panics_is_picked_up_from_the_ledger_and_its_callers_do_not_notice() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    // While it boots: StartVM waits through it.
+    world.panics.store(3, Ordering::Relaxed);
+    node.run("a").await;
+    assert_eq!((node.metrics.panics.get(), world.made(), world.vms()), (3, 1, 1));
+    // While it runs: the relay is told again, and the telling panics.
+    world.panics.store(2, Ordering::Relaxed);
+    world.state().relay.clear();
+    world.epoch.send_modify(|epoch| *epoch += 1);
+    node.until("put again", |node| world.state().relay.len() == 1 && node.metrics.panics.get() == 5).await;
+    node.table.start(&id("a")).await.unwrap();
+    assert_eq!((node.phase("a").as_str(), world.made()), ("running", 1));
+    // While it leaves.
+    world.panics.store(2, Ordering::Relaxed);
+    node.table.stop(&id("a"), Stop::Called).await.unwrap();
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    assert_eq!((node.metrics.panics.get(), world.vms(), world.devices()), (7, 0, 0));
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stop_finds_a_sandbox_whose_task_just_panicked() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    world.panics.store(1, Ordering::Relaxed);
+    world.epoch.send_modify(|epoch| *epoch += 1);
+    node.until("the panic", |node| node.metrics.panics.get() == 1).await;
+    node.table.stop(&id("a"), Stop::Called).await.unwrap();
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    assert_eq!(world.vms(), 0);
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_guest_that_does_not_follow_the_ca_holds_it_up_for_a_time_and_not_for_ever() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    let trust = SharedTrust::new(Trust::open(&dir.0.join("trust"), SystemTime::now()).unwrap());
+    let (hour, never) = (Duration::from_secs(3600), None);
+    let now = Some(Duration::ZERO);
+    assert!(!is_due(&trust, &node.table, never, Duration::ZERO), "a young CA stays");
+    assert!(is_due(&trust, &node.table, now, hour), "nobody is behind");
+    // The test's guests know another set of CAs than this one, and never learn of it.
+    node.run("a").await;
+    assert!(!is_due(&trust, &node.table, now, Duration::ZERO), "a step that nobody waits for waits for all");
+    trust.step().unwrap();
+    assert!(!is_due(&trust, &node.table, never, hour), "within its time it is waited for");
+    assert_eq!(node.metrics.left_behind.get(), 0);
+    assert!(is_due(&trust, &node.table, never, Duration::ZERO), "and then not any more");
+    assert_eq!(node.metrics.left_behind.get(), 1, "which is counted");
+    node.table.stop(&id("a"), Stop::Called).await.unwrap();
+    assert!(is_due(&trust, &node.table, never, hour), "one that leaves is nobody to wait for");
+    node.kill().await;
+}
+
+#[tokio::test]
+async fn the_state_directory_stays_locked_until_the_last_write_is_done() {
+    use nix::fcntl::{Flock, FlockArg};
+    let dir = Dir::new();
+    let ledger = Ledger::open(&dir.0).unwrap();
+    let lock = || {
+        let folder = std::fs::File::open(dir.0.join("sandboxes")).unwrap();
+        Flock::lock(folder, FlockArg::LockExclusiveNonblock)
+    };
+    let ledger = ledger.guarded_by(lock().unwrap());
+    let (go, may_go) = std::sync::mpsc::channel::<()>();
+    let writing = tokio::task::spawn_blocking({
+        let ledger = ledger.clone();
+        move || {
+            may_go.recv().unwrap();
+            drop(ledger);
+        }
+    });
+    // Whoever asked for the write is gone, as at the node's end.
+    drop(ledger);
+    assert!(lock().is_err(), "a successor must wait");
+    go.send(()).unwrap();
+    writing.await.unwrap();
+    lock().unwrap();
+}

@@ -1,0 +1,124 @@
+//! What changes around a running pod's network, and how the sandbox follows.
+
+use std::net::{IpAddr, Ipv4Addr};
+
+use super::{node::*, world::*};
+
+const MOVED: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 99, 0, 8));
+
+fn change(world: &World, name: &str) {
+    *world.network.lock().unwrap() = name.into();
+    world.noise.send_modify(|heard| *heard += 1);
+}
+
+/// A look was made since, and what followed from it is done.
+async fn settled(node: &Node, world: &World) {
+    let looks = world.looks();
+    world.noise.send_modify(|heard| *heard += 1);
+    node.until("looked", |_| world.looks() > looks).await;
+    tokio::time::sleep(std::time::Duration::from_secs(30)).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_change_is_told_once_and_noise_is_not() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    settled(&node, &world).await;
+    assert_eq!(world.greetings(), 1, "nothing was new");
+    change(&world, "eth1");
+    node.until("told", |_| world.greetings() == 2).await;
+    settled(&node, &world).await;
+    assert_eq!(world.greetings(), 2);
+    assert_eq!(node.metrics.network_changes.get(), 1);
+    // The next life knows what the guest was told.
+    node.kill().await;
+    let node = Node::start(&world, &dir).await;
+    settled(&node, &world).await;
+    assert_eq!(world.greetings(), 2);
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_changed_while_the_node_was_dead_is_followed() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    node.kill().await;
+    *world.network.lock().unwrap() = "eth1".into();
+    let node = Node::start(&world, &dir).await;
+    node.until("told", |_| world.greetings() == 2).await;
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_plan_that_the_guest_refuses_is_not_repeated_and_costs_nothing() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    *world.guest_error.lock().unwrap() = "no such table".into();
+    change(&world, "eth1");
+    node.until("told", |_| world.greetings() == 2).await;
+    settled(&node, &world).await;
+    assert_eq!((world.greetings(), node.phase("a").as_str()), (2, "running"));
+    world.guest_error.lock().unwrap().clear();
+    change(&world, "eth2");
+    node.until("told", |_| world.greetings() == 3).await;
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_guest_that_comes_from_a_new_address_of_its_vm_gets_its_tunnel_there() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    // Nobody says that it is the VM's: a NAT.
+    node.fx.comes_from("a", MOVED);
+    settled(&node, &world).await;
+    assert_eq!((world.greetings(), world.tunnel_to("a")), (1, Some("10.99.0.7".into())));
+
+    node.fx.comes_from("a", IpAddr::V4(Ipv4Addr::new(10, 99, 0, 7)));
+    node.fx.comes_from("a", IpAddr::V4(Ipv4Addr::new(10, 99, 0, 9)));
+    *world.addresses.lock().unwrap() = vec![IpAddr::V4(Ipv4Addr::new(10, 99, 0, 9))];
+    node.until("told", |_| world.greetings() == 2).await;
+    assert_eq!(world.tunnel_to("a"), Some("10.99.0.9".into()));
+    node.kill().await;
+    let node = Node::start(&world, &dir).await;
+    settled(&node, &world).await;
+    assert_eq!((world.greetings(), world.tunnel_to("a")), (2, Some("10.99.0.9".into())));
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_address_that_the_guest_itself_has_needs_no_word_of_the_cloud() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    node.fx.has_address("a", MOVED);
+    node.fx.comes_from("a", MOVED);
+    node.until("told", |_| world.greetings() == 2).await;
+    assert_eq!(world.tunnel_to("a"), Some(MOVED.to_string()));
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_with_another_address_tells_its_guests() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    let homes = |address: &str| Some(std::sync::Arc::new(vec![address.to_owned()]));
+    world.homes.send_replace(homes("10.0.0.8:15151"));
+    node.until("told", |_| world.greetings() == 2).await;
+    world.homes.send_replace(homes("10.0.0.9:15151"));
+    node.until("told", |_| world.greetings() == 3).await;
+    // The next life does not know at first, and says nothing for that.
+    node.kill().await;
+    world.homes.send_replace(None);
+    let node = Node::start(&world, &dir).await;
+    settled(&node, &world).await;
+    assert_eq!(world.greetings(), 3);
+    world.homes.send_replace(homes("10.0.0.9:15151"));
+    settled(&node, &world).await;
+    assert_eq!(world.greetings(), 3);
+    node.kill().await;
+}

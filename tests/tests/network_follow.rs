@@ -1,0 +1,144 @@
+//! What changes while the pod runs: by the CNI in the pod's namespace, around the node, at the VM.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use peerpod_link::net::netns::Netns;
+use peerpod_tests::{PATIENCE, Sandbox, fresh_id};
+use peerpod_world::{Daemons, Pod, Settings, Sight, World, eventually, ping::ping};
+use tokio::task::spawn_blocking;
+
+/// What a command in the pod prints.
+async fn inside(sandbox: &Sandbox, script: &str) -> String {
+    let output = sandbox.shell(&fresh_id("look"), script).await.unwrap();
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+async fn until_inside(sandbox: &Sandbox, daemons: &Daemons, script: &str, is: impl Fn(&str) -> bool) {
+    let mut last = String::new();
+    let seen = eventually(script, PATIENCE, async || {
+        last = inside(sandbox, script).await;
+        is(&last).then_some(())
+    });
+    if let Err(error) = seen.await {
+        panic!("{error}: it prints {last:?}\n{}", daemons.log_tails());
+    }
+}
+
+async fn reaches(from: &Pod, to: &Pod) {
+    for address in to.addresses() {
+        let from = from.namespace().clone();
+        spawn_blocking(move || ping(&from, address, 56, PATIENCE)).await.unwrap().unwrap();
+    }
+}
+
+/// The network namespace of the VM itself, where its uplink is.
+fn vm_netns(world: &World, sandbox: &Sandbox, daemons: &Daemons) -> Netns {
+    let sight = Sight::of(world, &[sandbox.pod.namespace()], daemons).unwrap();
+    let guest = *sight.pids("peerpod-guest").first().unwrap();
+    Netns::open(format!("/proc/{guest}/ns/net")).unwrap()
+}
+
+fn ip_in(netns: &Netns, arguments: &str) {
+    let run = || std::process::Command::new("ip").args(arguments.split_whitespace()).status();
+    assert!(netns.run(run).unwrap().unwrap().success(), "ip {arguments}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_the_cni_changes_later_comes_true_in_the_vm() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let other = world.pod().unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "cni").await.unwrap();
+    let pod = sandbox.pod.namespace().clone();
+    let route = "ip route show 10.50.0.0/16";
+
+    pod.ip("route add 10.50.0.0/16 via 10.244.1.1 dev eth0 metric 7\n").unwrap();
+    until_inside(&sandbox, &daemons, route, |text| text.contains("via 10.244.1.1 dev eth0 metric 7")).await;
+    pod.ip("route del 10.50.0.0/16\naddr add 10.244.1.200/32 dev eth0\nlink set eth0 mtu 1300\n").unwrap();
+    until_inside(&sandbox, &daemons, route, str::is_empty).await;
+    until_inside(&sandbox, &daemons, "ip addr show dev eth0", |text| {
+        text.contains("inet 10.244.1.200/32") && text.contains("mtu 1300")
+    })
+    .await;
+
+    // Also what happens while nobody looks.
+    daemons.kill_node().unwrap();
+    pod.ip("route add 10.50.0.0/16 via 10.244.1.1 dev eth0\naddr del 10.244.1.200/32 dev eth0\n").unwrap();
+    daemons.start_node().unwrap();
+    until_inside(&sandbox, &daemons, route, |text| text.contains("10.50.0.0/16")).await;
+    until_inside(&sandbox, &daemons, "ip addr show dev eth0", |text| !text.contains("10.244.1.200")).await;
+
+    // A link that goes down loses its routes and IPv6 addresses; nobody took them from the pod.
+    let before = inside(&sandbox, "ip route; ip -6 addr show dev eth0").await;
+    pod.ip("link set eth0 down\n").unwrap();
+    pod.ip("link set eth0 up\n").unwrap();
+    pod.ip("addr add 10.244.1.201/32 dev eth0\n").unwrap();
+    until_inside(&sandbox, &daemons, "ip addr show dev eth0", |text| text.contains("10.244.1.201")).await;
+    assert_eq!(inside(&sandbox, "ip route; ip -6 addr show dev eth0").await, before);
+    reaches(&other, &sandbox.pod).await;
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_redirect_that_somebody_took_away_is_put_back() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let other = world.pod().unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "mended").await.unwrap();
+    sandbox.pod.namespace().ip("link set pp-vx0 down\n").unwrap();
+    reaches(&other, &sandbox.pod).await;
+    sandbox.pod.namespace().ip("link del pp-vx0\n").unwrap();
+    reaches(&other, &sandbox.pod).await;
+    sandbox.lives().await.unwrap();
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_that_moves_to_another_address_takes_its_tunnel_along() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let other = world.pod().unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "moving").await.unwrap();
+    let vm = vm_netns(&world, &sandbox, &daemons);
+    // IPv4 alone: with another address left the link would go on by that.
+    ip_in(&vm, "addr flush dev eth0");
+    ip_in(&vm, "addr add 10.99.77.7/16 dev eth0");
+    let moved = eventually("the node knows the new address", PATIENCE, async || {
+        let entry = daemons.ledger().ok()?.into_iter().find(|entry| entry.id == sandbox.id)?;
+        entry.record.to_string().contains("10.99.77.7").then_some(())
+    });
+    if let Err(error) = moved.await {
+        panic!("{error}\n{}", daemons.log_tails());
+    }
+    reaches(&other, &sandbox.pod).await;
+    sandbox.lives().await.unwrap();
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_that_gets_another_address_is_found_there() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let other = world.pod().unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "renumbered").await.unwrap();
+    let vm = vm_netns(&world, &sandbox, &daemons);
+    ip_in(&vm, "-6 addr flush dev eth0");
+    let bridge = world.node().ip("route get 10.99.0.99\n").unwrap();
+    let bridge = bridge.split_whitespace().skip_while(|word| *word != "dev").nth(1).unwrap().to_owned();
+    let addresses = || world.node().ip(&format!("addr show dev {bridge}\n")).unwrap();
+    world.node().ip(&format!("addr add 10.99.0.250/16 dev {bridge}\n")).unwrap();
+    // The guest must have heard of the new one before the old one goes.
+    let told = eventually("the guest was told", PATIENCE, async || {
+        let log = std::fs::read_to_string(daemons.log("node")).ok()?;
+        log.contains("the guest follows").then_some(())
+    });
+    if let Err(error) = told.await {
+        panic!("{error}: {}\n{}", addresses(), daemons.log_tails());
+    }
+    world.node().ip(&format!("addr del 10.99.0.1/16 dev {bridge}\n")).unwrap();
+    // Promoted or gone with the first: whatever the kernel did, the other one is there.
+    world.node().ip(&format!("addr replace 10.99.0.250/16 dev {bridge}\n")).unwrap();
+    reaches(&other, &sandbox.pod).await;
+    sandbox.lives().await.unwrap();
+    sandbox.stop(&daemons).await.unwrap();
+}
