@@ -3,7 +3,6 @@
 use std::{
     io,
     net::{IpAddr, SocketAddr},
-    sync::atomic::{AtomicU64, Ordering},
     time::Duration,
 };
 
@@ -24,7 +23,7 @@ pub const ECHO_PORT: u16 = 7777;
 pub const LARGE_DATAGRAM: usize = 8192 - 28;
 
 /// For one talk, on a machine that is busy with tests.
-const PATIENCE: Duration = Duration::from_secs(15);
+const PATIENCE: Duration = Duration::from_secs(20);
 const PIECE: usize = 16 << 10;
 
 /// Echoes TCP and UDP in a namespace until it is dropped. A TCP client is first told its own address.
@@ -154,36 +153,33 @@ pub async fn streams(from: &Netns, to: SocketAddr, count: usize, bytes: usize) -
 
 /// Sends a datagram of so many bytes until it comes back as it was.
 pub async fn udp(from: &Netns, to: SocketAddr, bytes: usize) -> anyhow::Result<()> {
-    static MARK: AtomicU64 = AtomicU64::new(1);
+    let end = Instant::now() + PATIENCE;
+    loop {
+        match udp_once(from, to, bytes).await {
+            Err(error) if Instant::now() > end => return Err(error),
+            // No route or no neighbour yet: that can change.
+            Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
+            Ok(()) => return Ok(()),
+        }
+    }
+}
+
+/// Sends a datagram of so many bytes once, and waits a moment for it to come back.
+pub async fn udp_once(from: &Netns, to: SocketAddr, bytes: usize) -> anyhow::Result<()> {
+    const MOMENT: Duration = Duration::from_millis(300);
     let attempt = || format!("a datagram of {bytes} bytes to {to}");
     let any: SocketAddr = if to.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" }.parse()?;
     let socket = from.run(|| std::net::UdpSocket::bind(any))?.with_context(attempt)?;
     socket.set_nonblocking(true)?;
     let socket = UdpSocket::from_std(socket)?;
+    let datagram = pattern(0, bytes);
     let mut buffer = vec![0; 65_536];
-    let end = Instant::now() + PATIENCE;
-    while Instant::now() < end {
-        let mut datagram = pattern(0, bytes);
-        let mark = MARK.fetch_add(1, Ordering::Relaxed).to_be_bytes();
-        let marked = mark.len().min(bytes);
-        datagram[..marked].copy_from_slice(&mark[..marked]);
-        // No route or no neighbour yet: that can change.
-        socket.send_to(&datagram, to).await.ok();
-        // Answers to earlier ones may still come.
-        let answered = async {
-            loop {
-                let (length, peer) = socket.recv_from(&mut buffer).await?;
-                if buffer[..length] == datagram {
-                    return io::Result::Ok(peer);
-                }
-            }
-        };
-        if let Ok(Ok(peer)) = timeout(Duration::from_millis(300), answered).await {
-            ensure!(peer == to, "{} was answered by {peer}", attempt());
-            return Ok(());
-        }
-    }
-    anyhow::bail!("{}: no answer within {PATIENCE:?}", attempt())
+    socket.send_to(&datagram, to).await.with_context(attempt)?;
+    let answer = timeout(MOMENT, socket.recv_from(&mut buffer)).await;
+    let (length, peer) = answer.with_context(attempt)?.with_context(attempt)?;
+    ensure!(buffer[..length] == datagram, "{}: it came back as another", attempt());
+    ensure!(peer == to, "{} was answered by {peer}", attempt());
+    Ok(())
 }
 
 /// `ping -M do`: packets of exactly `size` bytes with their IP header, which nobody may fragment.
