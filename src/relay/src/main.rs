@@ -2,28 +2,24 @@
 
 use std::process::ExitCode;
 
-use nix::sys::{
-    resource::{Resource, getrlimit, setrlimit},
-    stat::{Mode, umask},
-};
 use peerpod_base::{
-    config::{self, Sources},
-    lifecycle, telemetry,
+    config::{Setting, Sources},
+    lifecycle,
+    program::{self, Program},
+    telemetry,
 };
 use peerpod_relay::{app, config::RelayConfig, harden};
 
+const PROGRAM: Program = Program {
+    name: "peerpod-relay",
+    version: env!("CARGO_PKG_VERSION"),
+    about: "holds the sockets of the shims and the links of the guests",
+};
+
 fn main() -> ExitCode {
-    let mut arguments = std::env::args().skip(1);
-    match arguments.next().as_deref() {
-        Some("--version" | "-V") => {
-            println!("peerpod-relay {}", env!("CARGO_PKG_VERSION"));
-            return ExitCode::SUCCESS;
-        }
-        Some("--help" | "-h" | "help") => {
-            print!("{}", help());
-            return ExitCode::SUCCESS;
-        }
-        _ => {}
+    if let Some(answer) = PROGRAM.answer(std::env::args().skip(1), settings) {
+        print!("{answer}");
+        return ExitCode::SUCCESS;
     }
     match start() {
         Ok(()) => ExitCode::SUCCESS,
@@ -34,22 +30,16 @@ fn main() -> ExitCode {
     }
 }
 
-fn help() -> String {
-    let settings = RelayConfig::load(Sources::from_process([], [])).map(|(_, _, printed)| printed.0);
-    format!(
-        "peerpod-relay: holds the sockets of the shims and the links of the guests\n\n\
-         settings, as flags (--key value), environment (PEERPOD_KEY) or YAML (--config FILE):\n{}",
-        config::help(&settings.unwrap_or_default())
-    )
+/// For the help alone: the defaults, wherever the present ones have mistakes.
+fn settings() -> Vec<Setting> {
+    let loaded = RelayConfig::load(Sources::from_process([], []));
+    loaded.map(|(_, _, printed)| printed.0).unwrap_or_default()
 }
 
 fn start() -> anyhow::Result<()> {
     let (config, log, _) = RelayConfig::load(Sources::of_this_process())?;
     telemetry::init(&log)?;
-    // Nothing we make is for others, also in the moment before its rights are set.
-    umask(Mode::S_IRWXG | Mode::S_IRWXO);
-    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    if let Err(error) = setrlimit(Resource::RLIMIT_NOFILE, most, most) {
+    if let Err(error) = program::own_rights_and_limits() {
         tracing::warn!(%error, "the limit of open files stays as it is");
     }
     harden::harden(config.listen.port());
