@@ -114,7 +114,7 @@ pub async fn build(config: RelayConfig) -> Result<Bound, AppError> {
     let mut registry = Registry::default();
     let metrics = Arc::new(Metrics::new(&mut registry));
     let states = Arc::new(States::new(epoch()?));
-    let sandboxes = Arc::new(Sandboxes::new(store.clone(), states.clone(), metrics.clone()));
+    let sandboxes = Sandboxes::new(store.clone(), states.clone(), metrics.clone());
     let trust = Arc::new(guests::Trust::new());
     restore(&store, &sandboxes, &trust).await?;
 

@@ -150,11 +150,12 @@ impl Relay for Control {
     ) -> ttrpc::Result<DeleteSandboxResponse> {
         let id = id_of(&request.id)?;
         let (sandboxes, gone) = (self.sandboxes.clone(), id.clone());
+        let pod = self.states.pod(&id);
         // In a task: a caller that leaves must not leave half a sandbox.
         tokio::spawn(async move { sandboxes.delete(&gone).await })
             .await
             .map_err(|_| status(Code::UNAVAILABLE, "the relay stops"))??;
-        tracing::info!(sandbox = %id, "sandbox is not served any more");
+        tracing::info!(sandbox = %id, pod = &*pod, "sandbox is not served any more");
         Ok(DeleteSandboxResponse::new())
     }
 

@@ -219,7 +219,7 @@ impl Door {
                 for id in self.created.remove(&conn).unwrap_or_default() {
                     if self.creators.get(&id) == Some(&conn) {
                         self.creators.remove(&id);
-                        self.states.hypervisor(&id, false);
+                        self.states.hypervisor(&id, None);
                     }
                 }
             }
@@ -240,9 +240,10 @@ impl Door {
                 }
             }
             Event::Written { id, result } => {
+                let pod = self.states.pod(&id);
                 match &result {
-                    Ok(()) => tracing::info!(sandbox = %id, "stop recorded in the inbox"),
-                    Err(error) => tracing::error!(sandbox = %id, %error, "stop not recorded"),
+                    Ok(()) => tracing::info!(sandbox = %id, pod = &*pod, "stop recorded in the inbox"),
+                    Err(error) => tracing::error!(sandbox = %id, pod = &*pod, %error, "stop not recorded"),
                 }
                 self.queue.inbox_written(&id, result, now);
             }
@@ -260,18 +261,18 @@ impl Door {
         }
         let method = incoming.request.method.as_str();
         if let Some(id) = incoming.kind.id() {
-            let pod = incoming.pod.as_deref();
-            tracing::debug!(sandbox = %id, pod, method, conn, bytes = incoming.request.payload.len(), "call of a shim");
+            let pod = incoming.pod.as_deref().map_or_else(|| self.states.pod(id), Into::into);
+            tracing::debug!(sandbox = %id, pod = &*pod, method, conn, bytes = incoming.request.payload.len(), "call of a shim");
         }
         if let Kind::Create(id) = &incoming.kind {
-            self.remember(conn, id);
+            self.remember(conn, id, incoming.pod.as_deref().unwrap_or("-"));
         }
         self.metrics.call(method);
         self.queue.accept(Caller::Shim { conn, stream }, incoming.kind, incoming.request, now);
     }
 
     /// Notes over which connection a sandbox was created: its end is all that tells of a shim that was killed.
-    fn remember(&mut self, conn: ConnId, id: &SandboxId) {
+    fn remember(&mut self, conn: ConnId, id: &SandboxId, pod: &str) {
         let created = self.created.entry(conn).or_default();
         if !created.contains(id) {
             if created.len() >= CREATED_PER_CONNECTION {
@@ -280,7 +281,7 @@ impl Door {
             created.push(id.clone());
         }
         self.creators.insert(id.clone(), conn);
-        self.states.hypervisor(id, true);
+        self.states.hypervisor(id, Some(pod));
     }
 
     /// Does what the queue wants done.

@@ -31,6 +31,7 @@ use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
 use crate::{
     door::{ClaimError, DoorHandle},
+    id::SandboxId,
     metrics::Metrics,
     sandboxes::Sandboxes,
 };
@@ -232,7 +233,9 @@ async fn answer_claim(
     if reply.retry {
         tracing::debug!(%peer, ticket, error = reply.error, "ticket shown; the guest is told to come again");
     } else {
-        tracing::info!(%peer, ticket, outcome, sandbox = reply.sandbox_id, error = reply.error, "ticket shown");
+        let sandbox = SandboxId::parse(&reply.sandbox_id).ok().and_then(|id| parts.sandboxes.get(&id));
+        let pod = sandbox.map(|sandbox| sandbox.guest.pod());
+        tracing::info!(%peer, ticket, outcome, sandbox = reply.sandbox_id, pod, error = reply.error, "ticket shown");
     }
     timeout(REPLY, claim::reply(&mut stream, &reply))
         .await

@@ -44,6 +44,7 @@ pub(crate) struct Metrics {
     claims: Family<Reason, Counter>,
     pub(crate) guest_calls: Counter,
     pub(crate) guest_words_dropped: Counter,
+    pub(crate) panics: Counter,
     bytes: Family<Direction, Counter>,
     frames: Family<Direction, Counter>,
 }
@@ -100,6 +101,7 @@ impl Metrics {
             "Messages of guests that nobody asked for and that came too fast",
             m.guest_words_dropped.clone(),
         );
+        relay.register("panics", "Endpoints that ended by a panic", m.panics.clone());
         relay.register("bytes", "Bytes of shims' conversations with agents", m.bytes.clone());
         relay.register("frames", "Frames of shims' conversations with agents", m.frames.clone());
         // Series that begin at nothing are there from the start.

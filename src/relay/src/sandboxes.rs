@@ -8,13 +8,13 @@ pub(crate) mod states;
 use std::{
     collections::HashMap,
     path::{Component, Path},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     time::Duration,
 };
 
 use peerpod_link::endpoint::{self, Endpoint, EndpointHandle, Role};
 use thiserror::Error;
-use tokio::task::JoinHandle;
+use tokio::task::{AbortHandle, JoinHandle};
 
 use self::{
     guest::{Guest, GuestHandler},
@@ -29,6 +29,9 @@ use crate::{
 
 /// How long a deleted sandbox's connections may take to get their last answers.
 const CLOSE_WITHIN: Duration = Duration::from_secs(2);
+/// Before an endpoint that panicked is made anew; doubled each time up to the maximum.
+const ANEW_AFTER: Duration = Duration::from_millis(50);
+const ANEW_AT_MOST: Duration = Duration::from_secs(10);
 
 /// Why a sandbox could not be put or deleted.
 #[derive(Debug, Error)]
@@ -61,7 +64,11 @@ struct Live {
     record: Record,
     attached: Attached,
     socket: AgentSocket,
+    /// The endpoint's task, and the one that hears of its end.
+    endpoint: AbortHandle,
     running: JoinHandle<()>,
+    /// How often an endpoint of this sandbox ended by a panic.
+    panics: u32,
 }
 
 type Slot = Arc<tokio::sync::Mutex<Option<Live>>>;
@@ -75,6 +82,7 @@ struct Table {
 
 /// All of them.
 pub(crate) struct Sandboxes {
+    me: Weak<Sandboxes>,
     store: Store,
     states: Arc<States>,
     metrics: Arc<Metrics>,
@@ -83,9 +91,16 @@ pub(crate) struct Sandboxes {
 }
 
 impl Sandboxes {
-    pub(crate) fn new(store: Store, states: Arc<States>, metrics: Arc<Metrics>) -> Sandboxes {
+    pub(crate) fn new(store: Store, states: Arc<States>, metrics: Arc<Metrics>) -> Arc<Sandboxes> {
         let limits = endpoint::Limits { connections: CONNECTIONS, ..endpoint::Limits::default() };
-        Sandboxes { store, states, metrics, limits, table: Mutex::default() }
+        Arc::new_cyclic(|me| Sandboxes {
+            me: me.clone(),
+            store,
+            states,
+            metrics,
+            limits,
+            table: Mutex::default(),
+        })
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
@@ -116,8 +131,13 @@ impl Sandboxes {
     }
 
     /// Serves a sandbox as the record says; the last one wins. Durable and listening on return.
+    ///
+    /// cancel safety: what was begun is done all the same, under the sandbox's lock: a record that is being written when
+    /// the caller leaves must not appear after a delete that came later.
     pub(crate) async fn put(&self, record: Record) -> Result<(), SandboxError> {
-        self.put_in_slot(record, true).await
+        let stopping = SandboxError::Stopping(record.id.clone());
+        let Some(me) = self.me.upgrade() else { return Err(stopping) };
+        tokio::spawn(async move { me.put_in_slot(record, true).await }).await.unwrap_or(Err(stopping))
     }
 
     async fn put_in_slot(&self, record: Record, write: bool) -> Result<(), SandboxError> {
@@ -164,12 +184,12 @@ impl Sandboxes {
                 self.take_certificates(&record, &live.record.guest_certificates)?;
                 live.record = record;
             }
-            None => *slot = Some(self.start(record)?),
+            None => *slot = Some(self.start(record, 0)?),
         }
         Ok(())
     }
 
-    fn start(&self, record: Record) -> Result<Live, SandboxError> {
+    fn start(&self, record: Record, panics: u32) -> Result<Live, SandboxError> {
         let guest = Arc::new(Guest::new(record.id.clone(), self.states.clone(), self.metrics.clone()));
         guest.set_pod(&record.pod);
         let (endpoint, handle) = Endpoint::new(Role::Relay, GuestHandler(guest.clone()), self.limits.clone());
@@ -177,14 +197,49 @@ impl Sandboxes {
         let socket = AgentSocket::open(path, handle.clone(), guest.clone(), self.metrics.clone())
             .map_err(|why| SandboxError::Listen { path: path.display().to_string(), why })?;
         self.take_certificates(&record, &[])?;
-        self.states.put(&record.id, guest.traffic.clone());
+        self.states.put(&record.id, &record.pod, guest.traffic.clone());
         let attached = Attached { id: record.id.clone(), endpoint: handle, guest };
         self.table().attached.insert(record.id.clone(), attached.clone());
         self.metrics.sandboxes.inc();
-        let running = tokio::spawn(async move {
-            let _handler = endpoint.run().await;
-        });
-        Ok(Live { record, attached, socket, running })
+        let task = tokio::spawn(endpoint.run());
+        let endpoint = task.abort_handle();
+        let running = tokio::spawn(hear_the_end(task, self.me.clone(), attached.clone(), panics));
+        Ok(Live { record, attached, socket, endpoint, running, panics })
+    }
+
+    /// Makes the endpoint of a sandbox anew, when it is still the one that ended.
+    async fn renew(&self, ended: &Attached) {
+        let Some(slot) = self.table().slots.get(&ended.id).cloned() else { return };
+        let mut live = slot.lock().await;
+        let same = |live: &mut Live| Arc::ptr_eq(&live.attached.guest, &ended.guest);
+        if !self.is_current(&ended.id, &slot) {
+            return;
+        }
+        let Some(dead) = live.take_if(same) else { return };
+        let (record, panics, pod) = (dead.record.clone(), dead.panics.saturating_add(1), ended.guest.pod());
+        drop(self.take_out(&ended.id, dead));
+        match self.start(record, panics) {
+            Ok(anew) => {
+                *live = Some(anew);
+                tracing::info!(sandbox = %ended.id, pod, "sandbox is served again");
+            }
+            // The node puts it again when it hears of it next; until then nobody is served wrongly.
+            Err(error) => tracing::error!(sandbox = %ended.id, pod, %error, "sandbox is not served any more"),
+        }
+    }
+
+    /// Takes a sandbox out of everything by which it is found; what is left is the task that ends with its endpoint.
+    fn take_out(&self, id: &SandboxId, live: Live) -> JoinHandle<()> {
+        {
+            let mut table = self.table();
+            table.attached.remove(id);
+            table.fingerprints.retain(|_, owner| owner != id);
+        }
+        drop(live.socket);
+        self.states.delete(id);
+        self.metrics.sandboxes.dec();
+        live.attached.guest.fail_calls();
+        live.running
     }
 
     fn check_certificates(&self, record: &Record) -> Result<(), SandboxError> {
@@ -236,20 +291,14 @@ impl Sandboxes {
     }
 
     async fn end(&self, id: &SandboxId, live: Live) {
-        {
-            let mut table = self.table();
-            table.attached.remove(id);
-            table.fingerprints.retain(|_, owner| owner != id);
-        }
-        drop(live.socket);
-        self.states.delete(id);
-        self.metrics.sandboxes.dec();
-        live.attached.guest.fail_calls();
-        live.attached.endpoint.close();
-        let mut running = live.running;
+        let Attached { endpoint: handle, guest, .. } = live.attached.clone();
+        let endpoint = live.endpoint.clone();
+        let mut running = self.take_out(id, live);
+        handle.close();
         if tokio::time::timeout(CLOSE_WITHIN, &mut running).await.is_err() {
-            tracing::warn!(sandbox = %id, "connections of a deleted sandbox are cut off");
+            tracing::warn!(sandbox = %id, pod = guest.pod(), "connections of a deleted sandbox are cut off");
             running.abort();
+            endpoint.abort();
         }
     }
 
@@ -269,9 +318,30 @@ impl Sandboxes {
                 drop(live.socket);
                 live.attached.endpoint.close();
                 live.running.abort();
+                live.endpoint.abort();
             }
         }
     }
+}
+
+/// Waits for the end of an endpoint's task. An orderly one is nobody's business. A panic is a bug of ours: the shim's
+/// connections are closed by it; that the next ones and the guest's link find somebody, another endpoint is made.
+async fn hear_the_end(
+    task: JoinHandle<GuestHandler>,
+    sandboxes: Weak<Sandboxes>,
+    attached: Attached,
+    panics: u32,
+) {
+    let Err(error) = task.await else { return };
+    let Some(sandboxes) = sandboxes.upgrade() else { return };
+    sandboxes.metrics.panics.inc();
+    let pause = ANEW_AFTER.saturating_mul(1 << panics.min(10)).min(ANEW_AT_MOST);
+    tracing::error!(sandbox = %attached.id, pod = attached.guest.pod(), %error, again_in = ?pause, "the sandbox's endpoint ended early; this is a bug of ours, and its connections are closed");
+    // In a task of its own: a delete that waits for this one must not wait for itself.
+    tokio::spawn(async move {
+        tokio::time::sleep(pause).await;
+        sandboxes.renew(&attached).await;
+    });
 }
 
 /// The path is taken from the node; it must still not lead anywhere else.

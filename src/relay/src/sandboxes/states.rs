@@ -3,7 +3,7 @@
 //! that of what changed, whatever the number of sandboxes.
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
+    collections::{BTreeMap, HashMap},
     sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering::Relaxed},
 };
 
@@ -23,30 +23,33 @@ struct Core {
     version: u64,
     entries: HashMap<SandboxId, Entry>,
     by_version: BTreeMap<u64, SandboxId>,
-    /// Sandboxes whose creating connection is open, also those that are not put yet.
-    hypervisor: HashSet<SandboxId>,
+    /// Sandboxes whose creating connection is open, also those that are not put yet, with the pod that CreateVM named.
+    hypervisor: HashMap<SandboxId, Arc<str>>,
 }
 
 #[derive(Debug)]
 struct Entry {
     version: u64,
     state: SandboxState,
+    /// `namespace/name`, for log lines.
+    pod: Arc<str>,
     counters: Arc<Shared>,
 }
 
 impl Core {
-    fn put(&mut self, id: &SandboxId, counters: Arc<Shared>) {
+    fn put(&mut self, id: &SandboxId, pod: &str, counters: Arc<Shared>) {
         if self.entries.contains_key(id) {
             return;
         }
         let state = SandboxState {
             id: id.to_string(),
-            hypervisor_connected: self.hypervisor.contains(id),
+            hypervisor_connected: self.hypervisor.contains_key(id),
             ..Default::default()
         };
         self.version += 1;
         self.by_version.insert(self.version, id.clone());
-        self.entries.insert(id.clone(), Entry { version: self.version, state, counters });
+        let entry = Entry { version: self.version, state, pod: pod.into(), counters };
+        self.entries.insert(id.clone(), entry);
     }
 
     fn delete(&mut self, id: &SandboxId) {
@@ -70,13 +73,17 @@ impl Core {
         true
     }
 
-    fn hypervisor(&mut self, id: &SandboxId, connected: bool) -> bool {
-        if connected {
-            self.hypervisor.insert(id.clone());
-        } else {
-            self.hypervisor.remove(id);
+    fn hypervisor(&mut self, id: &SandboxId, pod: Option<&str>) -> bool {
+        match pod {
+            Some(pod) => drop(self.hypervisor.insert(id.clone(), pod.into())),
+            None => drop(self.hypervisor.remove(id)),
         }
-        self.change(id, |state| state.hypervisor_connected = connected)
+        self.change(id, |state| state.hypervisor_connected = pod.is_some())
+    }
+
+    fn pod(&self, id: &SandboxId) -> Arc<str> {
+        let put = self.entries.get(id).map(|entry| &entry.pod);
+        put.or_else(|| self.hypervisor.get(id)).cloned().unwrap_or_else(|| "-".into())
     }
 
     /// The version an answer covers, and what changed after `since`.
@@ -135,9 +142,9 @@ impl States {
     }
 
     /// The sandbox is there.
-    pub(crate) fn put(&self, id: &SandboxId, counters: Arc<Shared>) {
+    pub(crate) fn put(&self, id: &SandboxId, pod: &str, counters: Arc<Shared>) {
         let mut core = self.lock();
-        core.put(id, counters);
+        core.put(id, pod, counters);
         self.announce(core);
     }
 
@@ -154,12 +161,17 @@ impl States {
         }
     }
 
-    /// Whether the connection that created the sandbox is open.
-    pub(crate) fn hypervisor(&self, id: &SandboxId, connected: bool) {
+    /// A connection created the sandbox for this pod and is open; with `None` it is not any more.
+    pub(crate) fn hypervisor(&self, id: &SandboxId, pod: Option<&str>) {
         let mut core = self.lock();
-        if core.hypervisor(id, connected) {
+        if core.hypervisor(id, pod) {
             self.announce(core);
         }
+    }
+
+    /// Whose a sandbox is, for log lines: as the node put it, or as its CreateVM named it; `-` when neither is known.
+    pub(crate) fn pod(&self, id: &SandboxId) -> Arc<str> {
+        self.lock().pod(id)
     }
 
     /// Waits until something is newer than `since`; with another epoch, answers with everything at once.
@@ -197,7 +209,7 @@ mod tests {
     fn an_answer_has_what_changed_since_and_nothing_else() {
         let mut core = Core::default();
         for name in ["a", "b", "c"] {
-            core.put(&id(name), Arc::default());
+            core.put(&id(name), "", Arc::default());
         }
         let (seen, all) = core.since(0);
         assert_eq!(ids(&all), ["a", "b", "c"]);
@@ -216,10 +228,10 @@ mod tests {
     #[test]
     fn a_creating_connection_is_known_before_the_sandbox_is() {
         let mut core = Core::default();
-        core.hypervisor(&id("a"), true);
-        core.put(&id("a"), Arc::default());
+        core.hypervisor(&id("a"), Some(""));
+        core.put(&id("a"), "", Arc::default());
         assert!(core.since(0).1[0].hypervisor_connected);
-        assert!(core.hypervisor(&id("a"), false));
+        assert!(core.hypervisor(&id("a"), None));
     }
 
     #[test]
@@ -227,7 +239,7 @@ mod tests {
         let mut core = Core::default();
         for n in 0..40 {
             let id = id(&format!("s{n}"));
-            core.put(&id, Arc::default());
+            core.put(&id, "", Arc::default());
             core.change(&id, |state| state.guest_status = vec![0; 64 << 10]);
         }
         let (mut seen, mut total, mut answers) = (0, 0, 0);
@@ -255,7 +267,7 @@ mod tests {
         });
         tokio::task::yield_now().await;
         assert!(!waiting.is_finished());
-        states.put(&id("a"), Arc::default());
+        states.put(&id("a"), "", Arc::default());
         assert_eq!(ids(&waiting.await.unwrap().changed), ["a"]);
         assert_eq!(ids(&states.newer("old", 77).await.changed), ["a"]);
     }

@@ -3,13 +3,15 @@
 use std::{os::unix::fs::PermissionsExt, path::PathBuf};
 
 use prometheus_client::registry::Registry;
-use tokio::net::UnixStream;
+use tokio::{io::AsyncReadExt, net::UnixStream};
 
 use super::*;
 
+const PATIENCE: Duration = Duration::from_secs(20);
+
 struct World {
     base: PathBuf,
-    sandboxes: Sandboxes,
+    sandboxes: Arc<Sandboxes>,
 }
 
 impl World {
@@ -21,7 +23,7 @@ impl World {
         World { base, sandboxes }
     }
 
-    fn sandboxes(base: &Path) -> Sandboxes {
+    fn sandboxes(base: &Path) -> Arc<Sandboxes> {
         let metrics = Arc::new(Metrics::new(&mut Registry::default()));
         Sandboxes::new(Store::open(base).unwrap(), Arc::new(States::new("e".into())), metrics)
     }
@@ -110,6 +112,24 @@ async fn a_new_process_serves_the_same_sandboxes() {
 }
 
 #[tokio::test]
+async fn a_put_whose_caller_left_leaves_no_record_behind_a_later_delete() {
+    let world = World::new("left");
+    let record = world.record("a", 1);
+    for _ in 0..50 {
+        let mut put = Box::pin(world.sandboxes.put(record.clone()));
+        // It is writing its record when the caller leaves.
+        while world.sandboxes.table().slots.get(&record.id).is_none_or(|slot| slot.try_lock().is_ok()) {
+            assert!(futures_util::poll!(&mut put).is_pending());
+            tokio::task::yield_now().await;
+        }
+        drop(put);
+        world.sandboxes.delete(&record.id).await.unwrap();
+        assert!(world.sandboxes.get(&record.id).is_none() && !record.agent_socket.exists());
+        assert_eq!(std::fs::read_dir(world.base.join("relay/sandboxes")).unwrap().count(), 0);
+    }
+}
+
+#[tokio::test]
 async fn puts_and_deletes_at_once_end_consistent() {
     let world = Arc::new(World::new("race"));
     let mut tasks = tokio::task::JoinSet::new();
@@ -134,4 +154,55 @@ async fn puts_and_deletes_at_once_end_consistent() {
     assert!(!record.agent_socket.exists());
     let table = world.sandboxes.table();
     assert!(table.slots.is_empty() && table.attached.is_empty() && table.fingerprints.is_empty());
+}
+
+#[tokio::test]
+async fn a_sandbox_whose_endpoint_ends_early_is_served_by_another_one() {
+    let world = World::new("panic");
+    let record = world.record("a", 1);
+    world.sandboxes.put(record.clone()).await.unwrap();
+    for round in 1..=3 {
+        let mut shim = UnixStream::connect(&record.agent_socket).await.unwrap();
+        let before = world.sandboxes.get(&record.id).unwrap();
+        let slot = world.sandboxes.table().slots[&record.id].clone();
+        // Ends the task as a panic does: wherever it is.
+        slot.lock().await.as_ref().unwrap().endpoint.abort();
+        let closed = tokio::time::timeout(PATIENCE, shim.read(&mut [0])).await.unwrap();
+        assert!(matches!(closed, Ok(0) | Err(_)), "the shim hears of it");
+        let anew = async {
+            while world.sandboxes.get(&record.id).is_none_or(|now| Arc::ptr_eq(&now.guest, &before.guest)) {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        tokio::time::timeout(PATIENCE, anew).await.unwrap();
+        assert_eq!(world.sandboxes.metrics.panics.get(), round);
+        assert!(world.sandboxes.of_certificate(&[1; 32]).is_some(), "its guest finds it");
+        assert_eq!(world.sandboxes.metrics.sandboxes.get(), 1);
+        let mut shim = UnixStream::connect(&record.agent_socket).await.unwrap();
+        let open = tokio::time::timeout(Duration::from_millis(50), shim.read(&mut [0])).await;
+        assert!(open.is_err(), "the next connection is kept: {open:?}");
+    }
+    world.sandboxes.delete(&record.id).await.unwrap();
+    assert!(!record.agent_socket.exists() && world.sandboxes.table().slots.is_empty());
+}
+
+#[tokio::test]
+async fn a_deleted_sandbox_does_not_come_back_when_its_endpoint_ended_early() {
+    let world = World::new("late");
+    let record = world.record("a", 1);
+    world.sandboxes.put(record.clone()).await.unwrap();
+    let slot = world.sandboxes.table().slots[&record.id].clone();
+    let ended = {
+        let live = slot.lock().await;
+        live.as_ref().unwrap().endpoint.abort();
+        live.as_ref().unwrap().attached.clone()
+    };
+    world.sandboxes.delete(&record.id).await.unwrap();
+    world.sandboxes.renew(&ended).await;
+    assert!(world.sandboxes.get(&record.id).is_none() && !record.agent_socket.exists());
+    // And one that was put again meanwhile is not touched.
+    world.sandboxes.put(record.clone()).await.unwrap();
+    let now = world.sandboxes.get(&record.id).unwrap();
+    world.sandboxes.renew(&ended).await;
+    assert!(Arc::ptr_eq(&world.sandboxes.get(&record.id).unwrap().guest, &now.guest));
 }
