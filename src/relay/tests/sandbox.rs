@@ -218,8 +218,9 @@ async fn the_node_calls_the_guest_and_hears_why_not() {
     assert_eq!(code(late), Code::DEADLINE_EXCEEDED);
     assert!(begun.elapsed() < Duration::from_secs(3));
     assert_eq!(code(call("b", flush.clone(), Duration::from_secs(5)).await.unwrap_err()), Code::NOT_FOUND);
+    until("the guest was asked", || pod.guest.flushes() == 1).await;
     let waiting = tokio::spawn(call("a", flush.clone(), Duration::from_secs(20)));
-    tokio::time::sleep(Duration::from_millis(100)).await;
+    until("the guest was asked again", || pod.guest.flushes() == 2).await;
     drop(pod.guest);
     pod.world.state("a", "its end", |state| !state.guest_connected).await;
     assert_eq!(code(call("a", flush.clone(), Duration::from_secs(5)).await.unwrap_err()), Code::UNAVAILABLE);

@@ -48,6 +48,7 @@ pub struct Seen {
     pub dials: AtomicUsize,
     /// Calls the agent got, like `grpc.AgentService/WaitProcess`.
     pub calls: Mutex<Vec<String>>,
+    pub flushes: AtomicUsize,
     pub handle: OnceLock<EndpointHandle>,
 }
 
@@ -90,6 +91,7 @@ impl Handler for Ours {
     fn on_control(&mut self, message: Bytes) {
         let request = Request::parse_from_bytes(&message).unwrap();
         if request.has_flush() {
+            self.0.flushes.fetch_add(1, Ordering::Relaxed);
             return; // Never answered.
         }
         let status = Status { stage: "running".into(), ready: true, ..Default::default() };
@@ -134,6 +136,11 @@ impl Guest {
             }
         })
         .await;
+    }
+
+    /// Flushes it was asked for.
+    pub fn flushes(&self) -> usize {
+        self.seen.flushes.load(Ordering::Relaxed)
     }
 
     pub fn calls(&self) -> Vec<String> {
