@@ -6,12 +6,13 @@
 mod network_common;
 
 use std::{
+    collections::BTreeSet,
     net::{IpAddr, SocketAddr},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use network_common::Vm;
-use peerpod_client::Annotations;
+use peerpod_client::{Annotations, ShimClient};
 use peerpod_link::net::netns::Netns;
 use peerpod_tests::{Dice, PATIENCE, fresh_id, long, nothing_beyond, stop_in_time};
 use peerpod_world::{
@@ -19,7 +20,7 @@ use peerpod_world::{
     traffic::{self, ECHO_PORT, Echo},
 };
 use serde_json::Value;
-use tokio::time::timeout;
+use tokio::{task::JoinSet, time::timeout};
 
 /// One sandbox, and a pod beside it.
 struct Scene {
@@ -223,6 +224,109 @@ async fn a_node_with_five_thousand_links_starts_pods() {
     assert_eq!(links(pod.namespace(), "type vxlan").len(), 0);
 }
 
+/// Pods as a routing CNI makes them, by the hundred.
+fn crowd(world: &World, count: usize) -> Vec<Namespace> {
+    let spaces: Vec<Namespace> = (0..count).map(|n| world.namespace(&format!("many{n}")).unwrap()).collect();
+    let lines: String = spaces
+        .iter()
+        .enumerate()
+        .map(|(n, space)| {
+            let name = space.name();
+            format!("link add many{n} type veth peer name eth0 netns {name}\nlink set many{n} up\n")
+        })
+        .collect();
+    world.node().ip(&lines).unwrap();
+    for (n, space) in spaces.iter().enumerate() {
+        let (high, low) = (n / 200, n % 200 + 1);
+        let lines = format!(
+            "link set eth0 up\n\
+             addr add 10.245.{high}.{low}/32 dev eth0\n\
+             addr add fd10:245::{n:x}/128 dev eth0 nodad\n\
+             route add 169.254.1.1 dev eth0\n\
+             route add default via 169.254.1.1 dev eth0\n"
+        );
+        space.ip(&lines).unwrap();
+    }
+    spaces
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn three_hundred_pods_at_once_get_and_lose_their_tunnels() {
+    const PODS: usize = 300;
+    let world = World::bare().unwrap();
+    // Where the VMs would be: this provider makes none, so that all the work is the node's.
+    world
+        .node()
+        .ip("link add ens0 type veth peer name ens1\n\
+             addr add 192.168.200.1/24 dev ens0\n\
+             link set ens0 up\n\
+             link set ens1 up\n\
+             route add 10.200.0.0/16 via 192.168.200.2\n")
+        .unwrap();
+    let settings = Settings::none()
+        .set("provider.kind", "drill")
+        .set("log.level", "info")
+        .set("node.max-sandboxes", 2 * PODS)
+        .set("node.relay-addresses", vec!["192.168.200.1:15151"]);
+    let daemons = Daemons::start(&world, settings).await.unwrap();
+    let spaces = crowd(&world, PODS);
+    let refs: Vec<&Namespace> = spaces.iter().take(5).collect();
+    let before = Sight::of(&world, &refs, &daemons).unwrap();
+
+    let began = Instant::now();
+    let (mut created, mut starts) = (JoinSet::new(), JoinSet::new());
+    let ids: Vec<String> = (0..PODS).map(|_| fresh_id("crowd")).collect();
+    for (id, space) in ids.iter().cloned().zip(&spaces) {
+        let (socket, netns) = (daemons.hypervisor_socket(), space.path());
+        created.spawn(async move {
+            let shim = ShimClient::connect(&socket).await?;
+            shim.create_vm(&id, Annotations::new("default", &id), &netns).await?;
+            anyhow::Ok((shim, id))
+        });
+    }
+    while let Some(done) = created.join_next().await {
+        let (shim, id) = done.unwrap().unwrap();
+        // Not answered before the end: no VM ever comes up.
+        starts.spawn(async move { shim.start_vm(&id).await });
+    }
+    let mut numbers = BTreeSet::new();
+    for space in &spaces {
+        let number = eventually("the tunnel is connected", PATIENCE, async || {
+            let devices = links(space, "up type vxlan");
+            devices.iter().find_map(|it| it["linkinfo"]["info_data"]["id"].as_u64())
+        });
+        let number = number.await.unwrap_or_else(|e| panic!("{space:?}: {e}\n{}", daemons.log_tails()));
+        numbers.insert(number);
+    }
+    let up = began.elapsed();
+    assert_eq!(numbers.len(), PODS, "every pod has a number of its own");
+
+    let running = Sight::of(&world, &refs, &daemons).unwrap();
+    let began = Instant::now();
+    let mut stops = JoinSet::new();
+    for id in ids.clone() {
+        let socket = daemons.hypervisor_socket();
+        stops.spawn(async move { stop_in_time(&ShimClient::connect(&socket).await?, &id).await });
+    }
+    while let Some(done) = stops.join_next().await {
+        done.unwrap().unwrap();
+    }
+    eventually("all are gone", 2 * PATIENCE, async || {
+        let entries = daemons.ledger().ok()?;
+        entries.iter().all(|entry| entry.is_tombstone()).then_some(())
+    })
+    .await
+    .unwrap_or_else(|e| panic!("{e}\n{}", daemons.log_tails()));
+    println!("{PODS} pods: up in {up:?}, away in {:?}", began.elapsed());
+    while let Some(answer) = starts.join_next().await {
+        assert!(answer.unwrap().is_err(), "a start that was stopped says so");
+    }
+    for space in &spaces {
+        assert_eq!(links(space, "type vxlan").len(), 0, "{space:?}");
+    }
+    nothing_beyond(&world, &refs, &daemons, &before, &running).await.unwrap();
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_killed_at_random_moments_leaks_nothing() {
     let world = World::new().unwrap();
@@ -236,7 +340,7 @@ async fn a_node_killed_at_random_moments_leaks_nothing() {
         let start = tokio::spawn({
             let (id, socket, netns) = (id.clone(), daemons.hypervisor_socket(), pod.namespace().path());
             async move {
-                let shim = peerpod_client::ShimClient::connect(&socket).await?;
+                let shim = ShimClient::connect(&socket).await?;
                 shim.create_vm(&id, Annotations::new("default", &id), &netns).await?;
                 shim.start_vm(&id).await
             }

@@ -149,7 +149,7 @@ fn interface(place: usize, it: &Value, room: u64) -> Vec<String> {
     let mut lines = vec![format!(
         "interface {place}: {name} {} MTU {mtu}, queue {}, {}",
         text(&it["address"]),
-        text(&it["txqlen"]),
+        it["txqlen"].as_u64().unwrap_or(0),
         flags.join(" ")
     )];
     for info in list(&it["addr_info"]) {
