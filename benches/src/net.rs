@@ -80,8 +80,8 @@ pub(crate) async fn run(report: &mut Report) -> anyhow::Result<()> {
 async fn connect(cloud: &Cloud, tunnel: &Tunnel, pod: &Pod) -> anyhow::Result<()> {
     let netns = pod.namespace().netns();
     let seen = tunnel.look(netns).await?;
-    let reserved = tunnel.reserve(netns, "bench", false, None).await?;
-    let plan = tunnel.connect(netns, &reserved, &seen, VM.into()).await?;
+    let reserved = tunnel.reserve(netns, "bench", &seen, false, None).await?;
+    let plan = tunnel.connect(netns, "bench", &reserved, &seen, VM.into()).await?;
     let podns = cloud.paths[1].clone();
     cloud.vm.run(move || guest::apply(&plan, None, &podns))??;
     Ok(())
@@ -95,8 +95,9 @@ async fn set_up(cloud: &Cloud, tunnel: &Tunnel, report: &mut Report) -> anyhow::
         let netns = pod.namespace().netns();
         let began = Instant::now();
         let seen = tunnel.look(netns).await?;
-        let reserved = tunnel.reserve(netns, &format!("bench-{number}"), false, None).await?;
-        tunnel.connect(netns, &reserved, &seen, VM.into()).await?;
+        let sandbox = format!("bench-{number}");
+        let reserved = tunnel.reserve(netns, &sandbox, &seen, false, None).await?;
+        tunnel.connect(netns, &sandbox, &reserved, &seen, VM.into()).await?;
         took.push(began.elapsed().as_secs_f64() * 1e3);
     }
     let p50 = median(&mut took).context("no pods")?;

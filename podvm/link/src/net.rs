@@ -12,8 +12,10 @@ use std::path::PathBuf;
 pub mod carrier;
 pub mod events;
 pub mod guest;
+pub mod leftover;
 pub(crate) mod link;
 pub mod look;
+pub mod mark;
 pub mod netlink;
 pub mod netns;
 pub mod nft;
@@ -97,6 +99,27 @@ pub enum Error {
         /// Who is in the way.
         why: String,
     },
+    /// Every VNI that tunnels may have is in use.
+    #[error(
+        "find a free VNI on UDP port {port}: {what} of {min} to {max} are in use on this node; widen the range with \
+         `tunnel.vni-min` and `tunnel.vni-max`"
+    )]
+    NoVni {
+        /// The tunnels' port.
+        port: u16,
+        /// The first VNI of the range.
+        min: u32,
+        /// The last one.
+        max: u32,
+        /// How many of them were tried, in words.
+        what: &'static str,
+    },
+    /// The kernel cannot redirect the pods' traffic.
+    #[error(
+        "redirect pods' traffic with tc: {0}; load the kernel's modules sch_ingress, act_mirred and one of cls_u32, \
+         cls_matchall and cls_bpf"
+    )]
+    NoRedirect(String),
     /// The kernel cannot filter the tunnels' packets.
     #[error(
         "use nftables against forged tunnel packets: {0}; load the kernel's module nf_tables, or accept the risk with \

@@ -3,7 +3,6 @@
 mod net_world;
 
 use net_world::{SHAPE4, World, threads};
-use peerpod_link::net::tunnel;
 
 #[test]
 fn after_all_of_it_every_thread_is_where_it_was() {
@@ -12,8 +11,7 @@ fn after_all_of_it_every_thread_is_where_it_was() {
     let mut world = World::new();
     let (pod, _seen, held, _plan) = world.whole(SHAPE4);
     world.ping("other", "10.244.1.7", 56);
-    let mut errors = Vec::new();
-    tunnel::undo(&pod, None, Some((held, SHAPE4.port)), &mut errors);
+    let errors = world.undo(&pod, "sandbox", Some(held));
     assert!(errors.is_empty(), "{errors:?}");
     assert_eq!(threads(), before);
 }

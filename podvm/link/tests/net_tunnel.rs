@@ -13,7 +13,7 @@ use peerpod_link::net::look::look;
 use peerpod_link::net::netns::{self, Netns, NetnsId};
 use peerpod_link::net::nft::{Filter, Peer};
 use peerpod_link::net::vxlan::{self, Held};
-use peerpod_link::net::{Error, guest, tunnel};
+use peerpod_link::net::{Error, guest};
 
 const DEADLINE: Duration = Duration::from_secs(10);
 
@@ -177,8 +177,7 @@ fn undo_is_complete_after_every_step_and_twice() {
     let before = world.traces("pod");
     let seen = look(&pod).unwrap();
     let undo = |held: Option<Held>, sandbox: Option<&str>| {
-        let mut errors = Vec::new();
-        tunnel::undo(&pod, sandbox, held.map(|h| (h, 4789)), &mut errors);
+        let errors = world.undo(&pod, sandbox.unwrap_or("another"), held);
         assert!(errors.is_empty(), "{errors:?}");
         assert_eq!(world.traces("pod"), before);
     };
@@ -230,8 +229,7 @@ fn what_others_put_on_the_interface_stays() {
         let filters = run(&format!("tc -n {name} filter show dev eth0 ingress"));
         assert_eq!(filters.matches("mirred").count(), 1, "{filters}");
     }
-    let mut errors = Vec::new();
-    tunnel::undo(&pod, None, Some((held, 4789)), &mut errors);
+    let errors = world.undo(&pod, "sandbox", Some(held));
     assert!(errors.is_empty(), "{errors:?}");
     assert_eq!(world.traces("pod"), before);
 }
@@ -265,10 +263,10 @@ fn two_sandboxes_cannot_claim_one_namespace() {
     let error = world.reserve(&pod, "second", SHAPE4, None).unwrap_err();
     assert!(matches!(&error, Error::Claimed { other, .. } if other == "first"), "{error}");
     // Its undo leaves the first one's alone.
-    let mut errors = Vec::new();
-    tunnel::undo(&pod, Some("second"), None, &mut errors);
-    tunnel::undo(&pod, Some("second"), Some((Held { vni: held.vni ^ 1, ..held }, 4789)), &mut errors);
-    assert!(errors.is_empty(), "{errors:?}");
+    for never in [None, Some(Held { vni: held.vni ^ 1, ..held })] {
+        let errors = world.undo(&pod, "second", never);
+        assert!(errors.is_empty(), "{errors:?}");
+    }
     assert_eq!(world.reserve(&pod, "first", SHAPE4, Some(held.vni)).unwrap(), held);
 }
 
@@ -289,10 +287,10 @@ fn a_namespace_that_goes_away_is_said_to_be_gone() {
     assert_eq!(NetnsId::of(&world.path("pod")), Some(new.id()));
     let error = world.connect(&new, held, SHAPE4, &seen).unwrap_err();
     assert!(matches!(error, Error::Gone { .. }), "{error}");
-    let mut errors = Vec::new();
-    tunnel::undo(&new, Some("sandbox"), Some((held, 4789)), &mut errors);
-    tunnel::undo(&pod, Some("sandbox"), Some((held, 4789)), &mut errors);
-    assert!(errors.is_empty(), "{errors:?}");
+    for netns in [&new, &pod] {
+        let errors = world.undo(netns, "sandbox", Some(held));
+        assert!(errors.is_empty(), "{errors:?}");
+    }
 }
 
 #[test]
@@ -318,11 +316,11 @@ fn only_a_network_namespace_is_taken_for_one() {
 fn a_port_that_another_device_holds_is_refused_by_its_name() {
     let mut world = World::new();
     let mut host = world.open("node").netlink().unwrap();
-    vxlan::probe(&mut host, SHAPE4).unwrap();
+    vxlan::probe(&mut host, SHAPE4, None).unwrap();
     assert!(!world.ip("node", "-o link show").contains("pp-vx0"));
     world.ip("node", "link add greedy type vxlan external dstport 4789");
     world.ip("node", "link set greedy up");
-    let error = vxlan::probe(&mut host, SHAPE4).unwrap_err();
+    let error = vxlan::probe(&mut host, SHAPE4, None).unwrap_err();
     assert!(matches!(error, Error::Port { .. }), "{error}");
     let text = error.to_string();
     assert!(text.contains("greedy") && text.contains("4789") && text.contains("tunnel.port"), "{text}");
@@ -330,7 +328,7 @@ fn a_port_that_another_device_holds_is_refused_by_its_name() {
     // A CNI's own VXLAN on the port is no obstacle.
     world.ip("node", "link add flannel.1 type vxlan id 1 dstport 4789 local 10.77.0.1 nolearning");
     world.ip("node", "link set flannel.1 up");
-    vxlan::probe(&mut host, SHAPE4).unwrap();
+    vxlan::probe(&mut host, SHAPE4, None).unwrap();
     let pod = world.pod("pod", 7);
     assert_ne!(world.reserve(&pod, "sandbox", SHAPE4, Some(1)).unwrap().vni, 1);
 }

@@ -25,7 +25,7 @@ use ttrpc::asynchronous::transport::Listener;
 
 use crate::{
     config::NodeConfig,
-    effects::{GuestAddresses, Real, Surroundings},
+    effects::{self, GuestAddresses, Real, Surroundings},
     ledger::{self, Inbox, Ledger, Loaded},
     metrics::Metrics,
     relay_client::RelayClient,
@@ -36,7 +36,7 @@ use crate::{
         recover::{Orphans, recover},
     },
     trust::{self, Trust},
-    tunnel::{self, Tunnel},
+    tunnel::{self, Tunnel, TunnelConfig},
 };
 
 /// How long calls that must not be cut off may take at the end.
@@ -142,11 +142,16 @@ pub async fn build(
     }
 
     let trust = SharedTrust::new(Trust::open(&config.state_dir.join("trust"), SystemTime::now())?);
-    let tunnel = Tunnel::open(config.tunnel.clone())?;
+    let owner = config.owner();
+    let tunnel = Tunnel::open(TunnelConfig { owner, ..config.tunnel.clone() })?;
     let provider = provider.open().map_err(AppError::Provider)?;
     let provider = decorate(provider, DecoratorConfig::default(), &mut registry);
     let relay = RelayClient::new(config.run_dir.join("relay.sock"), identity(trust.clone()), metrics.clone());
     let addresses = GuestAddresses::new(config.relay_addresses.clone(), config.relay_listen);
+
+    let boot_id = boot_id()?;
+    let unread = quarantined.iter().filter_map(|bad| bad.id.clone()).chain(set_aside.iter().cloned());
+    effects::tidy(&tunnel, &records, unread, &boot_id).await;
 
     let mut tasks = JoinSet::new();
     preflight(&mut tasks, provider.clone(), addresses.clone(), &ready).await;
@@ -165,7 +170,7 @@ pub async fn build(
         trust: trust.clone(),
         addresses: addresses.clone(),
         lease: config.lease,
-        boot_id: boot_id()?,
+        boot_id,
         surroundings: Surroundings::new(addresses.clone(), relay.listening()),
     });
     let mut settings = config.sandbox_settings();

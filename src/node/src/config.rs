@@ -13,7 +13,10 @@ use peerpod_base::{
 };
 use peerpod_providers::Context;
 
-use crate::{sandbox, tunnel::TunnelConfig};
+use crate::{
+    sandbox,
+    tunnel::{Classifier, Kind, Owner, TunnelConfig, Vnis},
+};
 
 /// Sections of the shared file that other binaries read; of `relay` we look at one key.
 const OTHERS: [&str; 1] = ["relay"];
@@ -174,19 +177,7 @@ impl NodeConfig {
                 "sandboxes at once; more are refused",
             ))
             .unwrap_or(usize::MAX),
-            tunnel: TunnelConfig {
-                port: reader.get("tunnel.port", "4789", "UDP port of the pods' tunnels; the same on all nodes"),
-                udp_checksum: reader.get(
-                    "tunnel.udp-checksum",
-                    "false",
-                    "UDP checksums in IPv4 tunnels; costs much on most cloud network cards",
-                ),
-                anti_spoof: reader.get(
-                    "tunnel.anti-spoof",
-                    "true",
-                    "accept a tunnel's packets from its VM's address only, and keep them out of conntrack (nftables)",
-                ),
-            },
+            tunnel: tunnel(reader),
         };
         config.check(reader);
         config
@@ -250,6 +241,13 @@ impl NodeConfig {
         Ok((config, provider, log, printed))
     }
 
+    /// Whose tunnels are this node's, among those of other daemons of the machine.
+    pub fn owner(&self) -> Owner {
+        // By its real path, so that another way to it is not somebody else.
+        let dir = self.state_dir.canonicalize().unwrap_or_else(|_| self.state_dir.clone());
+        Owner::of(&[&self.cluster_id, &self.name, &dir.to_string_lossy()])
+    }
+
     /// What a provider is told of this node.
     pub fn provider_context(&self) -> Context {
         Context {
@@ -279,6 +277,62 @@ impl NodeConfig {
             max_sandboxes: self.max_sandboxes,
         }
     }
+}
+
+/// Section `tunnel`.
+fn tunnel(reader: &mut Reader) -> TunnelConfig {
+    let defaults = TunnelConfig::default();
+    reader.choice("tunnel.kind", "vxlan", &["vxlan"], "what carries a pod's frames to its VM");
+    let by = reader.choice(
+        "tunnel.redirect",
+        "auto",
+        &["auto", "u32", "matchall", "bpf"],
+        "which of the kernel's classifiers redirects a pod's traffic; auto: the first of them that it has",
+    );
+    let min: u32 =
+        reader.get("tunnel.vni-min", "1", "the smallest VNI of a pod's tunnel; taken at random from here");
+    let max: u32 = reader.get(
+        "tunnel.vni-max",
+        "16777215",
+        "the largest VNI; set both where another VXLAN of the network must keep its own apart",
+    );
+    let vnis = Vnis::new(min, max);
+    if vnis.is_none() {
+        reader.mistake("tunnel.vni-max", "no range with tunnel.vni-min; 1 to 16777215, the smaller first");
+    }
+    let ports: Option<String> = reader.optional(
+        "tunnel.source-ports",
+        "UDP source ports of tunnels, first-last; not set: all that the kernel gives programs. Many spread the load over \
+         a card's queues, few fill fewer entries of a firewall's table",
+    );
+    let source_ports = ports.as_deref().and_then(port_range);
+    if ports.is_some() != source_ports.is_some() {
+        reader.mistake("tunnel.source-ports", "not a range of ports; write it like 40000-40063");
+    }
+    TunnelConfig {
+        kind: Kind::Vxlan,
+        port: reader.get("tunnel.port", "4789", "UDP port of the pods' tunnels; the same on all nodes"),
+        udp_checksum: reader.get(
+            "tunnel.udp-checksum",
+            "false",
+            "UDP checksums in IPv4 tunnels; costs much on most cloud network cards",
+        ),
+        anti_spoof: reader.get(
+            "tunnel.anti-spoof",
+            "true",
+            "accept a tunnel's packets from its VM's address only, and keep them out of conntrack (nftables)",
+        ),
+        redirect: Classifier::ALL.into_iter().find(|classifier| classifier.name() == by),
+        vnis: vnis.unwrap_or_default(),
+        source_ports,
+        ..defaults
+    }
+}
+
+fn port_range(text: &str) -> Option<(u16, u16)> {
+    let (first, last) = text.split_once('-')?;
+    let range = (first.trim().parse().ok()?, last.trim().parse().ok()?);
+    (0 < range.0 && range.0 <= range.1).then_some(range)
 }
 
 fn hostname() -> String {
@@ -314,10 +368,34 @@ mod tests {
     }
 
     #[test]
+    fn tunnels_are_made_as_they_are_told() {
+        let tunnel = load(&[]).unwrap().tunnel;
+        assert_eq!(TunnelConfig::default(), tunnel);
+        let args = ["--tunnel.vni-min=100", "--tunnel.vni-max=200", "--tunnel.source-ports=40000-40063"];
+        let tunnel = load(&[args.as_slice(), &["--tunnel.redirect=bpf"]].concat()).unwrap().tunnel;
+        assert!(!tunnel.vnis.contains(99) && tunnel.vnis.contains(200) && !tunnel.vnis.contains(201));
+        assert_eq!((tunnel.source_ports, tunnel.redirect), (Some((40000, 40063)), Some(Classifier::Bpf)));
+    }
+
+    #[test]
+    fn two_state_directories_are_two_owners() {
+        let owner = |args: &[&str]| load(args).unwrap().owner();
+        assert_eq!(owner(&["--node.name=a"]), owner(&["--node.name=a"]));
+        assert_ne!(owner(&["--node.name=a"]), owner(&["--node.name=a", "--paths.state-dir=/var/lib/other"]));
+        assert_ne!(owner(&["--node.name=a"]), owner(&["--node.name=b"]));
+    }
+
+    #[test]
     fn every_mistake_is_said_at_once() {
         let long = format!("--paths.state-dir=here --paths.run-dir=/{}", "x".repeat(60));
         let mut args: Vec<&str> = long.split(' ').collect();
         args.extend(["--node.relay-addresses=nowhere", "--node.ticket-ttl=1m", "--node.max-sandboxes=0"]);
+        args.extend([
+            "--tunnel.vni-min=9",
+            "--tunnel.vni-max=8",
+            "--tunnel.source-ports=9-8",
+            "--tunnel.redirect=xdp",
+        ]);
         args.extend(["--node.cluster-id=a/b", "--tunnel.port=0", "--node.leese=5m", "--provider.kind=clowd"]);
         let text = load(&args).unwrap_err().to_string();
         for part in [
@@ -328,6 +406,9 @@ mod tests {
             "node.max-sandboxes",
             "node.cluster-id",
             "tunnel.port",
+            "tunnel.vni-max",
+            "tunnel.source-ports",
+            "tunnel.redirect",
             "node.leese",
             "provider.kind",
         ] {

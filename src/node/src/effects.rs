@@ -39,10 +39,12 @@ use crate::{
 
 pub use addresses::GuestAddresses;
 pub use surroundings::Surroundings;
+pub use tidy::tidy;
 
 mod addresses;
 mod ear;
 mod surroundings;
+mod tidy;
 
 /// All that is real.
 pub struct Real {
@@ -231,7 +233,7 @@ impl Effects for Real {
             None => self.tunnel.look(&netns).await.map_err(within(&netns))?,
         };
         let recorded = recorded.map(|woven| woven.reserved);
-        let reserved = self.tunnel.reserve(&netns, id.as_str(), v6, recorded.as_ref()).await;
+        let reserved = self.tunnel.reserve(&netns, id.as_str(), &seen, v6, recorded.as_ref()).await;
         let reserved = reserved.map_err(within(&netns))?;
         Ok(Network { v6, tunnel: written(&Woven { seen, reserved, losses: None })? })
     }
@@ -245,16 +247,19 @@ impl Effects for Real {
     ) -> Result<NetworkPlan, NetworkError> {
         let netns = self.open(netns).await?;
         let Woven { seen, reserved, .. } = woven(network)?;
-        match self.tunnel.connect(&netns, &reserved, &seen, vm).await {
+        match self.tunnel.connect(&netns, id.as_str(), &reserved, &seen, vm).await {
             Err(NetError::Gone { .. }) => {
                 // Somebody deleted the device. The guest knows the VNI, so it must be the same again.
-                let again = self.tunnel.reserve(&netns, id.as_str(), network.v6, Some(&reserved)).await;
+                let again =
+                    self.tunnel.reserve(&netns, id.as_str(), &seen, network.v6, Some(&reserved)).await;
                 let again = again.map_err(within(&netns))?;
-                if again.vni != reserved.vni {
-                    let text = format!("the pod's tunnel was deleted and its VNI {} is taken", reserved.vni);
+                if !again.is_same(&reserved) {
+                    let vnis: Vec<String> = reserved.devices.iter().map(|d| d.vni.to_string()).collect();
+                    let text =
+                        format!("the pod's tunnel was deleted and its VNI ({}) is taken", vnis.join(", "));
                     return Err(NetworkError { text, permanent: true });
                 }
-                self.tunnel.connect(&netns, &again, &seen, vm).await.map_err(within(&netns))
+                self.tunnel.connect(&netns, id.as_str(), &again, &seen, vm).await.map_err(within(&netns))
             }
             other => other.map_err(within(&netns)),
         }
@@ -276,9 +281,17 @@ impl Effects for Real {
         let Merged { seen, changes, left } = merge(&recorded.seen, now, &fell);
         let mut followed = None;
         if !changes.is_empty() || recorded.losses.is_none() {
+            let reserved = match recorded.reserved {
+                same if same.carries(&seen) => same,
+                other => {
+                    let again =
+                        self.tunnel.reserve(&open, id.as_str(), &seen, network.v6, Some(&other)).await;
+                    again.map_err(within(&open))?
+                }
+            };
             // What a link lost by going down must not be taken away at the next look either.
             let losses = recorded.losses.or(Some(losses));
-            let woven = Woven { seen, reserved: recorded.reserved, losses };
+            let woven = Woven { seen, reserved, losses };
             followed = Some(Network { v6: network.v6, tunnel: written(&woven)? });
         }
         let plan = self.connect(netns, id, followed.as_ref().unwrap_or(network), vm).await?;
@@ -308,7 +321,7 @@ impl Effects for Real {
             Err(error) => return Err(error),
         };
         let reserved = network.map(woven).transpose()?.map(|woven| woven.reserved);
-        let undone = self.tunnel.undo_for(id.as_str(), open.as_ref(), reserved.as_ref(), vm).await;
+        let undone = self.tunnel.undo(id.as_str(), open.as_ref(), reserved.as_ref(), vm).await;
         undone.map_err(|errors| {
             let text = errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
             NetworkError { text, permanent: false }

@@ -1,29 +1,40 @@
-//! The node's half of a pod's network: look at the pod's namespace, reserve its tunnel, connect it to the VM, undo.
+//! The node's half of a pod's network: look at the pod's namespace, reserve its tunnels, connect them to the VM, undo.
 //!
 //! Each step is "make it so": called again after a crash it finds what is there and completes it. The work is
 //! netlink, done by `peerpod_link::net` on blocking threads; this room only puts the steps together and owns the
-//! node's own sockets. It touches the pod's network namespace, the node's VXLAN sockets and the nftables table
-//! `peerpod`, nothing else.
+//! node's own sockets. It touches the pods' network namespaces, the node's VXLAN sockets and this daemon's own
+//! nftables tables, nothing else; what it makes says whose it is, so that several daemons can share a machine.
 
 use std::net::IpAddr;
 use std::sync::Arc;
 
 pub use peerpod_link::net::Error;
 pub use peerpod_link::net::look::Seen;
+pub use peerpod_link::net::mark::Owner;
 pub use peerpod_link::net::netns::{Netns, NetnsId};
+pub use peerpod_link::net::redirect::Classifier;
+pub use peerpod_link::net::vxlan::Vnis;
 use peerpod_proto::guest::NetworkPlan;
-use serde::{Deserialize, Serialize};
 
+mod backend;
 pub mod follow;
+mod gate;
+mod reconcile;
+mod reserved;
 mod steps;
 #[cfg(test)]
 mod tests;
+mod vxlan;
 
+pub use reconcile::{Live, Reconciled};
+pub use reserved::{Device, Kind, Reserved};
 use steps::Steps;
 
 /// How this node's tunnels are made; the same on all nodes and fixed for a tunnel's life.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TunnelConfig {
+    /// What new sandboxes' tunnels are.
+    pub kind: Kind,
     /// UDP port of the node and of the guests.
     pub port: u16,
     /// Whether IPv4 packets of the tunnel carry a UDP checksum. Off keeps the segmentation offload of many cloud NICs
@@ -31,25 +42,29 @@ pub struct TunnelConfig {
     pub udp_checksum: bool,
     /// Whether packets of a tunnel are accepted from its VM's address only, and kept out of conntrack (nftables).
     pub anti_spoof: bool,
+    /// What carries the redirects; `None`: the best this kernel has.
+    pub redirect: Option<Classifier>,
+    /// The VNIs of new tunnels.
+    pub vnis: Vnis,
+    /// UDP source ports, ends included; `None`: all the kernel has.
+    pub source_ports: Option<(u16, u16)>,
+    /// Whose tunnels these are: other daemons of this machine keep theirs.
+    pub owner: Owner,
 }
 
 impl Default for TunnelConfig {
     fn default() -> TunnelConfig {
-        TunnelConfig { port: 4789, udp_checksum: false, anti_spoof: true }
+        TunnelConfig {
+            kind: Kind::default(),
+            port: 4789,
+            udp_checksum: false,
+            anti_spoof: true,
+            redirect: None,
+            vnis: Vnis::default(),
+            source_ports: None,
+            owner: Owner::of(&["peerpod"]),
+        }
     }
-}
-
-/// A tunnel whose VNI the kernel holds for us. Goes into the ledger.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Reserved {
-    /// The VXLAN network identifier, 24 bits, unique on this node for port and family.
-    pub vni: u32,
-    /// The device's index in the pod's namespace.
-    pub ifindex: u32,
-    /// Whether node and VM talk IPv6.
-    pub v6: bool,
-    /// The UDP port.
-    pub port: u16,
 }
 
 /// The node's tunnels. One per daemon; cheap to clone.
@@ -59,13 +74,14 @@ pub struct Tunnel {
 }
 
 impl Tunnel {
-    /// Opens the node's sockets in the network namespace of the calling thread and makes sure that the port is
-    /// usable (some 40 ms). Makes nothing that stays.
+    /// Opens the node's sockets in the network namespace of the calling thread, finds out what this kernel redirects
+    /// with, and makes sure that the port is usable (some 40 ms). Makes nothing that stays.
     ///
     /// # Errors
-    /// [`Error::Port`] with the device that is in the way; [`Error::Kernel`] where the kernel lacks what is needed.
+    /// [`Error::Port`] with the device that is in the way; [`Error::NoRedirect`], [`Error::NoFilter`] and
+    /// [`Error::Kernel`] where the kernel lacks what is needed.
     pub fn open(config: TunnelConfig) -> Result<Tunnel, Error> {
-        Ok(Tunnel { steps: Arc::new(Steps::open(config)?) })
+        Ok(Tunnel { steps: Arc::new(Steps::open(&config)?) })
     }
 
     /// Copies the pod's network.
@@ -77,104 +93,89 @@ impl Tunnel {
         blocking(move || Steps::look(&netns)).await
     }
 
-    /// Makes the device `pp-vx0` in the pod's namespace, down and without a remote, with a VNI nobody on this node
-    /// has. With a recorded reservation its VNI is taken (again) if that is possible. Again for the same sandbox it
-    /// finds the device that is there.
+    /// Makes a device for each interface (`pp-vx0`, `pp-vx1`, …) in the pod's namespace, down and without a remote, with
+    /// VNIs nobody on this node has: all of them or none. With a recorded reservation its VNIs are taken (again) if that
+    /// is possible; interfaces that are new since get devices, those that are gone lose them. Again for the same sandbox
+    /// it finds the devices that are there.
     ///
     /// # Errors
-    /// [`Error::Claimed`] when another sandbox has its tunnel in this namespace, [`Error::Kernel`], [`Error::Netns`].
+    /// [`Error::Claimed`] when another sandbox has its tunnel in this namespace, [`Error::NoVni`], [`Error::Kernel`],
+    /// [`Error::Netns`].
     pub async fn reserve(
         &self,
         netns: &Netns,
         sandbox: &str,
+        seen: &Seen,
         v6_underlay: bool,
         recorded: Option<&Reserved>,
     ) -> Result<Reserved, Error> {
         let (steps, netns, sandbox) = (self.steps.clone(), netns.clone(), sandbox.to_owned());
-        let recorded = recorded.copied();
-        blocking(move || steps.reserve(&netns, &sandbox, v6_underlay, recorded.as_ref())).await
+        let (seen, recorded) = (seen.clone(), recorded.cloned());
+        blocking(move || steps.reserve(&netns, &sandbox, &seen, v6_underlay, recorded.as_ref())).await
     }
 
-    /// How the node reaches a VM now: its own address, and what of a packet fits through the tunnel, in bytes.
+    /// The node's address towards the VM, and the largest packet of a pod that fits on the way.
     ///
     /// # Errors
-    /// [`Error::Path`] where there is no way.
+    /// [`Error::Path`] where there is none.
     pub async fn way(&self, reserved: &Reserved, vm: IpAddr) -> Result<(IpAddr, u32), Error> {
-        let (steps, reserved) = (self.steps.clone(), *reserved);
-        blocking(move || steps.way(&reserved, vm).map(|way| (way.source, way.room))).await
+        let (steps, reserved) = (self.steps.clone(), reserved.clone());
+        blocking(move || steps.way(&reserved, vm)).await
     }
 
-    /// Gives the reserved tunnel its remote, and redirects the pod's traffic into it. Returns the plan for the guest.
-    /// Again with the same values it changes nothing and returns the same plan.
+    /// Gives the reserved tunnels their remote, and redirects the pod's traffic into them. Returns the plan for the
+    /// guest. Called again it mends whatever is no longer so (a device that is down, has another MTU or leads elsewhere,
+    /// a missing qdisc, redirect or filter element) and follows another address of the VM or of the node; with the same
+    /// values and nothing to mend it changes nothing and returns the same plan. An interface without a tunnel (new since
+    /// [`Tunnel::reserve`]) is left out.
     ///
     /// # Errors
-    /// [`Error::Gone`] when the device is no longer there (reserve again), [`Error::Path`], [`Error::Kernel`],
-    /// [`Error::Netns`]. What was done then stays until [`Tunnel::undo_for`].
+    /// [`Error::Gone`] when a device is no longer there (reserve again), [`Error::Path`], [`Error::Kernel`],
+    /// [`Error::Netns`]. What was done then stays until [`Tunnel::undo`].
     pub async fn connect(
         &self,
         netns: &Netns,
+        sandbox: &str,
         reserved: &Reserved,
         seen: &Seen,
         vm: IpAddr,
     ) -> Result<NetworkPlan, Error> {
-        let (steps, netns, reserved, seen) = (self.steps.clone(), netns.clone(), *reserved, seen.clone());
-        blocking(move || steps.connect(&netns, &reserved, &seen, vm)).await
+        let (steps, netns, sandbox) = (self.steps.clone(), netns.clone(), sandbox.to_owned());
+        let (reserved, seen) = (reserved.clone(), seen.clone());
+        blocking(move || steps.connect(&netns, &sandbox, &reserved, &seen, vm)).await
     }
 
-    /// Takes back whatever of [`Tunnel::reserve`] and [`Tunnel::connect`] is there: device, redirects, filter
-    /// elements. All of it is tried; what is gone already is fine. With `reserved` only a device of that VNI is
-    /// removed. Prefer [`Tunnel::undo_for`], which also finds a device whose reservation was not recorded.
+    /// Takes back whatever of [`Tunnel::reserve`] and [`Tunnel::connect`] is there, recorded or not: devices, redirects,
+    /// filter elements. All of it is tried; what is gone already is fine, and another sandbox's is never touched.
     ///
     /// # Errors
     /// Everything that failed.
     pub async fn undo(
         &self,
-        netns: Option<&Netns>,
-        reserved: Option<&Reserved>,
-        vm: Option<IpAddr>,
-    ) -> Result<(), Vec<Error>> {
-        self.undo_any(None, netns, reserved, vm).await
-    }
-
-    /// As [`Tunnel::undo`], and knows the sandbox's device by the sandbox's name even when the daemon died between
-    /// making it and recording it. Never touches another sandbox's device.
-    ///
-    /// # Errors
-    /// Everything that failed.
-    pub async fn undo_for(
-        &self,
         sandbox: &str,
         netns: Option<&Netns>,
         reserved: Option<&Reserved>,
         vm: Option<IpAddr>,
     ) -> Result<(), Vec<Error>> {
-        self.undo_any(Some(sandbox.to_owned()), netns, reserved, vm).await
-    }
-
-    async fn undo_any(
-        &self,
-        sandbox: Option<String>,
-        netns: Option<&Netns>,
-        reserved: Option<&Reserved>,
-        vm: Option<IpAddr>,
-    ) -> Result<(), Vec<Error>> {
-        let (steps, netns, reserved) = (self.steps.clone(), netns.cloned(), reserved.copied());
-        let work = move || steps.undo(sandbox.as_deref(), netns.as_ref(), reserved.as_ref(), vm);
+        let (steps, sandbox) = (self.steps.clone(), sandbox.to_owned());
+        let (netns, reserved) = (netns.cloned(), reserved.cloned());
+        let work = move || steps.undo(&sandbox, netns.as_ref(), reserved.as_ref(), vm);
         tokio::task::spawn_blocking(work).await.unwrap_or_else(|e| Err(vec![lost(e)]))
     }
 
-    /// Makes the filter's elements those of the live sandboxes (`live`: VM address and VNI), as after a restart or
-    /// after somebody flushed the node's rules; the table goes with the last of them. Returns how many were removed.
-    /// A tunnel that is connected while this runs must be in `live`: call it before new sandboxes are served.
-    ///
-    /// # Errors
-    /// [`Error::Kernel`].
-    pub async fn reconcile(&self, live: &[(IpAddr, u32)]) -> Result<usize, Error> {
-        let (steps, live) = (self.steps.clone(), live.to_vec());
-        blocking(move || steps.reconcile(&live)).await
+    /// At the start of a daemon: removes what sandboxes that no longer live left behind, and makes the filter have
+    /// exactly the tunnels of those that do. Looks once at each namespace of `/run/netns` and at those of the live
+    /// sandboxes. Only what carries this owner's mark is touched. A tunnel that is connected while this runs must be in
+    /// `live`: call it before sandboxes are served.
+    pub async fn reconcile(&self, live: Vec<Live>) -> Reconciled {
+        let steps = self.steps.clone();
+        let work = move || reconcile::reconcile(&steps, &live);
+        tokio::task::spawn_blocking(work)
+            .await
+            .unwrap_or_else(|e| Reconciled { errors: vec![lost(e)], ..Reconciled::default() })
     }
 
-    /// Removes the filter's table if no tunnel is in it. Undoing the last sandbox does that already; this is for the
+    /// Removes the filter's tables if no tunnel is in them. Undoing the last sandbox does that already; this is for the
     /// end of a daemon that wants to be sure.
     ///
     /// # Errors

@@ -84,10 +84,19 @@ fn one(client: &mut Client, mut message: LinkMessage) -> Result<Option<Link>, ne
 
 /// All devices of the namespace, at most `limit`.
 pub(crate) fn all(client: &mut Client, limit: usize) -> Result<Vec<Link>, netlink::Error> {
+    all_that(client, limit, |_| true)
+}
+
+/// The devices of the namespace that `are` so, at most `limit` of them among however many others.
+pub(crate) fn all_that(
+    client: &mut Client,
+    limit: usize,
+    are: impl Fn(&Link) -> bool,
+) -> Result<Vec<Link>, netlink::Error> {
     let mut message = LinkMessage::default();
     message.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
     client.dump(&RouteNetlinkMessage::GetLink(message), limit, |answer| match answer {
-        RouteNetlinkMessage::NewLink(link) => Some(read(link)),
+        RouteNetlinkMessage::NewLink(link) => Some(read(link)).filter(&are),
         _ => None,
     })
 }

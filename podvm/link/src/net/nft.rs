@@ -2,7 +2,7 @@
 //! of a tunnel from its own VM only (anti-spoof) and keeps them out of conntrack.
 //!
 //! ```text
-//! table inet peerpod {                     # another port than 4789: peerpod-<port>
+//! table inet peerpod-<owner> {             # another port than 4789: peerpod-<owner>-<port>; in a VM without owner
 //!   set peers4 { ipv4_addr . vni }         # a VM and its tunnel          (peers6: the same for IPv6)
 //!   set vnis4  { vni }                     # every VNI that is ours       (vnis6)
 //!   chain pre { hook prerouting, raw;  udp dport P  saddr . vni @peers  notrack }
@@ -15,6 +15,7 @@
 //! A VNI that is not ours is left alone: the cluster's own VXLAN may share the port. The drop is at `input`, where
 //! fragments are whole again: at `prerouting` a fragment without the VNI would slip through. The VNI is the three
 //! bytes 12 behind the UDP header's start. The table is made with its first element and removed with its last one.
+//! Each daemon of a machine has its own table: what it has forgotten it may flush without asking the others.
 //!
 //! Touches only its own table, in the namespace of the socket it is given. No nft process.
 
@@ -30,12 +31,14 @@ use netlink_packet_netfilter::nftables::{
 use nix::errno::Errno;
 
 use super::Error;
+use super::mark::Owner;
 use super::netlink::{self, Client};
 
 mod parts;
 
 use parts::{
-    Family, begin, end, equals, generation, inet, key_of_peer, keys_in, load, peer_of_key, verdict, vni_key,
+    Family, begin, end, equals, generation, inet, key_of_peer, keys_in, load, peer_of_key, table_in, verdict,
+    vni_key,
 };
 
 /// More elements than this are not read back: no node has so many tunnels.
@@ -63,6 +66,19 @@ pub struct Peer {
     pub vni: u32,
 }
 
+impl Peer {
+    /// Whether both say where one tunnel leads: they have its VNI and its family.
+    pub fn is_tunnel_of(&self, other: &Peer) -> bool {
+        self.vni == other.vni && self.address.is_ipv6() == other.address.is_ipv6()
+    }
+}
+
+/// What the tables' names begin with.
+const TABLE: &str = "peerpod";
+const USUAL_PORT: u16 = 4789;
+/// More tables are not looked at.
+const MAX_TABLES: usize = 4096;
+
 /// The table for tunnels on one UDP port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Filter {
@@ -71,10 +87,40 @@ pub struct Filter {
 }
 
 impl Filter {
-    /// The filter for tunnels on UDP `port`; nothing is made yet.
+    /// The filter for tunnels on UDP `port` where nobody else has any; nothing is made yet.
     pub fn new(port: u16) -> Filter {
-        let table = if port == 4789 { "peerpod".to_owned() } else { format!("peerpod-{port}") };
-        Filter { table, port }
+        Filter { table: on_port(TABLE.to_owned(), port), port }
+    }
+
+    /// The filter for one daemon's tunnels on UDP `port`; nothing is made yet.
+    pub fn of(owner: Owner, port: u16) -> Filter {
+        Filter { table: on_port(format!("{TABLE}-{owner}"), port), port }
+    }
+
+    /// The filters of one daemon that are there, whatever their ports.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`].
+    pub fn all_of(owner: Owner, client: &mut Client) -> Result<Vec<Filter>, Error> {
+        let question = inet(NfTablesMessage::GetTable(TableMessage { attributes: Vec::new() }));
+        let mine = |name: &str| {
+            let rest = name.strip_prefix(TABLE)?.strip_prefix('-')?.strip_prefix(&owner.to_string())?;
+            match rest.strip_prefix('-') {
+                Some(port) => port.parse().ok(),
+                None => rest.is_empty().then_some(USUAL_PORT),
+            }
+        };
+        client
+            .dump_raw(&question, MAX_TABLES, |kind, payload| {
+                let table = table_in(kind, payload)?;
+                Ok(table.and_then(|table| mine(&table).map(|port| Filter { table, port })))
+            })
+            .map_err(Error::kernel("list the nftables tables"))
+    }
+
+    /// The tunnels' UDP port.
+    pub fn port(&self) -> u16 {
+        self.port
     }
 
     /// The table's name in family `inet`.
@@ -134,6 +180,20 @@ impl Filter {
             }
         }
         Ok(())
+    }
+
+    /// Stops accepting a tunnel's packets from an address that its VM no longer has; the VNI stays guarded. Not there
+    /// is fine.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`].
+    pub fn retire(&self, client: &mut Client, old: Peer) -> Result<(), Error> {
+        let family = if old.address.is_ipv6() { Family::V6 } else { Family::V4 };
+        let message = self.element_message(family.named("peers"), vec![key_of_peer(old)], false);
+        match client.transaction(&begin(None), &[message], &end()) {
+            Err(e) if e.errno() == Some(Errno::ENOENT) => Ok(()),
+            other => other.map_err(self.removing()),
+        }
     }
 
     /// The tunnels the filter has. No table: none.
@@ -370,6 +430,10 @@ impl Filter {
             Err(e) => Err(Error::kernel(format!("read the nftables table {}", self.table))(e)),
         }
     }
+}
+
+fn on_port(name: String, port: u16) -> String {
+    if port == USUAL_PORT { name } else { format!("{name}-{port}") }
 }
 
 #[cfg(test)]

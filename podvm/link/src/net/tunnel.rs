@@ -1,24 +1,26 @@
-//! The node's steps after the reservation: the way to the VM, the connection with both redirects, and the undoing of
+//! The node's steps after the reservation: the way to the VM, the connection with all redirects, and the undoing of
 //! all of it. What one pod needs, in as few exchanges with the kernel as there can be.
 
 use std::net::IpAddr;
 use std::thread::sleep;
 use std::time::Duration;
 
+use netlink_packet_route::RouteNetlinkMessage;
 use nix::errno::Errno;
 
 use super::Error;
-use super::link;
-use super::look::Seen;
-use super::netlink::Client;
+use super::link::{self, Link};
+use super::mark::Mark;
+use super::netlink::{self, Answer, Client};
 use super::netns::Netns;
-use super::plan;
-use super::redirect;
-use super::vxlan::{self, DEVICE, Held, Shape};
+use super::redirect::{self, Classifier, Maker, Taken};
+use super::vxlan::{self, Held, Shape};
 
 /// A namespace that is being torn down or a qdisc in use answers "busy" for a moment.
 const BUSY_TRIES: u32 = 5;
 const BUSY_PAUSE: Duration = Duration::from_millis(10);
+/// More devices of ours are in no namespace.
+const MAX_DEVICES: usize = 256;
 
 /// How the node reaches a VM, and what is left for a pod's packet on that way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,21 +29,10 @@ pub struct TunnelWay {
     pub source: IpAddr,
     /// The largest inner packet that fits without fragments, in bytes.
     pub room: u32,
-    vm: IpAddr,
 }
 
-impl TunnelWay {
-    /// The pod's MTU in the VM: its own where that fits, else what fits.
-    ///
-    /// # Errors
-    /// [`Error::Path`] where too little is left for the pod's families.
-    pub fn pod_mtu(&self, seen: &Seen) -> Result<u32, Error> {
-        let primary = seen.primary();
-        plan::fit(primary.mtu, self.room, primary.has_v6(), self.vm)
-    }
-}
-
-/// Asks the kernel for the way to the VM. `host` is a socket of the node's namespace.
+/// Asks the kernel for the way to the VM: its route, the MTU of the route or of the device, and what was learnt of
+/// the path beyond. `host` is a socket of the node's namespace.
 ///
 /// # Errors
 /// [`Error::Path`] where there is none, or the VM's address is of the other family than the reservation.
@@ -51,87 +42,186 @@ pub fn way(host: &mut Client, shape: Shape, vm: IpAddr) -> Result<TunnelWay, Err
         return Err(Error::Path { peer: vm, why: format!("the tunnel was reserved for {family}") });
     }
     let way = link::way_to(host, vm)?;
-    Ok(TunnelWay { source: way.source, room: way.mtu.saturating_sub(shape.overhead()), vm })
+    Ok(TunnelWay { source: way.source, room: way.mtu.saturating_sub(shape.overhead()) })
 }
 
-/// What connects a reserved device.
+/// One of a pod's interfaces and the device that is its tunnel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Connection {
+pub struct Pair {
     /// The reserved device.
     pub held: Held,
+    /// Index of the pod's interface.
+    pub interface: u32,
+    /// The pod interface's MTU in bytes; the device gets the same.
+    pub mtu: u32,
+}
+
+/// What connects reserved devices.
+#[derive(Clone, Copy, Debug)]
+pub struct Connection<'a> {
+    /// Whose they are.
+    pub mark: Mark<'a>,
     /// The VM's address.
     pub remote: IpAddr,
     /// The node's address.
     pub local: IpAddr,
-    /// Index of the pod's interface.
-    pub pod_interface: u32,
-    /// The pod interface's MTU; the device gets the same.
-    pub mtu: u32,
+    /// What carries the redirects that are not there yet.
+    pub by: Classifier,
+    /// The devices.
+    pub pairs: &'a [Pair],
 }
 
-/// Gives the device its ends, takes it up, and redirects the pod's interface into it and back: one datagram of six
-/// messages. Again with the same values it changes nothing.
+/// Messages of one pair before its redirects.
+const PER_PAIR: usize = 2;
+
+/// Gives the devices their ends, takes them up, and redirects each interface of the pod into its tunnel and back: one
+/// datagram of six messages each. Called again it mends what is not so: a device that is down or has another MTU,
+/// remote or local address, a qdisc or a filter that is missing or double. With the same values and nothing to mend it
+/// changes nothing.
 ///
 /// # Errors
-/// [`Error::Gone`] when the device is not (or no longer) there, [`Error::Kernel`]. What was done stays; [`undo`].
-pub fn connect(netns: &Netns, connection: &Connection) -> Result<(), Error> {
-    let Connection { held, remote, local, pod_interface, mtu } = *connection;
+/// [`Error::Gone`] when a device is not (or no longer) there, [`Error::Kernel`], [`Error::CannotCarry`] where somebody
+/// else already redirects the pod's traffic. What was done stays; [`undo`].
+pub fn connect(netns: &Netns, connection: &Connection<'_>) -> Result<(), Error> {
     let mut pod = netns.netlink()?;
-    let mut messages = vec![(0, vxlan::connection(held, remote, local))];
-    messages.push((0, vxlan::with_mtu(held.ifindex, mtu)));
-    messages.extend(redirect::messages(pod_interface, held.ifindex));
-    let attempt = || format!("connect the tunnel in {}", netns.path().display());
+    let maker = Maker { by: connection.by, tag: connection.mark.tag() };
+    let ways: Vec<(u32, u32)> = connection.pairs.iter().map(|p| (p.interface, p.held.ifindex)).collect();
+    let mut messages = Vec::with_capacity(6 * connection.pairs.len());
+    for pair in connection.pairs {
+        messages.push((0, vxlan::with_mtu(pair.held.ifindex, pair.mtu)));
+        messages.push((0, vxlan::connection(pair.held, connection.remote, connection.local)));
+    }
+    let own = messages.len();
+    // The programs among them must stay open until the kernel has taken the filters.
+    let mut redirects = maker.messages(&ways)?;
+    messages.append(&mut redirects.messages);
+    let attempt = || Error::kernel(format!("connect the tunnel in {}", netns.path().display()));
     for left in (0..BUSY_TRIES).rev() {
-        let mut answers = pod.batch(&messages).map_err(Error::kernel(attempt()))?;
-        let redirects = answers.split_off(2.min(answers.len()));
-        match answers.into_iter().find(Result::is_err) {
-            None | Some(Ok(())) => {
-                return redirect::complete(&mut pod, pod_interface, held.ifindex, redirects);
-            }
-            Some(Err(no)) if no.errno == Errno::EBUSY && left > 0 => sleep(BUSY_PAUSE),
-            Some(Err(no)) => {
+        let answers = pod.batch(&messages).map_err(attempt())?;
+        let (devices, redirects) = answers.split_at(own.min(answers.len()));
+        match first_refusal(devices) {
+            None => return maker.complete(&mut pod, &ways, redirects),
+            Some((_, no)) if no.errno == Errno::EBUSY && left > 0 => sleep(BUSY_PAUSE),
+            Some((at, no)) => {
                 // Gone, or another device has its index now (then the kernel refuses to change kind or VNI).
-                let there = link::by_index(&mut pod, held.ifindex).map_err(Error::kernel(attempt()))?;
-                if there.is_none_or(|l| l.vxlan.is_none_or(|v| v.vni != held.vni)) {
-                    return Err(Error::Gone { netns: netns.path().to_owned(), vni: held.vni });
+                if let Some(pair) = connection.pairs.get(at / PER_PAIR) {
+                    let there = link::by_index(&mut pod, pair.held.ifindex).map_err(attempt())?;
+                    if there.is_none_or(|l| l.vxlan.is_none_or(|v| v.vni != pair.held.vni)) {
+                        return Err(Error::Gone { netns: netns.path().to_owned(), vni: pair.held.vni });
+                    }
                 }
-                return Err(Error::kernel(attempt())(no.into()));
+                return Err(attempt()(no.clone().into()));
             }
         }
     }
     Ok(())
 }
 
-/// Takes back the redirects and the device in the pod's namespace: the device of this sandbox (by its MAC), and the
-/// one that was reserved (by its VNI and port). Another sandbox's device stays. Everything is tried, what failed is
-/// added to `errors`; gone is fine. Takes some 20 ms when there is a device.
-pub fn undo(netns: &Netns, sandbox: Option<&str>, held: Option<(Held, u16)>, errors: &mut Vec<Error>) {
+fn first_refusal(answers: &[Answer]) -> Option<(usize, &netlink::Refusal)> {
+    answers.iter().enumerate().find_map(|(at, answer)| answer.as_ref().err().map(|no| (at, no)))
+}
+
+/// Which of the pod's interfaces have an ingress-side qdisc that somebody else put there: not ours to take away, even
+/// when it is empty. Known for certain only before the first [`connect`].
+///
+/// # Errors
+/// [`Error::Kernel`], [`Error::Netns`].
+pub fn shared(netns: &Netns, mark: Mark<'_>, interfaces: &[u32]) -> Result<Vec<u32>, Error> {
+    let mut pod = netns.netlink()?;
+    let mut there: Vec<u32> = redirect::qdiscs(&mut pod)?.into_iter().map(|(device, _)| device).collect();
+    there.retain(|device| interfaces.contains(device));
+    if !there.is_empty() {
+        // One with our redirect on it is of a connection that was never recorded.
+        let tagged = redirect::tagged(&mut pod, mark.owner)?;
+        there.retain(|device| !tagged.contains(&(*device, mark.tag())));
+    }
+    netns.keep(pod);
+    Ok(there)
+}
+
+/// What is to be taken back.
+#[derive(Clone, Copy, Debug)]
+pub struct Undo<'a> {
+    /// Whose it is: devices and redirects with this mark.
+    pub mark: Mark<'a>,
+    /// What was recorded: also devices that have these VNIs on this port, whatever their mark.
+    pub held: &'a [Held],
+    /// The UDP port of what was recorded.
+    pub port: u16,
+    /// Interfaces whose ingress qdisc was there before ours ([`shared`]).
+    pub shared: &'a [u32],
+}
+
+/// Takes back the redirects and the devices in the pod's namespace. Another sandbox's stay. Everything is tried, what
+/// failed is added to `errors`; gone is fine. Takes some 20 ms for each device.
+pub fn undo(netns: &Netns, undo: Undo<'_>, errors: &mut Vec<Error>) {
     let mut pod = match netns.netlink() {
         Ok(pod) => pod,
         Err(e) => return errors.push(e),
     };
-    let there = link::by_name(&mut pod, DEVICE)
-        .map_err(Error::kernel(format!("look for {DEVICE} in {}", netns.path().display())));
-    let device = there.unwrap_or_else(|e| {
-        errors.push(e);
-        None
-    });
-    let is_ours = |link: &link::Link| {
-        sandbox.is_some_and(|sandbox| link.mac == Some(vxlan::owner_mac(sandbox)))
-            || held.is_some_and(|(held, port)| {
-                link.vxlan.as_ref().is_some_and(|v| v.vni == held.vni && v.port == port)
-            })
+    let is_ours = |link: &Link| {
+        let recorded = |v: &link::Vxlan| v.port == undo.port && undo.held.iter().any(|h| h.vni == v.vni);
+        undo.mark.is_on(link) || link.vxlan.as_ref().is_some_and(recorded)
     };
-    let someone_elses = device.as_ref().is_some_and(|link| !is_ours(link));
-    let device = device.filter(is_ours).map(|link| link.index);
-    if !someone_elses {
-        let mut targets: Vec<u32> = device.into_iter().collect();
-        targets.extend(held.map(|(held, _)| held.ifindex));
-        redirect::undo(&mut pod, &targets, errors);
-    }
-    if let Some(index) = device
-        && let Err(e) = vxlan::remove(&mut pod, index)
-    {
-        errors.push(e);
+    let devices = ours_by_name(&mut pod).unwrap_or_else(|e| {
+        errors.push(Error::kernel(format!("look for the tunnel in {}", netns.path().display()))(e));
+        Vec::new()
+    });
+    let (ours, others): (Vec<Link>, Vec<Link>) = devices.into_iter().partition(is_ours);
+    let doomed: Vec<u32> = ours.iter().map(|link| link.index).collect();
+    // A recorded device that is gone left a redirect into nowhere. Where another sandbox has a tunnel now, a redirect
+    // without a mark may be that one's.
+    let alone = others.is_empty();
+    let mut targets = doomed.clone();
+    targets.extend(undo.held.iter().map(|held| held.ifindex));
+    let taken = Taken {
+        tag: Some(undo.mark.tag()),
+        only: None,
+        unmarked: alone.then_some(targets.as_slice()),
+        doomed: &doomed,
+        shared: undo.shared,
+    };
+    redirect::take_back(&mut pod, &taken, errors);
+    remove_all(&mut pod, &doomed, errors);
+}
+
+/// Takes back some of a sandbox's tunnels: these devices, and the redirects to them. The others stay as they are.
+///
+/// # Errors
+/// The first of what failed; everything is tried.
+pub fn retire(netns: &Netns, mark: Mark<'_>, held: &[Held], port: u16) -> Result<(), Error> {
+    let mut pod = netns.netlink()?;
+    let devices = ours_by_name(&mut pod)
+        .map_err(Error::kernel(format!("look for the tunnel in {}", netns.path().display())))?;
+    let is_it = |link: &Link| {
+        let vxlan = link.vxlan.as_ref();
+        vxlan
+            .is_some_and(|v| v.port == port && held.iter().any(|h| h.vni == v.vni && h.ifindex == link.index))
+    };
+    let doomed: Vec<u32> = devices.iter().filter(|link| is_it(link)).map(|link| link.index).collect();
+    let taken =
+        Taken { tag: Some(mark.tag()), only: Some(&doomed), unmarked: None, doomed: &doomed, shared: &[] };
+    let mut errors = Vec::new();
+    redirect::take_back(&mut pod, &taken, &mut errors);
+    remove_all(&mut pod, &doomed, &mut errors);
+    errors.into_iter().next().map_or(Ok(()), Err)
+}
+
+/// The VXLAN devices whose names are such as ours.
+pub(super) fn ours_by_name(pod: &mut Client) -> Result<Vec<Link>, netlink::Error> {
+    link::all_that(pod, MAX_DEVICES, |link| link.vxlan.is_some() && vxlan::is_device(&link.name))
+}
+
+/// Deletes devices, all in one datagram; some 20 ms each.
+pub(super) fn remove_all(pod: &mut Client, devices: &[u32], errors: &mut Vec<Error>) {
+    let attempt = || Error::kernel("delete the tunnel's devices");
+    let messages: Vec<(u16, RouteNetlinkMessage)> =
+        devices.iter().map(|index| (0, link::delete(*index))).collect();
+    match pod.batch(&messages) {
+        Ok(answers) => {
+            let refused = answers.into_iter().filter_map(Result::err).filter(|no| !no.is_gone());
+            errors.extend(refused.map(|no| attempt()(no.into())));
+        }
+        Err(e) => errors.push(attempt()(e)),
     }
 }

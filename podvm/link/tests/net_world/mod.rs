@@ -18,11 +18,13 @@ use nix::sys::socket::{
 };
 use nix::sys::time::TimeVal;
 use peerpod_link::net::look::{Seen, look};
+use peerpod_link::net::mark::{Mark, Owner};
 use peerpod_link::net::netns::{self, Netns};
 use peerpod_link::net::nft::{Filter, Peer};
 use peerpod_link::net::plan::{self, Underlay};
-use peerpod_link::net::tunnel::{self, Connection};
-use peerpod_link::net::vxlan::{self, Held, Shape};
+use peerpod_link::net::redirect::Classifier;
+use peerpod_link::net::tunnel::{self, Connection, Pair, Undo};
+use peerpod_link::net::vxlan::{self, Held, Shape, Slot, Vnis, Wanted};
 use peerpod_link::net::{Error, guest};
 use peerpod_proto::guest::NetworkPlan;
 
@@ -72,6 +74,15 @@ impl World {
         world
     }
 
+    /// The daemon of this world, and of no other.
+    pub fn owner(&self) -> Owner {
+        Owner::of(&["test", &self.prefix])
+    }
+
+    pub fn mark<'a>(&self, sandbox: &'a str) -> Mark<'a> {
+        Mark { owner: self.owner(), sandbox }
+    }
+
     fn add(&mut self, name: &str) {
         let full = self.name(name);
         run(&format!("ip netns add {full}"));
@@ -83,6 +94,17 @@ impl World {
     pub fn pod(&mut self, name: &str, number: u8) -> Netns {
         self.add(name);
         self.connect_pod(name, number);
+        self.open(name)
+    }
+
+    /// A pod that nobody reaches, made in four steps: for tests with many.
+    pub fn bare_pod(&mut self, name: &str) -> Netns {
+        let (full, node) = (self.name(name), self.name("node"));
+        run(&format!("ip netns add {full}"));
+        self.names.push(full.clone());
+        run(&format!("ip -n {full} link add eth0 type veth peer name h{name} netns {node}"));
+        run(&format!("ip -n {full} addr add 10.244.2.7/24 dev eth0"));
+        run(&format!("ip -n {full} link set eth0 up"));
         self.open(name)
     }
 
@@ -147,7 +169,24 @@ impl World {
         wanted: Option<u32>,
     ) -> Result<Held, Error> {
         let mut host = self.open("node").netlink().unwrap();
-        vxlan::reserve(&mut host, pod, sandbox, shape, wanted)
+        let slots = [Slot { number: 0, vni: wanted }];
+        let wanted = Wanted {
+            mark: self.mark(sandbox),
+            shape,
+            source_ports: None,
+            vnis: Vnis::default(),
+            slots: &slots,
+        };
+        vxlan::reserve(&mut host, pod, wanted).map(|held| held[0])
+    }
+
+    /// Takes back what [`World::reserve`] and [`World::connect`] made for a sandbox, or what was `held`.
+    pub fn undo(&self, pod: &Netns, sandbox: &str, held: Option<Held>) -> Vec<Error> {
+        let held: Vec<Held> = held.into_iter().collect();
+        let mut errors = Vec::new();
+        let undo = Undo { mark: self.mark(sandbox), held: &held, port: 4789, shared: &[] };
+        tunnel::undo(pod, undo, &mut errors);
+        errors
     }
 
     /// What the node does at StartVM, without its filter.
@@ -155,12 +194,14 @@ impl World {
         let vm: IpAddr = if shape.v6 { "fd77::2" } else { "10.77.0.2" }.parse().unwrap();
         let mut host = self.open("node").netlink().unwrap();
         let way = tunnel::way(&mut host, shape, vm)?;
+        let carry = plan::node(seen, way.room, vm)?.swap_remove(0);
+        let pairs = [Pair { held, interface: carry.interface, mtu: carry.device_mtu }];
         let connection = Connection {
-            held,
+            mark: self.mark("sandbox"),
             remote: vm,
             local: way.source,
-            pod_interface: seen.primary().index,
-            mtu: seen.primary().mtu,
+            by: Classifier::U32,
+            pairs: &pairs,
         };
         tunnel::connect(pod, &connection)?;
         let underlay = Underlay {
@@ -170,7 +211,7 @@ impl World {
             udp_checksum: shape.udp_checksum,
             overhead: shape.overhead(),
         };
-        let tunnel = plan::Tunnel { interface: seen.primary().index, vni: held.vni, mtu: way.pod_mtu(seen)? };
+        let tunnel = plan::Tunnel { interface: carry.interface, vni: held.vni, mtu: carry.mtu };
         Ok(plan::write(seen, &[tunnel], &underlay))
     }
 
@@ -217,13 +258,15 @@ impl World {
         let mut all = run(&format!("ip -n {name} -o link show"));
         all += &run(&format!("tc -n {name} qdisc show"));
         all += &run(&format!("tc -n {name} filter show dev eth0 ingress"));
-        // Counters of the veth's carrier and the like do not appear in these forms.
-        all
+        // Counters of the veth's carrier and the like do not appear in these forms; the number of an action does.
+        all.lines().filter(|line| !line.starts_with("\tindex ")).map(|line| format!("{line}\n")).collect()
     }
 
     pub fn tables(&self, name: &str) -> Vec<Peer> {
         let mut client = self.open(name).netfilter().unwrap();
-        Filter::new(4789).list(&mut client).unwrap()
+        let mut all = Filter::new(4789).list(&mut client).unwrap();
+        all.extend(Filter::of(self.owner(), 4789).list(&mut client).unwrap());
+        all
     }
 }
 
@@ -264,7 +307,7 @@ fn echo(to: IpAddr, size: usize) -> bool {
             std::thread::sleep(Duration::from_millis(20)); // no route or no answer to ARP yet
             continue;
         }
-        let mut buffer = [0; 4096];
+        let mut buffer = [0; 16_384];
         while let Ok(length) = recv(socket.as_raw_fd(), &mut buffer, MsgFlags::empty()) {
             // IPv4 raw sockets show the IP header too.
             let message = &buffer[if to.is_ipv4() { 20 } else { 0 }..length];

@@ -1,229 +1,235 @@
-//! The steps themselves, synchronous: each puts the parts of `peerpod_link::net` in their order and keeps what the
-//! node has once: a few sockets in its own namespace, and what is known of the filter's table.
+//! The steps themselves, synchronous: each puts the parts of `peerpod_link::net` in their order.
 
-use std::collections::HashSet;
 use std::net::IpAddr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use peerpod_link::net::Error;
 use peerpod_link::net::look::{Seen, look};
-use peerpod_link::net::netlink::Client;
+use peerpod_link::net::mark::{Mark, Owner};
 use peerpod_link::net::netns::Netns;
-use peerpod_link::net::nft::{Filter, Peer};
-use peerpod_link::net::plan::{self, Underlay};
-use peerpod_link::net::tunnel::{self, Connection, TunnelWay};
-use peerpod_link::net::vxlan::{self, Held, Shape};
-use peerpod_link::net::{Error, netlink};
+use peerpod_link::net::plan::{self, Carry};
+use peerpod_link::net::redirect::{self, Classifier};
+use peerpod_link::net::tunnel::{self, Connection, Pair, Undo};
+use peerpod_link::net::vxlan::{self, Held, Slot, Vnis, Wanted};
 use peerpod_proto::guest::NetworkPlan;
 
-use super::{Reserved, TunnelConfig};
-
-/// Idle sockets that are kept.
-const IDLE_SOCKETS: usize = 4;
+use super::backend::{Backend, Backends, Connected};
+use super::{Device, Reserved, TunnelConfig};
 
 #[derive(Debug)]
 pub(super) struct Steps {
-    config: TunnelConfig,
-    /// The node's own namespace.
-    host: Netns,
-    idle: Mutex<Vec<Client>>,
-    filter: Option<Mutex<Filtering>>,
-}
-
-/// The filter and what is in it, so that nothing has to be read back for one pod.
-#[derive(Debug)]
-struct Filtering {
-    filter: Filter,
-    client: Client,
-    known: HashSet<Peer>,
+    pub(super) owner: Owner,
+    pub(super) backends: Backends,
+    vnis: Vnis,
+    by: Classifier,
 }
 
 impl Steps {
-    pub(super) fn open(config: TunnelConfig) -> Result<Steps, Error> {
-        let host = Netns::current()?;
-        let mut client = host.netlink()?;
-        vxlan::probe(&mut client, Shape { port: config.port, v6: false, udp_checksum: config.udp_checksum })?;
-        let filter =
-            if config.anti_spoof { Some(Mutex::new(Filtering::open(&host, config.port)?)) } else { None };
-        Ok(Steps { config, host, idle: Mutex::new(vec![client]), filter })
+    pub(super) fn open(config: &TunnelConfig) -> Result<Steps, Error> {
+        let by = redirect::choose(config.redirect)?;
+        let backends = Backends::open(config)?;
+        tracing::debug!(owner = %config.owner, redirect = by.name(), "pods' tunnels can be made");
+        Ok(Steps { owner: config.owner, backends, vnis: config.vnis, by })
+    }
+
+    fn mark<'a>(&self, sandbox: &'a str) -> Mark<'a> {
+        Mark { owner: self.owner, sandbox }
     }
 
     pub(super) fn look(netns: &Netns) -> Result<Seen, Error> {
         look(netns)
     }
 
+    /// The kind, family and port that a new reservation has; those of the recorded one where it is still such.
     pub(super) fn reserve(
         &self,
         netns: &Netns,
         sandbox: &str,
+        seen: &Seen,
         v6: bool,
         recorded: Option<&Reserved>,
     ) -> Result<Reserved, Error> {
-        let shape = Shape { port: self.config.port, v6, udp_checksum: self.config.udp_checksum };
-        let wanted = recorded.filter(|r| r.port == shape.port && r.v6 == v6).map(|r| r.vni);
-        let held = self.with_host(|host| vxlan::reserve(host, netns, sandbox, shape, wanted))?;
-        Ok(Reserved { vni: held.vni, ifindex: held.ifindex, v6, port: shape.port })
+        let kind = recorded.map_or_else(|| self.backends.chosen(), |recorded| recorded.kind);
+        let backend = self.backends.of(kind)?;
+        let recorded = recorded.filter(|recorded| recorded.v6 == v6);
+        let shape = recorded.map_or_else(|| backend.shape(v6), |recorded| backend.shape_of(recorded));
+        let mark = self.mark(sandbox);
+        let interfaces: Vec<u32> = seen.interfaces.iter().map(|interface| interface.index).collect();
+        let mut devices = assign(&interfaces, recorded);
+        let unknown: Vec<u32> =
+            devices.iter().filter(|device| device.vni == 0).map(|device| device.interface).collect();
+        if !unknown.is_empty() {
+            // Only now is it certain whose qdisc it is; so it is written down with the rest.
+            let shared = tunnel::shared(netns, mark, &unknown)?;
+            for device in &mut devices {
+                device.shared |= shared.contains(&device.interface);
+            }
+        }
+        self.retire(netns, mark, &devices, recorded)?;
+        let slots: Vec<Slot> = devices
+            .iter()
+            .map(|device| Slot { number: device.slot, vni: (device.vni != 0).then_some(device.vni) })
+            .collect();
+        let wanted =
+            Wanted { mark, shape, source_ports: backend.source_ports(), vnis: self.vnis, slots: &slots };
+        let held = backend.host().with(|host| vxlan::reserve(host, netns, wanted))?;
+        for (device, Held { vni, ifindex }) in devices.iter_mut().zip(held) {
+            (device.vni, device.ifindex) = (vni, ifindex);
+        }
+        Ok(Reserved { kind, v6, port: shape.port, devices })
     }
 
-    fn shape(&self, reserved: &Reserved) -> Shape {
-        Shape { port: reserved.port, v6: reserved.v6, udp_checksum: self.config.udp_checksum }
+    /// Takes away the tunnels of interfaces that the pod no longer has.
+    fn retire(
+        &self,
+        netns: &Netns,
+        mark: Mark<'_>,
+        devices: &[Device],
+        recorded: Option<&Reserved>,
+    ) -> Result<(), Error> {
+        let Some(recorded) = recorded else { return Ok(()) };
+        let gone: Vec<Device> =
+            recorded.devices.iter().filter(|old| devices.iter().all(|d| d.vni != old.vni)).copied().collect();
+        if gone.is_empty() {
+            return Ok(());
+        }
+        let held: Vec<Held> = gone.iter().map(Device::held).collect();
+        tunnel::retire(netns, mark, &held, recorded.port)?;
+        let gone = Reserved { devices: gone, ..recorded.clone() };
+        self.backends.of(recorded.kind)?.dismiss(Some(&gone), None)
     }
 
-    pub(super) fn way(&self, reserved: &Reserved, vm: IpAddr) -> Result<TunnelWay, Error> {
-        self.with_host(|host| tunnel::way(host, self.shape(reserved), vm))
+    pub(super) fn way(&self, reserved: &Reserved, vm: IpAddr) -> Result<(IpAddr, u32), Error> {
+        let way = self.backends.of(reserved.kind)?.way(reserved, vm)?;
+        Ok((way.node, way.room))
     }
 
     pub(super) fn connect(
         &self,
         netns: &Netns,
+        sandbox: &str,
         reserved: &Reserved,
         seen: &Seen,
         vm: IpAddr,
     ) -> Result<NetworkPlan, Error> {
-        let shape = self.shape(reserved);
-        let way = self.way(reserved, vm)?;
-        let mtu = way.pod_mtu(seen)?;
-        // The filter first: the device is never up without it.
-        self.filter(|filtering| filtering.add(Peer { address: vm, vni: reserved.vni }))?;
+        let backend = self.backends.of(reserved.kind)?;
+        let way = backend.way(reserved, vm)?;
+        let carried = carried(reserved, plan::node(seen, way.room, vm)?);
+        let connected = Connected { reserved: reserved.clone(), vm };
+        // The filter first: the devices are never up without it.
+        backend.admit(&connected)?;
+        let pairs: Vec<Pair> = carried
+            .iter()
+            .map(|(carry, device)| Pair {
+                held: device.held(),
+                interface: carry.interface,
+                mtu: carry.device_mtu,
+            })
+            .collect();
         let connection = Connection {
-            held: Held { vni: reserved.vni, ifindex: reserved.ifindex },
-            remote: vm,
-            local: way.source,
-            pod_interface: seen.primary().index,
-            mtu: seen.primary().mtu,
+            mark: self.mark(sandbox),
+            remote: way.remote,
+            local: way.local,
+            by: self.by,
+            pairs: &pairs,
         };
         tunnel::connect(netns, &connection)?;
-        let underlay = Underlay {
-            node: way.source,
-            vm: Some(vm),
-            port: reserved.port,
-            udp_checksum: self.config.udp_checksum,
-            overhead: shape.overhead(),
-        };
-        let tunnel = plan::Tunnel { interface: seen.primary().index, vni: reserved.vni, mtu };
-        Ok(plan::write(seen, &[tunnel], &underlay))
+        let tunnels: Vec<plan::Tunnel> = carried
+            .iter()
+            .map(|(carry, device)| plan::Tunnel {
+                interface: carry.interface,
+                vni: device.vni,
+                mtu: carry.mtu,
+            })
+            .collect();
+        Ok(plan::write(seen, &tunnels, &backend.underlay(&connected, &way)))
     }
 
     pub(super) fn undo(
         &self,
-        sandbox: Option<&str>,
+        sandbox: &str,
         netns: Option<&Netns>,
         reserved: Option<&Reserved>,
         vm: Option<IpAddr>,
     ) -> Result<(), Vec<Error>> {
         let mut errors = Vec::new();
         if let Some(netns) = netns {
-            let held = reserved.map(|r| (Held { vni: r.vni, ifindex: r.ifindex }, r.port));
-            tunnel::undo(netns, sandbox, held, &mut errors);
+            let devices = reserved.map(|reserved| reserved.devices.as_slice()).unwrap_or_default();
+            let held: Vec<Held> = devices.iter().map(Device::held).collect();
+            let shared: Vec<u32> = devices.iter().filter(|d| d.shared).map(|d| d.interface).collect();
+            let port = reserved.map_or(0, |reserved| reserved.port);
+            let undo = Undo { mark: self.mark(sandbox), held: &held, port, shared: &shared };
+            tunnel::undo(netns, undo, &mut errors);
         }
-        if let Err(e) = self.filter(|filtering| filtering.remove(reserved, vm)) {
-            errors.push(e);
+        let of = |kind| reserved.is_none_or(|reserved| reserved.kind == kind);
+        for (_, backend) in self.backends.all().filter(|(kind, _)| of(*kind)) {
+            if let Err(e) = backend.dismiss(reserved, vm) {
+                errors.push(e);
+            }
         }
         if errors.is_empty() { Ok(()) } else { Err(errors) }
     }
 
-    pub(super) fn reconcile(&self, live: &[(IpAddr, u32)]) -> Result<usize, Error> {
-        let live = live.iter().map(|&(address, vni)| Peer { address, vni }).collect();
-        let mut removed = 0;
-        self.filter(|filtering| {
-            removed = filtering.reconcile(&live)?;
-            Ok(())
-        })?;
-        Ok(removed)
-    }
-
     pub(super) fn close(&self) -> Result<(), Error> {
-        self.filter(|filtering| filtering.filter.remove_if_empty(&mut filtering.client).map(drop))
-    }
-
-    /// Lends a socket of the node's namespace. One whose exchange failed is not used again.
-    fn with_host<T>(&self, f: impl FnOnce(&mut Client) -> Result<T, Error>) -> Result<T, Error> {
-        let idle = lock(&self.idle).pop();
-        let mut client = match idle {
-            Some(client) => client,
-            None => self.host.netlink()?,
-        };
-        let result = f(&mut client);
-        let broken = matches!(
-            result,
-            Err(Error::Kernel { source: netlink::Error::Socket(_) | netlink::Error::Garbled(_), .. })
-        );
-        let mut idle = lock(&self.idle);
-        if !broken && idle.len() < IDLE_SOCKETS {
-            idle.push(client);
-        }
-        result
-    }
-
-    fn filter(&self, f: impl FnOnce(&mut Filtering) -> Result<(), Error>) -> Result<(), Error> {
-        let Some(filter) = &self.filter else { return Ok(()) };
-        let mut filtering = lock(filter);
-        let result = f(&mut filtering);
-        if matches!(
-            result,
-            Err(Error::Kernel { source: netlink::Error::Socket(_) | netlink::Error::Garbled(_), .. })
-        ) && let Ok(client) = self.host.netfilter()
-        {
-            filtering.client = client;
-        }
-        result
+        self.backends.all().try_for_each(|(_, backend)| Backend::close(backend))
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+/// One device for each interface: that of the record where there is one, else the first number that is free. A VNI of
+/// 0 is one that is not known yet.
+fn assign(interfaces: &[u32], recorded: Option<&Reserved>) -> Vec<Device> {
+    let known = |at: usize, interface: u32| {
+        let device = recorded.and_then(|recorded| recorded.device_of(interface, at == 0))?;
+        Some(Device { interface, ..*device })
+    };
+    let mut devices: Vec<Option<Device>> =
+        interfaces.iter().enumerate().map(|(at, interface)| known(at, *interface)).collect();
+    // Also of interfaces that are gone: their devices may still be there.
+    let mut taken: Vec<u32> =
+        recorded.into_iter().flat_map(|recorded| &recorded.devices).map(|device| device.slot).collect();
+    for (device, interface) in devices.iter_mut().zip(interfaces) {
+        if device.is_none() {
+            let slot = (0..).find(|slot| !taken.contains(slot)).unwrap_or_default();
+            taken.push(slot);
+            *device = Some(Device { interface: *interface, slot, vni: 0, ifindex: 0, shared: false });
+        }
+    }
+    devices.into_iter().flatten().collect()
 }
 
-impl Filtering {
-    fn open(host: &Netns, port: u16) -> Result<Filtering, Error> {
-        let filter = Filter::new(port);
-        let missing = |e: Error| Error::NoFilter(e.to_string());
-        let mut client = host.netfilter().map_err(missing)?;
-        let known = filter.list(&mut client).map_err(missing)?.into_iter().collect();
-        Ok(Filtering { filter, client, known })
+/// The interfaces that have a tunnel, each with its own. One that came up since the reservation has none yet.
+fn carried(reserved: &Reserved, carries: Vec<Carry>) -> Vec<(Carry, Device)> {
+    let device = |carry: &Carry| reserved.device_of(carry.interface, carry.slot == 0).copied();
+    carries.into_iter().filter_map(|carry| device(&carry).map(|device| (carry, device))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Kind;
+    use super::*;
+
+    fn reserved(devices: &[(u32, u32)]) -> Reserved {
+        let devices = devices
+            .iter()
+            .map(|&(interface, slot)| Device {
+                interface,
+                slot,
+                vni: 100 + interface,
+                ifindex: 1000 + slot,
+                shared: false,
+            })
+            .collect();
+        Reserved { kind: Kind::Vxlan, v6: false, port: 4789, devices }
     }
 
-    fn add(&mut self, peer: Peer) -> Result<(), Error> {
-        let known = &self.known;
-        self.filter.add(&mut self.client, &[peer], &|| known.iter().copied().collect())?;
-        self.known.insert(peer);
-        Ok(())
-    }
-
-    /// Removes what is known of this tunnel: by its VNI, or where that was never recorded by the VM's address.
-    fn remove(&mut self, reserved: Option<&Reserved>, vm: Option<IpAddr>) -> Result<(), Error> {
-        let named = reserved.zip(vm).map(|(r, address)| Peer { address, vni: r.vni });
-        let of_tunnel = |peer: &Peer| match (reserved, vm) {
-            (Some(r), _) => peer.vni == r.vni && peer.address.is_ipv6() == r.v6,
-            (None, Some(vm)) => peer.address == vm,
-            (None, None) => false,
-        };
-        let mut gone: HashSet<Peer> = self.known.iter().copied().filter(of_tunnel).collect();
-        gone.extend(named);
-        self.remove_all(gone)
-    }
-
-    fn remove_all(&mut self, gone: HashSet<Peer>) -> Result<(), Error> {
-        for peer in gone {
-            self.filter.remove(&mut self.client, peer)?;
-            self.known.remove(&peer);
-        }
-        // Also when there was nothing to remove: a daemon that died between the two left an empty table.
-        if self.known.is_empty() {
-            self.filter.remove_if_empty(&mut self.client)?;
-        }
-        Ok(())
-    }
-
-    fn reconcile(&mut self, live: &HashSet<Peer>) -> Result<usize, Error> {
-        self.known = self.filter.list(&mut self.client)?.into_iter().collect();
-        let missing: Vec<Peer> = live.difference(&self.known).copied().collect();
-        if !missing.is_empty() {
-            self.filter.add(&mut self.client, &missing, &Vec::new)?;
-            self.known.extend(missing);
-        }
-        let gone: HashSet<Peer> = self.known.difference(live).copied().collect();
-        let count = gone.len();
-        self.remove_all(gone)?;
-        Ok(count)
+    #[test]
+    fn interfaces_keep_their_tunnels_when_others_come_and_go() {
+        let slots =
+            |devices: &[Device]| devices.iter().map(|d| (d.interface, d.slot, d.vni)).collect::<Vec<_>>();
+        assert_eq!(slots(&assign(&[2, 5], None)), [(2, 0, 0), (5, 1, 0)]);
+        let recorded = reserved(&[(2, 0), (5, 1), (7, 2)]);
+        assert_eq!(slots(&assign(&[2, 7, 9], Some(&recorded))), [(2, 0, 102), (7, 2, 107), (9, 3, 0)]);
+        // Of version 1 nobody knows the interface: it was the primary one.
+        let old = reserved(&[(0, 0)]);
+        assert_eq!(slots(&assign(&[2, 5], Some(&old))), [(2, 0, 100), (5, 1, 0)]);
     }
 }

@@ -11,19 +11,40 @@ use peerpod_link::net::nft::Filter;
 
 use super::*;
 
+mod faults;
+mod leftovers;
+mod shapes;
+
 fn open(world: &World) -> Tunnel {
-    world.within("node", || Tunnel::open(TunnelConfig::default())).unwrap()
+    open_with(world, TunnelConfig::default())
+}
+
+fn open_with(world: &World, config: TunnelConfig) -> Tunnel {
+    world.within("node", || Tunnel::open(TunnelConfig { owner: world.owner(), ..config })).unwrap()
+}
+
+const VM: &str = "10.77.0.2";
+
+/// Look, reserve, connect.
+async fn whole(tunnel: &Tunnel, pod: &Netns, sandbox: &str, vm: IpAddr) -> (Seen, Reserved, NetworkPlan) {
+    let seen = tunnel.look(pod).await.unwrap();
+    let reserved = tunnel.reserve(pod, sandbox, &seen, vm.is_ipv6(), None).await.unwrap();
+    let plan = tunnel.connect(pod, sandbox, &reserved, &seen, vm).await.unwrap();
+    (seen, reserved, plan)
+}
+
+/// More of a thing when there is time for it.
+fn times(usually: usize, long: usize) -> usize {
+    if std::env::var_os("PEERPOD_TEST_LONG").is_some() { long } else { usually }
 }
 
 fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
 }
 
+/// Whether a namespace has any table of ours, an empty one too; says `nft`.
 fn table(world: &World, name: &str) -> bool {
-    let mut client = world.open(name).netfilter().unwrap();
-    // An empty table is one too: only its removal says whether it was there.
-    !Filter::new(4789).list(&mut client).unwrap().is_empty()
-        || Filter::new(4789).remove_if_empty(&mut client).unwrap()
+    world.within(name, || run("nft list tables")).contains("peerpod")
 }
 
 #[tokio::test]
@@ -34,17 +55,17 @@ async fn one_sandbox_from_look_to_undo() {
         let pod = world.pod("pod", 7);
         let before = world.traces("pod");
         let seen = tunnel.look(&pod).await.unwrap();
-        let reserved = tunnel.reserve(&pod, "sandbox", v6, None).await.unwrap();
-        let plan = tunnel.connect(&pod, &reserved, &seen, ip(vm)).await.unwrap();
-        assert_eq!(tunnel.reserve(&pod, "sandbox", v6, Some(&reserved)).await.unwrap(), reserved);
-        assert_eq!(tunnel.connect(&pod, &reserved, &seen, ip(vm)).await.unwrap(), plan);
+        let reserved = tunnel.reserve(&pod, "sandbox", &seen, v6, None).await.unwrap();
+        let plan = tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(vm)).await.unwrap();
+        assert_eq!(tunnel.reserve(&pod, "sandbox", &seen, v6, Some(&reserved)).await.unwrap(), reserved);
+        assert_eq!(tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(vm)).await.unwrap(), plan);
         assert_eq!(plan.underlay.vm_address, vm);
         world.apply(&plan).unwrap();
         world.ping("other", "10.244.1.7", 56);
         world.ping("other", "fd10:244:1::7", 56);
         assert!(table(&world, "node"));
         for _ in 0..2 {
-            tunnel.undo_for("sandbox", Some(&pod), Some(&reserved), Some(ip(vm))).await.unwrap();
+            tunnel.undo("sandbox", Some(&pod), Some(&reserved), Some(ip(vm))).await.unwrap();
         }
         assert_eq!(world.traces("pod"), before);
         assert!(!table(&world, "node"), "a table is left");
@@ -59,17 +80,17 @@ async fn undo_finds_what_was_never_recorded() {
     let pod = world.pod("pod", 7);
     let before = world.traces("pod");
     let seen = tunnel.look(&pod).await.unwrap();
-    let reserved = tunnel.reserve(&pod, "sandbox", false, None).await.unwrap();
-    tunnel.connect(&pod, &reserved, &seen, ip("10.77.0.2")).await.unwrap();
+    let reserved = tunnel.reserve(&pod, "sandbox", &seen, false, None).await.unwrap();
+    tunnel.connect(&pod, "sandbox", &reserved, &seen, ip("10.77.0.2")).await.unwrap();
     // The daemon died before it wrote the reservation down; the next one knows the VM's address at most.
     drop(tunnel);
     let tunnel = open(&world);
-    tunnel.undo_for("sandbox", Some(&pod), None, Some(ip("10.77.0.2"))).await.unwrap();
+    tunnel.undo("sandbox", Some(&pod), None, Some(ip("10.77.0.2"))).await.unwrap();
     assert_eq!(world.traces("pod"), before);
     assert!(!table(&world, "node"));
     // Nothing known at all is fine too.
-    tunnel.undo(None, None, None).await.unwrap();
-    tunnel.undo_for("sandbox", None, Some(&reserved), None).await.unwrap();
+    tunnel.undo("sandbox", None, None, None).await.unwrap();
+    tunnel.undo("sandbox", None, Some(&reserved), None).await.unwrap();
 }
 
 #[tokio::test]
@@ -82,27 +103,34 @@ async fn the_table_goes_with_the_last_sandbox_and_not_before() {
         let pod = world.pod(&format!("pod{number}"), 30 + number);
         let sandbox = format!("sandbox-{number}");
         let seen = tunnel.look(&pod).await.unwrap();
-        let reserved = tunnel.reserve(&pod, &sandbox, false, None).await.unwrap();
+        let reserved = tunnel.reserve(&pod, &sandbox, &seen, false, None).await.unwrap();
         let vm = IpAddr::from([10, 77, 0, 100 + number]);
-        tunnel.connect(&pod, &reserved, &seen, vm).await.unwrap();
+        tunnel.connect(&pod, &sandbox, &reserved, &seen, vm).await.unwrap();
         pods.push((pod, sandbox, reserved, seen, vm));
     }
     // Another daemon of the same node, as during an upgrade: it knows all of them.
     let tunnel = open(&world);
     assert_eq!(world.tables("node").len(), 3);
     let (pod, sandbox, reserved, _, vm) = &pods[0];
-    tunnel.undo_for(sandbox, Some(pod), Some(reserved), Some(*vm)).await.unwrap();
+    tunnel.undo(sandbox, Some(pod), Some(reserved), Some(*vm)).await.unwrap();
     assert_eq!(world.tables("node").len(), 2);
     // Somebody flushes the node's rules; the next connection brings all of them back.
-    Filter::new(4789).delete(&mut world.open("node").netfilter().unwrap()).unwrap();
-    let (pod, _, reserved, seen, vm) = &pods[1];
-    tunnel.connect(pod, reserved, seen, *vm).await.unwrap();
+    Filter::of(world.owner(), 4789).delete(&mut world.open("node").netfilter().unwrap()).unwrap();
+    let (pod, sandbox, reserved, seen, vm) = &pods[1];
+    tunnel.connect(pod, sandbox, reserved, seen, *vm).await.unwrap();
     assert_eq!(world.tables("node").len(), 2);
     // Of the two only one is live: the other went while nobody looked, and it is flushed.
-    Filter::new(4789).delete(&mut world.open("node").netfilter().unwrap()).unwrap();
-    assert_eq!(tunnel.reconcile(&[(*vm, reserved.vni)]).await.unwrap(), 0);
+    Filter::of(world.owner(), 4789).delete(&mut world.open("node").netfilter().unwrap()).unwrap();
+    let live = Live {
+        sandbox: sandbox.clone(),
+        netns: Some((pod.path().to_owned(), pod.id())),
+        reserved: Some(reserved.clone()),
+        vm: Some(*vm),
+    };
+    let done = tunnel.reconcile(vec![live]).await;
+    assert!(done.errors.is_empty(), "{done:?}");
     assert_eq!(world.tables("node").len(), 1);
-    assert_eq!(tunnel.reconcile(&[]).await.unwrap(), 1);
+    assert_eq!(tunnel.reconcile(Vec::new()).await.elements, 1);
     assert!(!table(&world, "node"));
     tunnel.close().await.unwrap();
 }
@@ -113,14 +141,15 @@ async fn two_daemons_on_two_nodes_do_not_see_each_other() {
     let (first, second) = (open(&one), open(&two));
     let (a, b) = (one.pod("pod", 7), two.pod("pod", 7));
     let seen = first.look(&a).await.unwrap();
-    let wanted = Reserved { vni: 4242, ifindex: 0, v6: false, port: 4789 };
-    let ra = first.reserve(&a, "sandbox", false, Some(&wanted)).await.unwrap();
-    let rb = second.reserve(&b, "sandbox", false, Some(&wanted)).await.unwrap();
-    assert_eq!((ra.vni, rb.vni), (4242, 4242), "each node has its own numbers");
-    first.connect(&a, &ra, &seen, ip("10.77.0.2")).await.unwrap();
+    let device = Device { interface: seen.primary().index, slot: 0, vni: 4242, ifindex: 0, shared: false };
+    let wanted = Reserved { kind: Kind::Vxlan, v6: false, port: 4789, devices: vec![device] };
+    let ra = first.reserve(&a, "sandbox", &seen, false, Some(&wanted)).await.unwrap();
+    let rb = second.reserve(&b, "sandbox", &seen, false, Some(&wanted)).await.unwrap();
+    assert_eq!((ra.vni(), rb.vni()), (Some(4242), Some(4242)), "each node has its own numbers");
+    first.connect(&a, "sandbox", &ra, &seen, ip("10.77.0.2")).await.unwrap();
     assert!(table(&one, "node") && !table(&two, "node"));
-    first.undo_for("sandbox", Some(&a), Some(&ra), Some(ip("10.77.0.2"))).await.unwrap();
-    second.undo_for("sandbox", Some(&b), Some(&rb), None).await.unwrap();
+    first.undo("sandbox", Some(&a), Some(&ra), Some(ip("10.77.0.2"))).await.unwrap();
+    second.undo("sandbox", Some(&b), Some(&rb), None).await.unwrap();
 }
 
 #[tokio::test]
@@ -129,14 +158,14 @@ async fn a_vm_that_cannot_be_reached_is_said_so() {
     let tunnel = open(&world);
     let pod = world.pod("pod", 7);
     let seen = tunnel.look(&pod).await.unwrap();
-    let reserved = tunnel.reserve(&pod, "sandbox", false, None).await.unwrap();
+    let reserved = tunnel.reserve(&pod, "sandbox", &seen, false, None).await.unwrap();
     for (vm, why) in [
         ("192.0.2.1", "no route"),
         ("10.77.0.1", "this machine itself"),
         ("fd77::2", "IPv4"),
         ("127.0.0.1", "no address of another machine"),
     ] {
-        let error = tunnel.connect(&pod, &reserved, &seen, ip(vm)).await.unwrap_err().to_string();
+        let error = tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(vm)).await.unwrap_err().to_string();
         assert!(error.contains(why) && error.contains(vm), "{error}");
     }
     assert!(!table(&world, "node"));
@@ -155,9 +184,12 @@ async fn the_hundredth_pod_costs_what_the_first_costs() {
         let start = Instant::now();
         let seen = tunnel.look(&pod).await.unwrap();
         let looked = start.elapsed();
-        let reserved = tunnel.reserve(&pod, &sandbox, false, None).await.unwrap();
+        let reserved = tunnel.reserve(&pod, &sandbox, &seen, false, None).await.unwrap();
         let held = start.elapsed();
-        tunnel.connect(&pod, &reserved, &seen, IpAddr::from([10, 77, 0, 100 + number])).await.unwrap();
+        tunnel
+            .connect(&pod, &sandbox, &reserved, &seen, IpAddr::from([10, 77, 0, 100 + number]))
+            .await
+            .unwrap();
         times.push((start.elapsed(), looked, held - looked, start.elapsed() - held));
         all.push((pod, sandbox, reserved));
     }
@@ -178,7 +210,7 @@ async fn the_hundredth_pod_costs_what_the_first_costs() {
     // Generous: other tests run beside it.
     assert!(last < first * 4 + Duration::from_millis(2), "{first:?} → {last:?}");
     for (pod, sandbox, reserved) in &all {
-        tunnel.undo_for(sandbox, Some(pod), Some(reserved), None).await.unwrap();
+        tunnel.undo(sandbox, Some(pod), Some(reserved), None).await.unwrap();
     }
     assert!(!table(&world, "node"));
     assert_eq!(run(&format!("ip -n {} -o link show type vxlan", world.name("p1"))), "");

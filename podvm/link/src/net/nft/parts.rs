@@ -6,7 +6,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use netlink_packet_core::{DefaultNla, NetlinkDeserializable, NetlinkHeader};
 use netlink_packet_netfilter::nftables::{
     Cmp, DataAttribute, Expressions, GenAttribute, GenMessage, Immediate, ListAttribute, NfTablesMessage,
-    Operator, Payload, Register, SetElementAttribute, SetElementList, Verdict, VerdictAttribute,
+    Operator, Payload, Register, SetElementAttribute, SetElementList, TableAttribute, Verdict,
+    VerdictAttribute,
 };
 use netlink_packet_netfilter::none::ControlMessage;
 use netlink_packet_netfilter::{
@@ -113,6 +114,18 @@ pub(super) fn parse(kind: u16, payload: &[u8]) -> Result<NetfilterMessage, netli
     let mut header = NetlinkHeader::default();
     header.message_type = kind;
     NetfilterMessage::deserialize(&header, payload).map_err(|e| netlink::Error::Garbled(e.to_string()))
+}
+
+/// The name in one message of a dump of tables.
+pub(super) fn table_in(kind: u16, payload: &[u8]) -> Result<Option<String>, netlink::Error> {
+    let NetfilterMessageInner::NfTables(NfTablesMessage::NewTable(message)) = parse(kind, payload)?.inner
+    else {
+        return Ok(None);
+    };
+    Ok(message.attributes.into_iter().find_map(|a| match a {
+        TableAttribute::Name(name) => Some(name),
+        _ => None,
+    }))
 }
 
 /// The keys in one message of a dump.

@@ -1,0 +1,235 @@
+//! Whose a thing in a pod's namespace is: which daemon's, and which of its sandboxes'. Pure.
+//!
+//! Several daemons may live on one machine, each with its own ledger; none may take away what another made. So every
+//! device, every redirect and the node's table carry the owner's tag, and the first two the sandbox's as well:
+//!
+//! | thing | carries | since |
+//! |---|---|---|
+//! | device | MAC address: 3 bytes of the owner, 3 of the sandbox | the message that makes it |
+//! | device | alias `peerpod:<sandbox>@<owner>` | the message after that |
+//! | redirect | cookie of the action, or the program's name | the message that makes it |
+//! | nftables table | its name | it is made |
+
+use std::fmt;
+
+use sha2::{Digest, Sha256};
+
+use super::link::Link;
+
+/// What the aliases of our devices begin with.
+const ALIAS: &str = "peerpod:";
+/// What the cookies of our redirects begin with.
+const COOKIE: [u8; 4] = *b"ppod";
+/// What the names of our redirecting programs begin with.
+const PROGRAM: &str = "peerpod:";
+
+/// A daemon, told from every other one that may share the machine with it; the same after a restart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Owner([u8; 6]);
+
+impl Owner {
+    /// The owner that these words describe: cluster, node, state directory.
+    pub fn of(words: &[&str]) -> Owner {
+        let mut digest = Sha256::new();
+        digest.update("peerpod owner");
+        for word in words {
+            // Parted by a byte that no word has.
+            digest.update([0]);
+            digest.update(word);
+        }
+        Owner(first(&digest.finalize()))
+    }
+}
+
+impl fmt::Display for Owner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+fn first<const N: usize>(digest: &[u8]) -> [u8; N] {
+    let mut out = [0; N];
+    for (to, from) in out.iter_mut().zip(digest) {
+        *to = *from;
+    }
+    out
+}
+
+/// One sandbox of one owner.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mark<'a> {
+    /// The daemon.
+    pub owner: Owner,
+    /// The sandbox's id.
+    pub sandbox: &'a str,
+}
+
+impl Mark<'_> {
+    fn sandbox_hash(&self) -> [u8; 6] {
+        first(&Sha256::digest(format!("peerpod tunnel of {}", self.sandbox)))
+    }
+
+    /// The MAC address of the sandbox's tunnel devices: locally administered, unicast.
+    pub fn mac(&self) -> [u8; 6] {
+        let ([a, b, c], [d, e, f, ..]) = (owner_part(self.owner), self.sandbox_hash());
+        [a, b, c, d, e, f]
+    }
+
+    /// The MAC address that versions before 0.2 gave: it did not tell the owner.
+    fn mac_before(&self) -> [u8; 6] {
+        let mut mac = self.sandbox_hash();
+        mac[0] = (mac[0] & 0xfc) | 0x02;
+        mac
+    }
+
+    /// What people read on the sandbox's devices.
+    pub(crate) fn alias(&self) -> String {
+        format!("{ALIAS}{}@{}", self.sandbox, self.owner)
+    }
+
+    /// Whether a device is this sandbox's.
+    pub(crate) fn is_on(&self, link: &Link) -> bool {
+        link.mac == Some(self.mac())
+            || (link.mac == Some(self.mac_before())
+                && link.alias.as_deref().and_then(|alias| alias.strip_prefix(ALIAS)) == Some(self.sandbox))
+    }
+
+    /// What the sandbox's redirects carry.
+    pub(crate) fn tag(&self) -> Tag {
+        Tag { owner: self.owner, sandbox: self.sandbox_hash() }
+    }
+}
+
+/// The three bytes of a MAC address that tell the owner.
+fn owner_part(owner: Owner) -> [u8; 3] {
+    let Owner([a, b, c, ..]) = owner;
+    [(a & 0xfc) | 0x02, b, c]
+}
+
+/// The sandbox whose device this is, where the owner is this one: `Some(None)` where it has no alias yet.
+pub(crate) fn sandbox_on(owner: Owner, link: &Link) -> Option<Option<String>> {
+    let mac = link.mac?;
+    if mac.first_chunk() != Some(&owner_part(owner)) {
+        return None;
+    }
+    match link.alias.as_deref().and_then(|alias| alias.strip_prefix(ALIAS)) {
+        // The MAC has but 22 bits of the owner; the alias all.
+        Some(named) => {
+            let (sandbox, of) = named.rsplit_once('@')?;
+            (of == owner.to_string()).then(|| Some(sandbox.to_owned()))
+        }
+        None => Some(None),
+    }
+}
+
+/// Who is said to have a device, for messages.
+pub(crate) fn holder(link: &Link) -> String {
+    match &link.alias {
+        Some(alias) => {
+            let named = alias.strip_prefix(ALIAS).unwrap_or(alias);
+            named.rsplit_once('@').map_or(named, |(sandbox, _)| sandbox).to_owned()
+        }
+        None => format!("an unnamed device {}", link.name),
+    }
+}
+
+/// What a redirect carries: its owner, and a hash of its sandbox.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Tag {
+    pub(crate) owner: Owner,
+    sandbox: [u8; 6],
+}
+
+impl Tag {
+    /// As the cookie of an action: 16 bytes is all it holds.
+    pub(crate) fn cookie(&self) -> Vec<u8> {
+        [COOKIE.as_slice(), &self.owner.0, &self.sandbox].concat()
+    }
+
+    pub(crate) fn of_cookie(cookie: &[u8]) -> Option<Tag> {
+        let (mark, rest) = cookie.split_first_chunk::<4>()?;
+        let (owner, rest) = rest.split_first_chunk::<6>()?;
+        (*mark == COOKIE).then_some(Tag { owner: Owner(*owner), sandbox: *rest.first_chunk()? })
+    }
+
+    /// As the name of a program that redirects to device `target`.
+    pub(crate) fn program(&self, target: u32) -> String {
+        format!("{PROGRAM}{}:{}:{target}", self.owner, Owner(self.sandbox))
+    }
+
+    pub(crate) fn of_program(name: &str) -> Option<(Tag, u32)> {
+        let mut words = name.strip_prefix(PROGRAM)?.split(':');
+        let (owner, sandbox) = (bytes(words.next()?)?, bytes(words.next()?)?);
+        Some((Tag { owner: Owner(owner), sandbox }, words.next()?.parse().ok()?))
+    }
+}
+
+fn bytes(hex: &str) -> Option<[u8; 6]> {
+    let mut out = [0; 6];
+    if hex.len() != 12 || !hex.bytes().all(|b| b.is_ascii_hexdigit()) {
+        return None;
+    }
+    for (at, byte) in out.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(hex.get(2 * at..2 * at + 2)?, 16).ok()?;
+    }
+    Some(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn link(mark: Mark<'_>) -> Link {
+        Link {
+            index: 7,
+            name: "pp-vx0".to_owned(),
+            mac: Some(mark.mac()),
+            mtu: 1500,
+            up: false,
+            loopback: false,
+            alias: Some(mark.alias()),
+            vxlan: None,
+        }
+    }
+
+    #[test]
+    fn a_device_says_whose_it_is_and_nobody_elses() {
+        let (owner, other) = (Owner::of(&["a", "b"]), Owner::of(&["ab", ""]));
+        assert_ne!(owner, other);
+        let mark = Mark { owner, sandbox: "web-1" };
+        assert_eq!(mark.mac()[0] & 0x03, 0x02, "locally administered, unicast");
+        assert_ne!(mark.mac(), Mark { owner, sandbox: "web-2" }.mac());
+        let mut device = link(mark);
+        assert!(mark.is_on(&device) && !Mark { owner: other, ..mark }.is_on(&device));
+        assert_eq!(sandbox_on(owner, &device), Some(Some("web-1".to_owned())));
+        assert_eq!(sandbox_on(other, &device), None);
+        assert_eq!(holder(&device), "web-1");
+        // The owner's name counts where the MAC's few bits agree by chance.
+        device.alias = Some(format!("peerpod:web-1@{other}"));
+        assert_eq!(sandbox_on(owner, &device), None);
+        device.alias = None;
+        assert_eq!(sandbox_on(owner, &device), Some(None));
+    }
+
+    #[test]
+    fn a_device_of_an_earlier_version_is_its_sandboxs() {
+        let mark = Mark { owner: Owner::of(&["a"]), sandbox: "web-1" };
+        let mut device = link(mark);
+        device.mac = Some(mark.mac_before());
+        device.alias = Some("peerpod:web-1".to_owned());
+        assert!(mark.is_on(&device) && !Mark { sandbox: "web-2", ..mark }.is_on(&device));
+        assert_eq!(sandbox_on(mark.owner, &device), None, "nobody knows whose leftover it would be");
+    }
+
+    #[test]
+    fn a_redirects_tag_is_read_as_it_is_written() {
+        let tag = Mark { owner: Owner::of(&["a"]), sandbox: "web-1" }.tag();
+        assert_eq!(tag.cookie().len(), 16);
+        assert_eq!(Tag::of_cookie(&tag.cookie()), Some(tag));
+        assert_eq!(Tag::of_program(&tag.program(1 << 20)), Some((tag, 1 << 20)));
+        for wrong in ["", "peerpod:", "peerpod:00:00:7", "cil_from_container", "peerpod:+00000000000:x:1"] {
+            assert_eq!(Tag::of_program(wrong), None, "{wrong}");
+        }
+        assert_eq!(Tag::of_cookie(b"ppod"), None);
+    }
+}

@@ -1,0 +1,160 @@
+//! The node's filter and what is in it, so that nothing has to be read back for one pod: one nftables table per UDP
+//! port that tunnels of this daemon have (one port, but for pods of an earlier configuration).
+
+use std::collections::{HashMap, HashSet};
+use std::net::IpAddr;
+use std::sync::Mutex;
+
+use peerpod_link::net::Error;
+use peerpod_link::net::mark::Owner;
+use peerpod_link::net::netlink::Client;
+use peerpod_link::net::netns::Netns;
+use peerpod_link::net::nft::{Filter, Peer};
+
+use super::backend::{is_broken, lock};
+
+/// Idle sockets that are kept. The kernel takes one transaction at a time anyway.
+const IDLE_SOCKETS: usize = 4;
+
+#[derive(Debug)]
+pub(super) struct Gate {
+    netns: Netns,
+    owner: Owner,
+    idle: Mutex<Vec<Client>>,
+    /// By port. The lock is never held while the kernel is asked.
+    known: Mutex<HashMap<u16, HashSet<Peer>>>,
+}
+
+impl Gate {
+    /// Reads what an earlier run of this daemon left.
+    pub(super) fn open(host: &Netns, owner: Owner) -> Result<Gate, Error> {
+        let missing = |e: Error| Error::NoFilter(e.to_string());
+        let mut client = host.netfilter().map_err(missing)?;
+        let known = read(owner, &mut client).map_err(missing)?;
+        Ok(Gate { netns: host.clone(), owner, idle: Mutex::new(vec![client]), known: Mutex::new(known) })
+    }
+
+    fn filter(&self, port: u16) -> Filter {
+        Filter::of(self.owner, port)
+    }
+
+    fn with<T>(&self, f: impl FnOnce(&mut Client) -> Result<T, Error>) -> Result<T, Error> {
+        let idle = lock(&self.idle).pop();
+        let mut client = match idle {
+            Some(client) => client,
+            None => self.netns.netfilter()?,
+        };
+        let result = f(&mut client);
+        let mut idle = lock(&self.idle);
+        if !is_broken(&result) && idle.len() < IDLE_SOCKETS {
+            idle.push(client);
+        }
+        result
+    }
+
+    /// Accepts the packets of these tunnels from these addresses, and from no others.
+    pub(super) fn admit(&self, port: u16, peers: &[Peer]) -> Result<(), Error> {
+        let old: Vec<Peer> = {
+            let mut known = lock(&self.known);
+            let known = known.entry(port).or_default();
+            // Before it is so: whoever makes the table anew meanwhile puts these in as well.
+            known.extend(peers);
+            let is_old = |peer: &&Peer| peers.iter().any(|new| new.is_tunnel_of(peer) && new != *peer);
+            known.iter().filter(is_old).copied().collect()
+        };
+        let others = || lock(&self.known).get(&port).into_iter().flatten().copied().collect();
+        let filter = self.filter(port);
+        self.with(|client| {
+            filter.add(client, peers, &others)?;
+            old.iter().try_for_each(|old| filter.retire(client, *old))
+        })?;
+        if let Some(known) = lock(&self.known).get_mut(&port) {
+            known.retain(|peer| !old.contains(peer));
+        }
+        Ok(())
+    }
+
+    /// Forgets these VNIs (`vm`: also what was never heard of here), whatever the addresses.
+    pub(super) fn dismiss(&self, port: u16, v6: bool, vnis: &[u32], vm: Option<IpAddr>) -> Result<(), Error> {
+        let of_tunnel = |peer: &&Peer| vnis.contains(&peer.vni) && peer.address.is_ipv6() == v6;
+        let mut gone: HashSet<Peer> =
+            lock(&self.known).get(&port).into_iter().flatten().filter(of_tunnel).copied().collect();
+        let vm = vm.filter(|vm| vm.is_ipv6() == v6);
+        gone.extend(
+            vm.into_iter().flat_map(|address| vnis.iter().map(move |vni| Peer { address, vni: *vni })),
+        );
+        self.remove(port, &gone)
+    }
+
+    /// Forgets the tunnels to a VM of which no more is known than its address.
+    pub(super) fn dismiss_address(&self, vm: Option<IpAddr>) -> Result<(), Error> {
+        let known = lock(&self.known).clone();
+        for (port, peers) in known {
+            let gone = peers.into_iter().filter(|peer| vm == Some(peer.address)).collect();
+            self.remove(port, &gone)?;
+        }
+        Ok(())
+    }
+
+    fn remove(&self, port: u16, gone: &HashSet<Peer>) -> Result<(), Error> {
+        let filter = self.filter(port);
+        self.with(|client| gone.iter().try_for_each(|peer| filter.remove(client, *peer)))?;
+        let empty = {
+            let mut known = lock(&self.known);
+            if let Some(peers) = known.get_mut(&port) {
+                peers.retain(|peer| !gone.contains(peer));
+            }
+            known.get(&port).is_none_or(HashSet::is_empty)
+        };
+        if empty {
+            // Also when there was nothing to remove: a daemon that died between the two left an empty table. A tunnel
+            // that is admitted meanwhile keeps its table: the kernel refuses the removal then.
+            self.with(|client| filter.remove_if_empty(client))?;
+        }
+        Ok(())
+    }
+
+    /// Makes the tables have exactly these, whatever is there. Returns how many others were removed.
+    pub(super) fn reconcile(&self, live: &[(u16, Peer)]) -> Result<usize, Error> {
+        let there = self.with(|client| read(self.owner, client))?;
+        let mut wanted: HashMap<u16, HashSet<Peer>> = HashMap::new();
+        for (port, peer) in live {
+            wanted.entry(*port).or_default().insert(*peer);
+        }
+        lock(&self.known).clone_from(&there);
+        let mut removed = 0;
+        let ports: HashSet<u16> = there.keys().chain(wanted.keys()).copied().collect();
+        for port in ports {
+            let none = HashSet::new();
+            let (has, wants) = (there.get(&port).unwrap_or(&none), wanted.get(&port).unwrap_or(&none));
+            let missing: Vec<Peer> = wants.difference(has).copied().collect();
+            if !missing.is_empty() {
+                lock(&self.known).entry(port).or_default().extend(&missing);
+                self.with(|client| self.filter(port).add(client, &missing, &Vec::new))?;
+            }
+            let mut gone: HashSet<Peer> = has.difference(wants).copied().collect();
+            removed += gone.len();
+            // An old address of a tunnel that lives: its VNI must stay guarded.
+            let old: Vec<Peer> =
+                gone.iter().filter(|p| wants.iter().any(|w| w.is_tunnel_of(p))).copied().collect();
+            self.with(|client| old.iter().try_for_each(|old| self.filter(port).retire(client, *old)))?;
+            if let Some(known) = lock(&self.known).get_mut(&port) {
+                known.retain(|peer| !old.contains(peer));
+            }
+            gone.retain(|peer| !old.contains(peer));
+            self.remove(port, &gone)?;
+        }
+        Ok(removed)
+    }
+
+    /// Removes the tables that are empty.
+    pub(super) fn close(&self) -> Result<(), Error> {
+        let filters = self.with(|client| Filter::all_of(self.owner, client))?;
+        self.with(|client| filters.iter().try_for_each(|filter| filter.remove_if_empty(client).map(drop)))
+    }
+}
+
+fn read(owner: Owner, client: &mut Client) -> Result<HashMap<u16, HashSet<Peer>>, Error> {
+    let filters = Filter::all_of(owner, client)?;
+    filters.iter().map(|filter| Ok((filter.port(), filter.list(client)?.into_iter().collect()))).collect()
+}

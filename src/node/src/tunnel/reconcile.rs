@@ -1,0 +1,125 @@
+//! What a daemon does once at its start: compares what is there with the sandboxes that live.
+
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use peerpod_link::net::Error;
+use peerpod_link::net::leftover::{Swept, namespaces, sweep};
+use peerpod_link::net::netns::{Netns, NetnsId};
+use peerpod_link::net::nft::Peer;
+
+use super::backend::{Connected, lock};
+use super::steps::Steps;
+use super::{Kind, Reserved};
+
+/// Where container runtimes keep the pods' namespaces.
+const FOLDER: &str = "/run/netns";
+/// Deleting a device waits 20 ms for the kernel, most of it without a lock.
+const THREADS: usize = 4;
+
+/// A sandbox that has, or may have, something in a pod's namespace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Live {
+    /// Its id.
+    pub sandbox: String,
+    /// Its namespace, by path and identity. `None`: not known (a record that cannot be read); then what it has stays
+    /// wherever it is.
+    pub netns: Option<(PathBuf, NetnsId)>,
+    /// What was reserved for it.
+    pub reserved: Option<Reserved>,
+    /// Where its tunnels lead.
+    pub vm: Option<IpAddr>,
+}
+
+/// What [`super::Tunnel::reconcile`] came to.
+#[derive(Debug, Default)]
+pub struct Reconciled {
+    /// Namespaces that were looked at.
+    pub looked: usize,
+    /// Tunnel devices that were removed.
+    pub devices: usize,
+    /// Redirects that were taken from a pod's interface.
+    pub redirects: usize,
+    /// Elements that were removed from the filter.
+    pub elements: usize,
+    /// Whose devices were removed, where they said.
+    pub sandboxes: Vec<String>,
+    /// What could not be done; the rest was.
+    pub errors: Vec<Error>,
+}
+
+pub(super) fn reconcile(steps: &Steps, live: &[Live]) -> Reconciled {
+    let mut done = Reconciled::default();
+    let paths: Vec<PathBuf> =
+        live.iter().filter_map(|l| l.netns.as_ref().map(|(path, _)| path.clone())).collect();
+    let mut stay = Vec::new();
+    for (path, swept) in sweep_all(steps, live, &namespaces(&[Path::new(FOLDER)], &paths)) {
+        done.looked += 1;
+        match swept {
+            Ok(swept) => {
+                done.devices += swept.removed.len();
+                done.redirects += swept.freed;
+                done.sandboxes.extend(swept.removed.into_iter().filter_map(|found| found.sandbox));
+                // Of one whose record cannot be read no more is known than what its device says.
+                let unread = |sandbox: &Option<String>| {
+                    live.iter().any(|l| l.reserved.is_none() && Some(&l.sandbox) == sandbox.as_ref())
+                };
+                let kept = swept.kept.into_iter().filter(|found| unread(&found.sandbox));
+                stay.extend(kept.filter_map(|f| f.remote.map(|address| Peer { address, vni: f.vni })));
+            }
+            // It went while we looked.
+            Err(errors) if errors.iter().all(|e| e.is_gone() || matches!(e, Error::NotNetns { .. })) => {}
+            Err(errors) => {
+                tracing::debug!(netns = %path.display(), "not all of it could be looked at");
+                done.errors.extend(errors);
+            }
+        }
+    }
+    done.sandboxes.sort();
+    done.sandboxes.dedup();
+    for (kind, backend) in steps.backends.all() {
+        let connected: Vec<Connected> = live.iter().filter_map(|live| connected(live, kind)).collect();
+        let stay = if kind == Kind::Vxlan { stay.as_slice() } else { &[] };
+        match backend.reconcile(&connected, stay) {
+            Ok(removed) => done.elements += removed,
+            Err(e) => done.errors.push(e),
+        }
+    }
+    done
+}
+
+fn connected(live: &Live, kind: Kind) -> Option<Connected> {
+    let reserved = live.reserved.clone().filter(|reserved| reserved.kind == kind)?;
+    Some(Connected { reserved, vm: live.vm? })
+}
+
+type Result<T> = std::result::Result<T, Vec<Error>>;
+
+fn sweep_all(steps: &Steps, live: &[Live], paths: &[PathBuf]) -> Vec<(PathBuf, Result<Swept>)> {
+    let next = AtomicUsize::new(0);
+    let all = Mutex::new(Vec::with_capacity(paths.len()));
+    std::thread::scope(|scope| {
+        for _ in 0..THREADS.min(paths.len()) {
+            scope.spawn(|| {
+                while let Some(path) = paths.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let swept = sweep_one(steps, live, path);
+                    lock(&all).push((path.clone(), swept));
+                }
+            });
+        }
+    });
+    all.into_inner().unwrap_or_default()
+}
+
+fn sweep_one(steps: &Steps, live: &[Live], path: &Path) -> Result<Swept> {
+    let netns = Netns::open(path).map_err(|e| vec![e])?;
+    // A sandbox that lives in another namespace has nothing to keep in this one.
+    let here: Vec<&str> = live
+        .iter()
+        .filter(|live| live.netns.as_ref().is_none_or(|(_, id)| *id == netns.id()))
+        .map(|live| live.sandbox.as_str())
+        .collect();
+    sweep(&netns, steps.owner, &here)
+}

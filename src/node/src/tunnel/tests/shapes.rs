@@ -1,0 +1,264 @@
+//! What tunnels are made of: several interfaces, each classifier, ranges, MTUs.
+
+use super::*;
+
+/// What `ip -d -j` says of a device.
+fn link(world: &World, pod: &str, device: &str) -> serde_json::Value {
+    let all: serde_json::Value =
+        serde_json::from_str(&world.ip(pod, &format!("-d -j link show dev {device}"))).unwrap();
+    all[0].clone()
+}
+
+/// Another interface of the pod, as Multus makes it: `name` with 10.5x.0.7, the node at the other end with 10.5x.0.1.
+fn extra(world: &World, pod: &str, name: &str, number: u8) {
+    let (node, full) = (world.name("node"), world.name(pod));
+    run(&format!("ip -n {node} link add x{number} type veth peer name {name} netns {full}"));
+    for (ns, device, end) in [(&node, format!("x{number}"), 1), (&full, name.to_owned(), 7)] {
+        run(&format!("ip -n {ns} addr add 10.5{number}.0.{end}/24 dev {device}"));
+        run(&format!("ip -n {ns} link set {device} up"));
+    }
+}
+
+#[tokio::test]
+async fn each_interface_has_a_tunnel_of_its_own() {
+    let mut world = World::new();
+    let tunnel = open(&world);
+    let pod = world.pod("pod", 7);
+    extra(&world, "pod", "net1", 1);
+    extra(&world, "pod", "net2", 2);
+    world.ip("pod", "link set net2 mtu 1300");
+    let before = world.traces("pod");
+    let (seen, reserved, plan) = whole(&tunnel, &pod, "sandbox", ip(VM)).await;
+    assert_eq!(seen.interfaces.len(), 3);
+    for (slot, (device, interface)) in reserved.devices.iter().zip(&seen.interfaces).enumerate() {
+        let there = link(&world, "pod", &format!("pp-vx{slot}"));
+        assert_eq!(there["linkinfo"]["info_data"]["id"], device.vni);
+        assert_eq!((&there["ifindex"], &there["mtu"]), (&device.ifindex.into(), &interface.mtu.into()));
+        assert_eq!(device.interface, interface.index);
+        assert_eq!(plan.interfaces[slot].vni, device.vni);
+    }
+    assert_eq!(world.tables("node").len(), 3);
+    world.apply(&plan).unwrap();
+    for (from, to) in [("other", "10.244.1.7"), ("node", "10.51.0.7"), ("node", "10.52.0.7")] {
+        world.ping(from, to, 56);
+    }
+    // Again is the same; recorded or not.
+    for recorded in [None, Some(&reserved)] {
+        assert_eq!(tunnel.reserve(&pod, "sandbox", &seen, false, recorded).await.unwrap(), reserved);
+    }
+    // One goes and another one comes: the rest keeps what its guest knows.
+    world.ip("pod", "link del net1");
+    extra(&world, "pod", "net3", 3);
+    let now = tunnel.look(&pod).await.unwrap();
+    let later = tunnel.reserve(&pod, "sandbox", &now, false, Some(&reserved)).await.unwrap();
+    assert_eq!(later.devices.len(), 3);
+    assert_eq!(later.devices[0], reserved.devices[0]);
+    assert_eq!(later.devices[1], reserved.devices[2]);
+    assert_eq!(world.tables("node").len(), 2, "the tunnel of net1 is no longer let in");
+    assert!(!world.ip("pod", "-o link show").contains("pp-vx1"));
+    let plan = tunnel.connect(&pod, "sandbox", &later, &now, ip(VM)).await.unwrap();
+    world.apply(&plan).unwrap();
+    world.ping("node", "10.53.0.7", 56);
+    world.ping("other", "10.244.1.7", 56);
+    world.ip("pod", "link del net3");
+    tunnel.undo("sandbox", Some(&pod), Some(&later), Some(ip(VM))).await.unwrap();
+    extra(&world, "pod", "net1", 1);
+    let names = |text: &str| text.matches(": ").count();
+    assert_eq!(names(&world.traces("pod")), names(&before), "{}", world.traces("pod"));
+    assert!(!table(&world, "node"));
+}
+
+#[tokio::test]
+async fn all_tunnels_are_reserved_or_none() {
+    let mut world = World::new();
+    let tunnel = open(&world);
+    let pod = world.pod("pod", 7);
+    extra(&world, "pod", "net1", 1);
+    let seen = tunnel.look(&pod).await.unwrap();
+    world.ip("pod", "link add pp-vx1 type vxlan id 5 dstport 99 local 127.0.0.1");
+    let error = tunnel.reserve(&pod, "sandbox", &seen, false, None).await.unwrap_err();
+    assert!(matches!(&error, Error::Claimed { .. }), "{error}");
+    assert!(!world.ip("pod", "-o link show").contains("pp-vx0"), "half of it stays");
+    world.ip("pod", "link del pp-vx1");
+    // The indexes that are usually taken are somebody else's here.
+    world.ip("pod", "link add busy index 1048577 type veth peer name busy2 index 1048576");
+    let reserved = tunnel.reserve(&pod, "sandbox", &seen, false, None).await.unwrap();
+    for (slot, device) in reserved.devices.iter().enumerate() {
+        assert_eq!(link(&world, "pod", &format!("pp-vx{slot}"))["ifindex"], device.ifindex);
+    }
+    tunnel.undo("sandbox", Some(&pod), Some(&reserved), None).await.unwrap();
+    assert!(!world.ip("pod", "-o link show").contains("pp-vx"));
+}
+
+#[tokio::test]
+async fn every_classifier_of_this_kernel_redirects() {
+    let mut can = Vec::new();
+    for by in Classifier::ALL {
+        let mut world = World::new();
+        let config = TunnelConfig { redirect: Some(by), owner: world.owner(), ..TunnelConfig::default() };
+        let tunnel = match world.within("node", || Tunnel::open(config)) {
+            Ok(tunnel) => tunnel,
+            Err(error) => {
+                let text = error.to_string();
+                assert!(matches!(error, Error::NoRedirect(_)) && text.contains(by.name()), "{text}");
+                continue;
+            }
+        };
+        let pod = world.pod("pod", 7);
+        let before = world.traces("pod");
+        let (seen, reserved, plan) = whole(&tunnel, &pod, "sandbox", ip(VM)).await;
+        world.apply(&plan).unwrap();
+        world.ping("other", "10.244.1.7", 1422);
+        let traces = world.traces("pod");
+        assert!(traces.contains(&format!("pref 1 {} ", by.name())), "{traces}");
+        tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();
+        assert_eq!(world.traces("pod"), traces, "a second time adds something");
+        // A daemon with another configuration leaves what works as it is, and takes it away all the same.
+        let tunnel = open(&world);
+        tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();
+        assert_eq!(world.traces("pod"), traces, "{by:?} was not left alone");
+        tunnel.undo("sandbox", Some(&pod), Some(&reserved), Some(ip(VM))).await.unwrap();
+        assert_eq!(world.traces("pod"), before);
+        can.push(by);
+    }
+    assert!(can.contains(&Classifier::U32) && can.contains(&Classifier::Bpf), "{can:?}");
+}
+
+#[tokio::test]
+async fn what_others_have_on_the_ingress_side_stays_and_works() {
+    for (by, kind) in [(Classifier::U32, "clsact"), (Classifier::Bpf, "clsact"), (Classifier::U32, "ingress")]
+    {
+        let mut world = World::new();
+        let tunnel = open_with(&world, TunnelConfig { redirect: Some(by), ..TunnelConfig::default() });
+        let (pod, name) = (world.pod("pod", 7), world.name("pod"));
+        run(&format!("tc -n {name} qdisc add dev eth0 {kind}"));
+        // A program at the very place that ours would take, which lets everything go on to the next filter.
+        let line = format!("-n {name} filter add dev eth0 ingress prio 1 protocol all bpf bytecode");
+        let out = std::process::Command::new("tc")
+            .args(line.split(' '))
+            .args(["1,6 0 0 0,", "flowid", "1:1"])
+            .output()
+            .unwrap();
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        let before = world.traces("pod");
+        let (seen, reserved, plan) = whole(&tunnel, &pod, "sandbox", ip(VM)).await;
+        assert!(reserved.devices[0].shared, "the qdisc is not ours");
+        world.apply(&plan).unwrap();
+        world.ping("other", "10.244.1.7", 56);
+        let traces = world.traces("pod");
+        tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();
+        assert_eq!(world.traces("pod"), traces);
+        tunnel.undo("sandbox", Some(&pod), Some(&reserved), Some(ip(VM))).await.unwrap();
+        assert_eq!(world.traces("pod"), before, "{by:?} beside {kind}");
+    }
+}
+
+#[tokio::test]
+async fn an_empty_qdisc_that_was_there_stays_there() {
+    let mut world = World::new();
+    let tunnel = open(&world);
+    let (pod, name) = (world.pod("pod", 7), world.name("pod"));
+    run(&format!("tc -n {name} qdisc add dev eth0 ingress"));
+    let before = world.traces("pod");
+    let (_, reserved, _) = whole(&tunnel, &pod, "sandbox", ip(VM)).await;
+    tunnel.undo("sandbox", Some(&pod), Some(&reserved), Some(ip(VM))).await.unwrap();
+    assert_eq!(world.traces("pod"), before);
+}
+
+#[tokio::test]
+async fn a_pod_whose_traffic_somebody_else_redirects_is_refused() {
+    let mut world = World::new();
+    let tunnel = open(&world);
+    let (pod, name) = (world.pod("pod", 7), world.name("pod"));
+    world.ip("pod", "link add ifb7 type veth peer name ifb8");
+    run(&format!("tc -n {name} qdisc add dev eth0 ingress"));
+    let line = "filter add dev eth0 ingress prio 1 protocol all u32 match u32 0 0 action mirred egress redirect dev ifb7";
+    run(&format!("tc -n {name} {line}"));
+    let before = run(&format!("tc -n {name} filter show dev eth0 ingress"));
+    let seen = tunnel.look(&pod).await.unwrap();
+    let reserved = tunnel.reserve(&pod, "sandbox", &seen, false, None).await.unwrap();
+    let error = tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap_err();
+    assert!(matches!(&error, Error::CannotCarry(why) if why.contains("already redirects")), "{error}");
+    tunnel.undo("sandbox", Some(&pod), Some(&reserved), Some(ip(VM))).await.unwrap();
+    assert_eq!(run(&format!("tc -n {name} filter show dev eth0 ingress")), before);
+}
+
+#[tokio::test]
+async fn vnis_are_of_the_range_and_a_full_range_is_said_to_be_full() {
+    let mut world = World::new();
+    let vnis = Vnis::new(7000, 7002).unwrap();
+    let tunnel = open_with(&world, TunnelConfig { vnis, ..TunnelConfig::default() });
+    // Somebody else's on the same port counts as well.
+    world.ip("node", "link add flannel.1 type vxlan id 7001 dstport 4789 local 10.77.0.1 nolearning");
+    let pods: Vec<Netns> = (1..=3).map(|n| world.pod(&format!("pod{n}"), 30 + n)).collect();
+    let mut seen = Vec::new();
+    for pod in &pods {
+        seen.push(tunnel.look(pod).await.unwrap());
+    }
+    let first = tunnel.reserve(&pods[0], "one", &seen[0], false, None).await.unwrap();
+    let second = tunnel.reserve(&pods[1], "two", &seen[1], false, None).await.unwrap();
+    let mut both = [first.vni().unwrap(), second.vni().unwrap()];
+    both.sort_unstable();
+    assert_eq!(both, [7000, 7002]);
+    let error = tunnel.reserve(&pods[2], "three", &seen[2], false, None).await.unwrap_err();
+    let text = error.to_string();
+    assert!(matches!(error, Error::NoVni { .. }) && text.contains("all of 7000 to 7002"), "{text}");
+    tunnel.undo("one", Some(&pods[0]), Some(&first), None).await.unwrap();
+    let third = tunnel.reserve(&pods[2], "three", &seen[2], false, None).await.unwrap();
+    assert_eq!(third.vni(), first.vni());
+}
+
+#[tokio::test]
+async fn source_ports_are_of_the_range_and_bound_what_is_tracked() {
+    let mut world = World::new();
+    let config =
+        TunnelConfig { source_ports: Some((40000, 40007)), anti_spoof: false, ..TunnelConfig::default() };
+    let tunnel = open_with(&world, config);
+    world.within("node", || {
+        run("nft add table inet firewall");
+        run("nft add chain inet firewall in { type filter hook input priority 0 ; }");
+        run("nft add rule inet firewall in ct state new counter");
+    });
+    let pod = world.pod("pod", 7);
+    let (_, _, plan) = whole(&tunnel, &pod, "sandbox", ip(VM)).await;
+    let range = &link(&world, "pod", "pp-vx0")["linkinfo"]["info_data"]["port_range"];
+    assert_eq!((&range["low"], &range["high"]), (&40000.into(), &40007.into()), "{range}");
+    world.apply(&plan).unwrap();
+    world.ping("other", "10.244.1.7", 56);
+    world.within("other", || {
+        for _ in 0..200 {
+            let socket = std::net::UdpSocket::bind("10.244.1.20:0").unwrap();
+            socket.send_to(b"x", "10.244.1.7:9").unwrap();
+        }
+    });
+    let all = world.within("node", || std::fs::read_to_string("/proc/thread-self/net/nf_conntrack").unwrap());
+    // The flows that the node began; each line has the answer's addresses as well.
+    let begun = |line: &&str| line.split("src=").nth(1).is_some_and(|l| l.starts_with("10.77.0.1 "));
+    let tracked = all.lines().filter(begun).filter(|line| line.contains("dport=4789")).count();
+    assert!((1..=8).contains(&tracked), "{tracked} entries");
+}
+
+#[tokio::test]
+async fn the_mtu_is_what_the_path_leaves() {
+    for (underlay, pods, inside) in [(1460, 1500, 1410), (1500, 1450, 1450), (9001, 9001, 8951)] {
+        let mut world = World::new();
+        let tunnel = open(&world);
+        let pod = world.pod("pod", 7);
+        world.ip("node", &format!("link set ul0 mtu {underlay}"));
+        world.ip("vm", &format!("link set eth0 mtu {underlay}"));
+        for (ns, device) in [("node", "veth7"), ("pod", "eth0"), ("node", "veth20"), ("other", "eth0")] {
+            world.ip(ns, &format!("link set {device} mtu {pods}"));
+        }
+        let (seen, reserved, plan) = whole(&tunnel, &pod, "sandbox", ip(VM)).await;
+        assert_eq!(plan.interfaces[0].mtu, inside, "underlay {underlay}, pod {pods}");
+        assert_eq!(link(&world, "pod", "pp-vx0")["mtu"], pods, "it takes what the pod's interface takes");
+        world.apply(&plan).unwrap();
+        world.ping("other", "10.244.1.7", inside as usize - 28);
+        assert_eq!((world.fragments("node"), world.fragments("vm")), ("0".into(), "0".into()));
+        // The route says less than the device.
+        world.ip("node", &format!("route add {VM} dev ul0 mtu {}", underlay - 100));
+        assert_eq!(tunnel.way(&reserved, ip(VM)).await.unwrap(), (ip("10.77.0.1"), underlay - 150));
+        let plan = tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();
+        assert_eq!(plan.interfaces[0].mtu, (underlay - 150).min(pods));
+    }
+}

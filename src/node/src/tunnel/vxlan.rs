@@ -1,0 +1,96 @@
+//! The plain kind: VXLAN between the node's address and the VM's, guarded by the nftables filter.
+
+use std::net::IpAddr;
+
+use peerpod_link::net::Error;
+use peerpod_link::net::netns::Netns;
+use peerpod_link::net::nft::Peer;
+use peerpod_link::net::plan::Underlay;
+use peerpod_link::net::tunnel;
+use peerpod_link::net::vxlan::{Shape, probe};
+
+use super::backend::{Backend, Connected, Host, Way};
+use super::gate::Gate;
+use super::{Reserved, TunnelConfig};
+
+#[derive(Debug)]
+pub(super) struct Vxlan {
+    host: Host,
+    port: u16,
+    udp_checksum: bool,
+    source_ports: Option<(u16, u16)>,
+    gate: Option<Gate>,
+}
+
+impl Vxlan {
+    /// In the network namespace of the calling thread; makes sure that the port is usable.
+    pub(super) fn open(config: &TunnelConfig) -> Result<Vxlan, Error> {
+        let host = Host::new(Netns::current()?);
+        let shape = Shape { port: config.port, v6: false, udp_checksum: config.udp_checksum };
+        host.with(|client| probe(client, shape, config.source_ports))?;
+        let gate = config.anti_spoof.then(|| Gate::open(host.netns(), config.owner)).transpose()?;
+        let TunnelConfig { port, udp_checksum, source_ports, .. } = *config;
+        Ok(Vxlan { host, port, udp_checksum, source_ports, gate })
+    }
+}
+
+fn peers(connected: &Connected) -> Vec<Peer> {
+    connected.reserved.devices.iter().map(|device| Peer { address: connected.vm, vni: device.vni }).collect()
+}
+
+impl Backend for Vxlan {
+    fn host(&self) -> &Host {
+        &self.host
+    }
+
+    fn shape(&self, v6: bool) -> Shape {
+        Shape { port: self.port, v6, udp_checksum: self.udp_checksum }
+    }
+
+    fn source_ports(&self) -> Option<(u16, u16)> {
+        self.source_ports
+    }
+
+    fn way(&self, reserved: &Reserved, vm: IpAddr) -> Result<Way, Error> {
+        let shape = self.shape_of(reserved);
+        let way = self.host.with(|client| tunnel::way(client, shape, vm))?;
+        Ok(Way { remote: vm, local: way.source, node: way.source, room: way.room })
+    }
+
+    fn admit(&self, connected: &Connected) -> Result<(), Error> {
+        let Some(gate) = &self.gate else { return Ok(()) };
+        gate.admit(connected.reserved.port, &peers(connected))
+    }
+
+    fn dismiss(&self, reserved: Option<&Reserved>, vm: Option<IpAddr>) -> Result<(), Error> {
+        let Some(gate) = &self.gate else { return Ok(()) };
+        let Some(reserved) = reserved else { return gate.dismiss_address(vm) };
+        let vnis: Vec<u32> = reserved.devices.iter().map(|device| device.vni).collect();
+        gate.dismiss(reserved.port, reserved.v6, &vnis, vm)
+    }
+
+    fn reconcile(&self, connected: &[Connected], stay: &[Peer]) -> Result<usize, Error> {
+        let Some(gate) = &self.gate else { return Ok(0) };
+        let of = |connected: &Connected| {
+            let port = connected.reserved.port;
+            peers(connected).into_iter().map(move |peer| (port, peer)).collect::<Vec<_>>()
+        };
+        let mut all: Vec<(u16, Peer)> = connected.iter().flat_map(of).collect();
+        all.extend(stay.iter().map(|peer| (self.port, *peer)));
+        gate.reconcile(&all)
+    }
+
+    fn close(&self) -> Result<(), Error> {
+        self.gate.as_ref().map_or(Ok(()), Gate::close)
+    }
+
+    fn underlay(&self, connected: &Connected, way: &Way) -> Underlay {
+        Underlay {
+            node: way.node,
+            vm: Some(connected.vm),
+            port: connected.reserved.port,
+            udp_checksum: self.udp_checksum,
+            overhead: self.shape_of(&connected.reserved).overhead(),
+        }
+    }
+}
