@@ -14,6 +14,7 @@ mod birth;
 mod config;
 mod control;
 mod dial;
+mod encrypted;
 mod files;
 mod identity;
 mod init;

@@ -14,13 +14,18 @@ use peerpod_link::net::{self, guest::Applied, room};
 use peerpod_proto::guest::NetworkPlan;
 use tokio::sync::watch;
 
-use crate::status::Status;
+use crate::{
+    encrypted::{self, Encrypted},
+    status::Status,
+};
 
 /// Why there is no network.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error("making the pod's network: {0}")]
     Network(#[from] net::Error),
+    #[error("{0}")]
+    Encrypted(#[from] encrypted::Error),
     #[error("the guest ends")]
     Ending,
 }
@@ -28,6 +33,7 @@ pub(crate) enum Error {
 /// What is known of the pod's network and its way home.
 pub(crate) struct Network {
     podns: PathBuf,
+    encrypted: Arc<Encrypted>,
     status: Arc<Status>,
     /// The largest packet on the way to the node, in bytes; 0 = only the kernel's routes say.
     path: AtomicU32,
@@ -38,9 +44,10 @@ pub(crate) struct Network {
 }
 
 impl Network {
-    pub(crate) fn new(podns: PathBuf, status: Arc<Status>) -> Network {
+    pub(crate) fn new(podns: PathBuf, encrypted: Arc<Encrypted>, status: Arc<Status>) -> Network {
         Network {
             podns,
+            encrypted,
             status,
             path: AtomicU32::new(0),
             node: watch::Sender::new(None),
@@ -51,6 +58,11 @@ impl Network {
     /// Where the pod's tunnel leads.
     pub(crate) fn node(&self) -> watch::Receiver<Option<IpAddr>> {
         self.node.subscribe()
+    }
+
+    /// The link to the node was made anew.
+    pub(crate) fn linked(&self) {
+        self.encrypted.linked();
     }
 
     /// What passes between VM and node; true when it is another figure than before.
@@ -70,8 +82,9 @@ impl Network {
         self.status.note("path", note);
         let mut previous = self.previous.lock().await;
         let (podns, made, before) = (self.podns.clone(), plan.clone(), previous.clone());
+        let encrypted = self.encrypted.clone();
         // Netlink is synchronous, and the link's heartbeat must not wait for it.
-        let applied = tokio::task::spawn_blocking(move || make(&made, before.as_ref(), &podns));
+        let applied = tokio::task::spawn_blocking(move || make(&made, before.as_ref(), &podns, &encrypted));
         let applied = applied.await.map_err(|_| Error::Ending)??;
         *previous = Some(plan);
         self.status.pod_mtu(applied.mtu);
@@ -86,7 +99,17 @@ fn tunnel_end(plan: &NetworkPlan) -> Option<IpAddr> {
     underlay.node_address.parse().ok()
 }
 
-fn make(plan: &NetworkPlan, previous: Option<&NetworkPlan>, podns: &Path) -> Result<Applied, net::Error> {
+fn make(
+    plan: &NetworkPlan,
+    previous: Option<&NetworkPlan>,
+    podns: &Path,
+    encrypted: &Encrypted,
+) -> Result<Applied, Error> {
     net::netns::create_named(podns)?;
-    net::guest::apply(plan, previous, podns)
+    if plan.underlay.kind != encrypted::KIND {
+        return Ok(net::guest::apply(plan, previous, podns)?);
+    }
+    let mut host = encrypted.make(plan)?.netlink()?;
+    let (inside, before) = (encrypted::inside(plan), previous.map(encrypted::inside));
+    Ok(net::guest::apply_from(&mut host, &inside, before.as_ref(), podns)?)
 }

@@ -22,6 +22,7 @@ use tokio::sync::{Mutex, watch};
 use crate::{
     agent::{self, Agent},
     config::Settings,
+    encrypted::Encrypted,
     files,
     network::{self, Network},
     power::Lease,
@@ -80,6 +81,7 @@ impl Person {
         status: Arc<Status>,
         agent: Arc<Agent>,
         lease: Arc<Lease>,
+        encrypted: Arc<Encrypted>,
     ) -> Person {
         let file = settings.state_dir.join(FILE);
         let current = files::read_bounded(&file, MAX_LEN)
@@ -88,7 +90,7 @@ impl Person {
             .and_then(|bytes| Personalise::parse_from_bytes(&bytes).ok());
         let new = current.is_none();
         Person {
-            network: Arc::new(Network::new(settings.podns.clone(), status.clone())),
+            network: Arc::new(Network::new(settings.podns.clone(), encrypted, status.clone())),
             file,
             status,
             agent,

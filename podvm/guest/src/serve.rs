@@ -10,6 +10,7 @@ use std::{
 };
 
 use peerpod_link::endpoint::{Endpoint, Limits, Role};
+use peerpod_wireguard::PublicKey;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
@@ -17,6 +18,7 @@ use crate::{
     birth,
     config::Settings,
     control::{self, Control, Notices},
+    encrypted::Encrypted,
     identity::Identity,
     link::{Home, Keeper},
     personalise::{self, Person},
@@ -62,7 +64,9 @@ async fn live(settings: &Settings) -> anyhow::Result<End> {
     let identity = Arc::new(Mutex::new(identity));
     let lease = Arc::new(Lease::load(&settings.state_dir));
     let agent = Arc::new(Agent::new(settings, status.clone()));
-    let person = Person::load(settings, status.clone(), agent.clone(), lease.clone());
+    let encrypted = Arc::new(Encrypted::load_or_make(&settings.state_dir)?);
+    let tunnel_key = encrypted.public_key();
+    let person = Person::load(settings, status.clone(), agent.clone(), lease.clone(), encrypted);
     let flushing = tokio::sync::Mutex::new(());
     let control = Arc::new(Control { identity: identity.clone(), status: status.clone(), person, flushing });
 
@@ -76,7 +80,7 @@ async fn live(settings: &Settings) -> anyhow::Result<End> {
         () = lease.expired() => End::LeaseOver,
         _ = terminate.recv() => End::Stopped,
         _ = interrupt.recv() => End::Stopped,
-        () = home(settings, identity, &status, &agent, &lease, &control) => End::Stopped,
+        () = home(settings, (identity, tunnel_key), &status, &agent, &lease, &control) => End::Stopped,
     };
     if let End::LeaseOver = end {
         tracing::error!("the link was silent for the whole lease: powering off");
@@ -93,7 +97,7 @@ async fn live(settings: &Settings) -> anyhow::Result<End> {
 /// From user-data to the link, which is then kept for ever.
 async fn home(
     settings: &Settings,
-    identity: Arc<Mutex<Identity>>,
+    (identity, tunnel_key): (Arc<Mutex<Identity>>, PublicKey),
     status: &Arc<Status>,
     agent: &Arc<Agent>,
     lease: &Arc<Lease>,
@@ -137,8 +141,15 @@ async fn home(
         handle: handle.clone(),
     };
     let watching = tokio::spawn(watcher.run(link.subscribe()));
-    let keeper =
-        Keeper { birth, identity, status: status.clone(), lease: lease.clone(), uplink: link, homes };
+    let keeper = Keeper {
+        birth,
+        identity,
+        tunnel_key,
+        status: status.clone(),
+        lease: lease.clone(),
+        uplink: link,
+        homes,
+    };
     keeper.keep(&handle, events.links).await;
     for task in [restore, answering, reporting, watching] {
         task.abort();

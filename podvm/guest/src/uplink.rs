@@ -86,7 +86,10 @@ impl Watcher {
             let (mut probe, mut looked) = (false, false);
             tokio::select! {
                 changed = linked.changed() => match changed {
-                    Ok(()) => probe = true,
+                    Ok(()) => {
+                        self.network.linked();
+                        probe = true;
+                    }
                     Err(_) => return,
                 },
                 changed = node.changed() => match changed {

@@ -35,6 +35,7 @@ use crate::{
     sandboxes::{Sandboxes, states::States},
     socket::{self, Bound as Socket},
     store::{Store, StoreError, hex},
+    wireguard::{self, WireGuard},
 };
 
 /// How long the node's calls may take to end when the relay stops.
@@ -113,10 +114,13 @@ pub async fn build(config: RelayConfig) -> Result<Bound, AppError> {
 
     let mut registry = Registry::default();
     let metrics = Arc::new(Metrics::new(&mut registry));
+    let wireguard = Arc::new(WireGuard::default());
+    let shown = Box::new(wireguard::Shown(wireguard.clone()));
+    registry.sub_registry_with_prefix("peerpod_relay").register_collector(shown);
     let states = Arc::new(States::new(epoch()?));
     let sandboxes = Sandboxes::new(store.clone(), states.clone(), metrics.clone());
     let trust = Arc::new(guests::Trust::new());
-    restore(&store, &sandboxes, &trust).await?;
+    restore(&store, &sandboxes, &trust, &wireguard).await?;
 
     let guests =
         listen(config.listen).await.map_err(|why| AppError::Listen { address: config.listen, why })?;
@@ -155,9 +159,9 @@ pub async fn build(config: RelayConfig) -> Result<Bound, AppError> {
     };
     tasks.spawn(guests::accept(guests, parts, bounds));
     // What the node may hand in; one line for each kind.
-    let kinds: handin::Kinds = vec![];
+    let kinds: handin::Kinds = vec![wireguard.clone()];
     tasks.spawn(handin::serve(handin_listener, kinds));
-    let control = Control { sandboxes: sandboxes.clone(), states, store, trust, metrics, listen };
+    let control = Control { sandboxes: sandboxes.clone(), states, store, trust, metrics, wireguard, listen };
     let control = serve_control(relay_listener, control).await?;
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
@@ -225,7 +229,12 @@ fn epoch() -> Result<String, AppError> {
     Ok(hex(&bytes))
 }
 
-async fn restore(store: &Store, sandboxes: &Sandboxes, trust: &guests::Trust) -> Result<(), AppError> {
+async fn restore(
+    store: &Store,
+    sandboxes: &Sandboxes,
+    trust: &guests::Trust,
+    wireguard: &WireGuard,
+) -> Result<(), AppError> {
     let reader = store.clone();
     let (identity, records) = tokio::task::spawn_blocking(move || (reader.identity(), reader.records()))
         .await
@@ -238,7 +247,13 @@ async fn restore(store: &Store, sandboxes: &Sandboxes, trust: &guests::Trust) ->
             }
         }
     }
-    sandboxes.restore(records?).await;
+    let records = records?;
+    for record in &records {
+        if let Err(error) = wireguard.put(&record.id, record.tunnel_peer.as_ref()) {
+            tracing::error!(sandbox = %record.id, error, "guest is no peer of the encrypted tunnel");
+        }
+    }
+    sandboxes.restore(records).await;
     Ok(())
 }
 

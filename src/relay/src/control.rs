@@ -8,8 +8,9 @@ use bytes::Bytes;
 use peerpod_proto::{
     guest::Request,
     relay::{
-        ConfigureRequest, ConfigureResponse, DeleteSandboxRequest, DeleteSandboxResponse, GuestCallRequest,
-        GuestCallResponse, PutSandboxRequest, PutSandboxResponse, WatchRequest, WatchResponse,
+        self, ConfigureRequest, ConfigureResponse, DeleteSandboxRequest, DeleteSandboxResponse,
+        GuestCallRequest, GuestCallResponse, PutSandboxRequest, PutSandboxResponse, WatchRequest,
+        WatchResponse,
     },
     relay_ttrpc::Relay,
 };
@@ -21,7 +22,8 @@ use crate::{
     id::SandboxId,
     metrics::Metrics,
     sandboxes::{SandboxError, Sandboxes, guest::Gone, states::States},
-    store::{Identity, Record, Store},
+    store::{Identity, Record, Store, TunnelPeer},
+    wireguard::WireGuard,
 };
 
 /// A Watch answers with nothing after this time.
@@ -41,6 +43,7 @@ pub(crate) struct Control {
     pub(crate) store: Store,
     pub(crate) trust: Arc<Trust>,
     pub(crate) metrics: Arc<Metrics>,
+    pub(crate) wireguard: Arc<WireGuard>,
     pub(crate) listen: SocketAddr,
 }
 
@@ -101,7 +104,20 @@ fn record_of(request: PutSandboxRequest) -> ttrpc::Result<Record> {
         .map(|print| <[u8; 32]>::try_from(print.as_slice()))
         .collect::<Result<_, _>>()
         .map_err(|_| status(Code::INVALID_ARGUMENT, "a certificate's fingerprint has not 32 bytes"))?;
-    Ok(Record { id, agent_socket: request.agent_socket.into(), guest_certificates, pod: request.pod })
+    let tunnel_peer = request.tunnel_peer.into_option().map(tunnel_peer).transpose()?;
+    let (agent_socket, pod) = (request.agent_socket.into(), request.pod);
+    Ok(Record { id, agent_socket, guest_certificates, pod, tunnel_peer })
+}
+
+fn tunnel_peer(peer: relay::TunnelPeer) -> ttrpc::Result<TunnelPeer> {
+    let wrong =
+        |what: &str| status(Code::INVALID_ARGUMENT, format!("the tunnel peer's {what} makes no sense"));
+    Ok(TunnelPeer {
+        key: peer.key,
+        inner: peer.inner_address.parse().map_err(|_| wrong("inner address"))?,
+        vnis: peer.vnis,
+        vxlan_port: u16::try_from(peer.vxlan_port).map_err(|_| wrong("VXLAN port"))?,
+    })
 }
 
 #[async_trait]
@@ -138,6 +154,8 @@ impl Relay for Control {
     ) -> ttrpc::Result<PutSandboxResponse> {
         let record = record_of(request)?;
         let (id, pod) = (record.id.clone(), record.pod.clone());
+        let refused = |why| status(Code::INVALID_ARGUMENT, format!("tunnel peer of sandbox {id}: {why}"));
+        self.wireguard.put(&id, record.tunnel_peer.as_ref()).map_err(refused)?;
         self.sandboxes.put(record).await?;
         tracing::info!(sandbox = %id, pod, "sandbox is served");
         Ok(PutSandboxResponse::new())
@@ -155,6 +173,7 @@ impl Relay for Control {
         tokio::spawn(async move { sandboxes.delete(&gone).await })
             .await
             .map_err(|_| status(Code::UNAVAILABLE, "the relay stops"))??;
+        self.wireguard.delete(&id);
         tracing::info!(sandbox = %id, pod = &*pod, "sandbox is not served any more");
         Ok(DeleteSandboxResponse::new())
     }

@@ -264,6 +264,7 @@ async fn judge(claim: Claim, peer: SocketAddr, door: &DoorHandle) -> (&'static s
         peer_address: peer.ip().to_canonical().to_string(),
         evidence: claim.evidence,
         guest_version: claim.guest_version,
+        tunnel_key: claim.tunnel_key,
         ..Default::default()
     };
     match door.claim(request).await {

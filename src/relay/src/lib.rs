@@ -23,3 +23,4 @@ mod metrics;
 mod sandboxes;
 mod socket;
 mod store;
+mod wireguard;

@@ -4,6 +4,7 @@
 
 use std::{
     fmt, io,
+    net::Ipv4Addr,
     path::{Path, PathBuf},
     time::{SystemTime, UNIX_EPOCH},
 };
@@ -41,6 +42,31 @@ pub(crate) struct Record {
     /// SHA-256 of the leaf certificates that are this sandbox's guest.
     pub(crate) guest_certificates: Vec<[u8; 32]>,
     pub(crate) pod: String,
+    /// The guest's end of the encrypted tunnel, where it has one.
+    pub(crate) tunnel_peer: Option<TunnelPeer>,
+}
+
+/// The guest's end of the encrypted tunnel.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct TunnelPeer {
+    #[serde(with = "base64_bytes")]
+    pub(crate) key: Vec<u8>,
+    pub(crate) inner: Ipv4Addr,
+    pub(crate) vnis: Vec<u32>,
+    pub(crate) vxlan_port: u16,
+}
+
+mod base64_bytes {
+    use base64::{Engine, prelude::BASE64_STANDARD};
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub(super) fn serialize<S: Serializer>(bytes: &[u8], to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(&BASE64_STANDARD.encode(bytes))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<u8>, D::Error> {
+        BASE64_STANDARD.decode(String::deserialize(from)?).map_err(D::Error::custom)
+    }
 }
 
 /// Who the relay is to guests, and whom it believes.
@@ -87,6 +113,8 @@ struct RecordFile {
     agent_socket: PathBuf,
     guest_certificates: Vec<String>,
     pod: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    tunnel_peer: Option<TunnelPeer>,
 }
 
 /// The folder.
@@ -148,6 +176,7 @@ impl Store {
             agent_socket: record.agent_socket.clone(),
             guest_certificates: record.guest_certificates.iter().map(|bytes| hex(bytes)).collect(),
             pod: record.pod.clone(),
+            tunnel_peer: record.tunnel_peer.clone(),
         };
         self.write(&self.sandboxes, &format!("{}.json", record.id), &file)
     }
@@ -227,6 +256,7 @@ fn record(path: &Path, file: RecordFile) -> Result<Record, String> {
         agent_socket: file.agent_socket,
         guest_certificates: certificates.ok_or("a certificate's fingerprint is not 64 hex digits")?,
         pod: file.pod,
+        tunnel_peer: file.tunnel_peer,
     })
 }
 
@@ -261,6 +291,12 @@ mod tests {
             agent_socket: "/run/peerpod/pods/x/agent.ttrpc".into(),
             guest_certificates: vec![[0xab; 32], [1; 32]],
             pod: "shop/web".into(),
+            tunnel_peer: (id == "a").then(|| TunnelPeer {
+                key: vec![7; 32],
+                inner: [10, 1, 2, 3].into(),
+                vnis: vec![0x1_0203, 9],
+                vxlan_port: 4789,
+            }),
         }
     }
 

@@ -34,6 +34,7 @@ impl World {
             agent_socket: self.base.join("pods").join(id).join("agent.ttrpc"),
             guest_certificates: vec![[certificate; 32]],
             pod: "shop/web".into(),
+            tunnel_peer: None,
         }
     }
 }

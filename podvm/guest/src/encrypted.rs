@@ -1,0 +1,261 @@
+//! The guest's end of the encrypted tunnel: WireGuard between this VM and the relay of its node, and the private
+//! namespace in which the pod's VXLAN devices have their socket.
+//!
+//! The key is made here at birth, lies beside the link's, and only its public half is ever sent. Namespace and device
+//! outlive this program: its next run takes them up, and the pod's interfaces are not touched.
+
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket},
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use peerpod_link::net::{self, netns::Netns, probe::ask::kernels_figure};
+use peerpod_proto::guest::{NetworkPlan, WireGuard};
+use peerpod_wireguard::{
+    BadKey, DataPlane, Engine, Lane, OVERHEAD_V4, OVERHEAD_V6, PeerConfig, PrivateKey, PublicKey, bind,
+    inner::Inner,
+};
+
+use crate::files;
+
+/// The word for it in a plan.
+pub(crate) const KIND: &str = "wireguard";
+/// And for what is inside.
+const INSIDE: &str = "vxlan";
+/// What VXLAN adds inside, over IPv4.
+const VXLAN_OVERHEAD: u32 = 50;
+const KEY: &str = "tunnel.key";
+const NETNS: &str = "tunnel.netns";
+const MAX_ENDPOINTS: usize = 16;
+/// Where the kernel does not know the way yet: what every network carries.
+const LEAST_PATH: u32 = 1280;
+
+/// Why there is no encrypted tunnel.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error("{attempt} {path}: {source}")]
+    File { attempt: &'static str, path: PathBuf, source: io::Error },
+    #[error("making the tunnel's key: {0}")]
+    Random(io::Error),
+    #[error("the encrypted tunnel in the node's plan: {0}")]
+    Plan(String),
+    #[error("the node's tunnel key: {0}")]
+    Key(#[from] BadKey),
+    #[error("the encrypted tunnel's peer: {0}")]
+    Peer(#[from] peerpod_wireguard::Error),
+    #[error("{0}")]
+    Network(#[from] net::Error),
+    #[error("starting the encrypted tunnel: {0}")]
+    Start(io::Error),
+    #[error(
+        "another program of this VM holds the encrypted tunnel's device; is peerpod-guest running twice?"
+    )]
+    Held,
+}
+
+/// Key, and what runs.
+pub(crate) struct Encrypted {
+    dir: PathBuf,
+    key: PrivateKey,
+    running: Mutex<Option<Running>>,
+}
+
+struct Running {
+    ours: Ipv4Addr,
+    inner: Inner,
+    plane: DataPlane,
+}
+
+impl Encrypted {
+    /// Reads the key from `dir`, which is there, or makes one and keeps it before it is used.
+    pub(crate) fn load_or_make(dir: &Path) -> Result<Encrypted, Error> {
+        let path = dir.join(KEY);
+        let failed = |attempt| {
+            let path = path.clone();
+            move |source| Error::File { attempt, path, source }
+        };
+        let stored = files::read_bounded(&path, 32).map_err(failed("reading"))?;
+        let key = match stored.map(|bytes| PrivateKey::from_bytes(&bytes)) {
+            Some(Ok(key)) => key,
+            damaged => {
+                if damaged.is_some() {
+                    tracing::warn!(path = %path.display(), "the stored tunnel key is damaged, making another one");
+                }
+                let key = PrivateKey::generate().map_err(Error::Random)?;
+                files::write_private(&path, key.expose().as_ref()).map_err(failed("writing"))?;
+                key
+            }
+        };
+        Ok(Encrypted { dir: dir.to_owned(), key, running: Mutex::new(None) })
+    }
+
+    /// Who this VM is in the tunnel.
+    pub(crate) fn public_key(&self) -> PublicKey {
+        self.key.public()
+    }
+
+    /// Makes the tunnel of a plan run, and returns the namespace that its inside is in. Blocks; again with the same
+    /// plan it changes nothing.
+    pub(crate) fn make(&self, plan: &NetworkPlan) -> Result<Netns, Error> {
+        let wanted = Wanted::of(plan)?;
+        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        if running.as_ref().is_none_or(|running| running.ours != wanted.ours || !running.plane.is_running()) {
+            *running = None; // lets go of the device
+            *running = Some(self.start(&wanted)?);
+        }
+        let Some(Running { inner, plane, .. }) = &*running else { return Err(Error::Held) };
+        plane.engine().put_peer(&wanted.peer)?;
+        Inner::open(&self.dir.join(NETNS), wanted.ours, wanted.mtu)?;
+        Ok(inner.netns().clone())
+    }
+
+    fn start(&self, wanted: &Wanted) -> Result<Running, Error> {
+        let opened = Inner::open(&self.dir.join(NETNS), wanted.ours, wanted.mtu)?;
+        let tun = opened.tun.ok_or(Error::Held)?;
+        let engine = Engine::new(self.key.clone());
+        engine.put_peer(&wanted.peer)?;
+        // Any port: the node learns it from what comes.
+        let socket = bind(0).map_err(Error::Start)?;
+        let plane = DataPlane::start(Arc::new(engine), tun, socket, "tunnel").map_err(Error::Start)?;
+        tracing::info!(node = %wanted.peer.key, endpoints = ?wanted.peer.endpoints, "the encrypted tunnel runs");
+        Ok(Running { ours: wanted.ours, inner: opened.inner, plane })
+    }
+
+    /// The link was made anew: the relay may be another process, which knows no session.
+    pub(crate) fn linked(&self) {
+        if let Some(running) = &*self.running.lock().unwrap_or_else(PoisonError::into_inner) {
+            running.plane.begin();
+        }
+    }
+}
+
+/// What a plan says of the inside of its tunnel: VXLAN between two inner addresses.
+pub(crate) fn inside(plan: &NetworkPlan) -> NetworkPlan {
+    let mut inside = plan.clone();
+    let underlay = inside.underlay.mut_or_insert_default();
+    underlay.kind = INSIDE.to_owned();
+    underlay.overhead = VXLAN_OVERHEAD;
+    underlay.wireguard.clear();
+    inside
+}
+
+/// A plan's tunnel, checked.
+struct Wanted {
+    ours: Ipv4Addr,
+    mtu: u32,
+    peer: PeerConfig,
+}
+
+impl Wanted {
+    fn of(plan: &NetworkPlan) -> Result<Wanted, Error> {
+        let wrong = |what: &str| Error::Plan(what.to_owned());
+        let underlay = plan.underlay.as_ref().ok_or_else(|| wrong("it has no underlay"))?;
+        let outside = underlay.wireguard.as_ref().ok_or_else(|| wrong("it has no key of the node"))?;
+        let inner = |text: &str| text.parse::<Ipv4Addr>().map_err(|_| wrong("an inner address is none"));
+        let (ours, theirs) = (inner(&underlay.vm_address)?, inner(&underlay.node_address)?);
+        let endpoints = endpoints(outside);
+        if endpoints.is_empty() {
+            return Err(wrong("it names no address of the node"));
+        }
+        let port = u16::try_from(underlay.port).map_err(|_| wrong("VXLAN's port is none"))?;
+        let vnis = plan.interfaces.iter().map(|interface| interface.vni).collect();
+        let mtu = endpoints.iter().map(|endpoint| room(*endpoint)).min().unwrap_or(LEAST_PATH);
+        let peer = PeerConfig {
+            name: "node".to_owned(),
+            key: PublicKey::from_bytes(&outside.node_key)?,
+            lane: Lane { ours, theirs, port, vnis },
+            endpoints,
+            keepalive: match outside.keepalive_seconds {
+                0 => None,
+                seconds => Some(Duration::from_secs(seconds.into())),
+            },
+        };
+        Ok(Wanted { ours, mtu, peer })
+    }
+}
+
+/// What cannot be read is left out: the others may do.
+fn endpoints(outside: &WireGuard) -> Vec<SocketAddr> {
+    outside.endpoints.iter().take(MAX_ENDPOINTS).filter_map(|text| text.parse().ok()).collect()
+}
+
+/// What the kernel believes fits into the tunnel on its way to the node.
+fn room(endpoint: SocketAddr) -> u32 {
+    let (any, overhead): (SocketAddr, u32) = match endpoint.ip().to_canonical() {
+        IpAddr::V4(_) => ((Ipv4Addr::UNSPECIFIED, 0).into(), OVERHEAD_V4),
+        IpAddr::V6(_) => ((std::net::Ipv6Addr::UNSPECIFIED, 0).into(), OVERHEAD_V6),
+    };
+    let asked = UdpSocket::bind(any).and_then(|socket| socket.connect(endpoint).map(|()| socket));
+    let path = asked.ok().and_then(|socket| kernels_figure(&socket, endpoint.ip()));
+    path.unwrap_or(LEAST_PATH).max(LEAST_PATH).saturating_sub(overhead)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use peerpod_proto::guest::{Interface, Underlay};
+
+    use super::*;
+    use crate::files::testing::TempDir;
+
+    fn plan() -> NetworkPlan {
+        let wireguard = WireGuard {
+            node_key: vec![7; 32],
+            endpoints: vec!["127.0.0.1:51820".into(), "nonsense".into()],
+            keepalive_seconds: 15,
+            ..Default::default()
+        };
+        let underlay = Underlay {
+            kind: KIND.into(),
+            node_address: "10.0.0.1".into(),
+            vm_address: "10.0.1.2".into(),
+            port: 4789,
+            overhead: 110,
+            wireguard: Some(wireguard).into(),
+            ..Default::default()
+        };
+        let interface = Interface { vni: 258, ..Default::default() };
+        NetworkPlan { interfaces: vec![interface], underlay: Some(underlay).into(), ..Default::default() }
+    }
+
+    #[test]
+    fn the_tunnels_key_is_made_once_and_is_for_root_alone() {
+        let dir = TempDir::new();
+        let first = Encrypted::load_or_make(dir.path()).unwrap().public_key();
+        assert_eq!(Encrypted::load_or_make(dir.path()).unwrap().public_key(), first);
+        let path = dir.path().join(KEY);
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        std::fs::write(&path, "short").unwrap();
+        assert_ne!(Encrypted::load_or_make(dir.path()).unwrap().public_key(), first);
+    }
+
+    #[test]
+    fn a_plan_becomes_a_tunnel_and_a_plan_for_the_inside_of_it() {
+        let wanted = Wanted::of(&plan()).unwrap();
+        assert_eq!(wanted.peer.endpoints, ["127.0.0.1:51820".parse().unwrap()]);
+        assert_eq!(wanted.peer.lane.vnis, [258]);
+        let inside = inside(&plan()).underlay.unwrap();
+        assert_eq!((inside.kind.as_str(), inside.overhead), ("vxlan", 50));
+        assert!(inside.wireguard.is_none());
+    }
+
+    #[test]
+    fn a_plan_that_makes_no_sense_is_refused() {
+        let cases: [fn(&mut Underlay); 5] = [
+            |u| u.wireguard.clear(),
+            |u| u.vm_address = "fd00::1".into(),
+            |u| u.wireguard.mut_or_insert_default().endpoints.clear(),
+            |u| u.wireguard.mut_or_insert_default().node_key = vec![1; 31],
+            |u| u.port = 70_000,
+        ];
+        for spoil in cases {
+            let mut plan = plan();
+            spoil(plan.underlay.mut_or_insert_default());
+            assert!(Wanted::of(&plan).is_err());
+        }
+    }
+}
