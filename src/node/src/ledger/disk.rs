@@ -23,7 +23,7 @@ pub struct Ledger {
     records: PathBuf,
     quarantine: PathBuf,
     /// Held until the last clone is gone, and with it the last write.
-    guard: Option<Arc<Flock<File>>>,
+    _guard: Option<Arc<Flock<File>>>,
 }
 
 /// What was found at start.
@@ -58,7 +58,7 @@ impl Ledger {
             Ledger {
                 records: state_dir.join("sandboxes"),
                 quarantine: state_dir.join("quarantine"),
-                guard: None,
+                _guard: None,
             };
         for dir in [state_dir, &ledger.records, &ledger.quarantine] {
             make_dir(dir)?;
@@ -72,7 +72,7 @@ impl Ledger {
     /// Holds the lock of the state directory for as long as anybody has this ledger, or a write of it is under way.
     #[must_use]
     pub fn guarded_by(self, lock: Flock<File>) -> Ledger {
-        Ledger { guard: Some(Arc::new(lock)), ..self }
+        Ledger { _guard: Some(Arc::new(lock)), ..self }
     }
 
     /// Makes the record durable: when this returns, no crash loses it.
