@@ -184,11 +184,8 @@ mod tests {
             index: 7,
             name: "pp-vx0".to_owned(),
             mac: Some(mark.mac()),
-            mtu: 1500,
-            up: false,
-            loopback: false,
             alias: Some(mark.alias()),
-            vxlan: None,
+            ..Link::default()
         }
     }
 
