@@ -17,6 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use nix::errno::Errno;
 use serde::{Deserialize, Serialize};
 use tokio::{
     net::UnixStream,
@@ -143,8 +144,7 @@ impl Agent {
     pub(crate) async fn run(&self) {
         let stage = self.status.begin("agent");
         let mut stage = Some(stage);
-        let mut exits = self.read_record().map_or(0, |record| record.exits);
-        let mut found = self.find(&mut exits).await;
+        let (mut found, mut exits) = self.look_for_one().await;
         let mut pause = PAUSE;
         loop {
             if self.phase_after(exits) == Phase::Dead && found.is_none() {
@@ -223,34 +223,58 @@ impl Agent {
         self.phase.send_replace(Phase::Dead);
     }
 
+    /// The agent that runs already, if any, and how many died before. Asks until there is an answer: a second agent
+    /// beside one that only could not be seen would be worse than a wait.
+    async fn look_for_one(&self) -> (Option<Running>, u32) {
+        let mut pause = PAUSE;
+        loop {
+            match self.find().await {
+                Ok(answer) => return answer,
+                Err(error) => {
+                    let text = format!("cannot find out whether an agent runs: {error}");
+                    tracing::error!(error = text, "agent");
+                    self.status.error(&text);
+                }
+            }
+            sleep(pause).await;
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
     /// An agent that an earlier run of this program started: by its record, or, when that run died before it wrote
     /// one, by who listens on the socket.
-    async fn find(&self, exits: &mut u32) -> Option<Running> {
-        let recorded = self.read_record().and_then(|record| record.process);
-        let listener = async {
-            let stream = UnixStream::connect(&self.socket).await.ok()?;
-            let pid = stream.peer_cred().ok()?.pid()?;
-            ProcessId::of(u32::try_from(pid).ok()?)
-        };
-        let process = match recorded {
+    async fn find(&self) -> io::Result<(Option<Running>, u32)> {
+        let record = self.read_record()?;
+        let exits = record.as_ref().map_or(0, |record| record.exits);
+        let process = match record.and_then(|record| record.process) {
             Some(process) => Some(process),
-            None => listener.await,
-        }?;
-        match process.watch() {
-            Ok(Some(exit)) => {
+            None => self.listener().await?,
+        };
+        let Some(process) = process else { return Ok((None, exits)) };
+        match process.watch()? {
+            Some(exit) => {
                 tracing::info!(pid = process.pid, "found the agent running");
-                Some(Running { process, exit, child: None })
+                Ok((Some(Running { process, exit, child: None }), exits))
             }
-            Ok(None) => {
-                *exits += 1;
+            None => {
+                let exits = exits + 1;
                 self.status.lost("the kata-agent died while the guest program was restarted".to_owned());
-                self.write_record(None, *exits);
-                None
+                self.write_record(None, exits);
+                Ok((None, exits))
             }
-            Err(error) => {
-                tracing::error!(pid = process.pid, %error, "cannot watch the agent");
-                None
-            }
+        }
+    }
+
+    /// Who listens on the agent's socket.
+    async fn listener(&self) -> io::Result<Option<ProcessId>> {
+        let stream = match UnixStream::connect(&self.socket).await {
+            Ok(stream) => stream,
+            Err(error) if says_nothing(&error) => return Err(error),
+            Err(_) => return Ok(None),
+        };
+        match stream.peer_cred()?.pid().and_then(|pid| u32::try_from(pid).ok()) {
+            Some(pid) => ProcessId::look(pid),
+            None => Ok(None),
         }
     }
 
@@ -269,9 +293,18 @@ impl Agent {
             .stdin(Stdio::null())
             .process_group(0) // a signal for our group is not for the agent
             .spawn()?;
-        let watched = match ProcessId::of(child.id()) {
-            Some(process) => process.watch()?.map(|exit| (process, exit)),
-            None => None,
+        let watched = ProcessId::look(child.id()).and_then(|process| match process {
+            Some(process) => Ok(process.watch()?.map(|exit| (process, exit))),
+            None => Ok(None),
+        });
+        let watched = match watched {
+            Ok(watched) => watched,
+            Err(error) => {
+                // One that nobody watches would live beside the next.
+                child.kill()?;
+                child.wait()?;
+                return Err(error);
+            }
         };
         let Some((process, exit)) = watched else {
             let status = child.wait()?; // a zombie already
@@ -290,9 +323,14 @@ impl Agent {
         self.status.error(&format!("the kata-agent is gone ({how})"));
     }
 
-    fn read_record(&self) -> Option<Record> {
-        let content = files::read_bounded(&self.record, 4096).ok().flatten()?;
-        serde_json::from_slice(&content).ok().filter(|record: &Record| record.version == RECORD_VERSION)
+    /// What was recorded; none is what cannot be understood.
+    fn read_record(&self) -> io::Result<Option<Record>> {
+        let content = match files::read_bounded(&self.record, 4096) {
+            Err(error) if says_nothing(&error) => return Err(error),
+            read => read.ok().flatten().unwrap_or_default(),
+        };
+        let record = serde_json::from_slice(&content).ok();
+        Ok(record.filter(|record: &Record| record.version == RECORD_VERSION))
     }
 
     fn write_record(&self, process: Option<ProcessId>, exits: u32) {
@@ -304,6 +342,12 @@ impl Agent {
             tracing::warn!(path = %self.record.display(), %error, "cannot record the agent");
         }
     }
+}
+
+/// An error that is about us, and not about what was asked for: no descriptors, no memory, a full backlog.
+fn says_nothing(error: &io::Error) -> bool {
+    let number = error.raw_os_error().map(Errno::from_raw);
+    matches!(number, Some(Errno::EMFILE | Errno::ENFILE | Errno::ENOMEM | Errno::ENOBUFS | Errno::EAGAIN))
 }
 
 /// Called only when no agent is alive: what lies there refuses everybody and would fail the new agent's bind.

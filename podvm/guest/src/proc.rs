@@ -19,11 +19,22 @@ pub(crate) struct ProcessId {
 }
 
 impl ProcessId {
-    /// The process that has this number now, unless it is a zombie.
+    /// The process that has this number now, unless it is a zombie; `None` also when that cannot be seen.
     pub(crate) fn of(pid: u32) -> Option<ProcessId> {
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        let (state, start) = parse_stat(&stat)?;
-        (state != 'Z' && state != 'X').then_some(ProcessId { pid, start })
+        ProcessId::look(pid).ok().flatten()
+    }
+
+    /// The process that has this number now, unless it is a zombie. An error means that it cannot be said, as when
+    /// there are no descriptors left.
+    pub(crate) fn look(pid: u32) -> io::Result<Option<ProcessId>> {
+        let stat = match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
+            Ok(stat) => stat,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let alive = parse_stat(&stat).filter(|(state, _)| !matches!(state, 'Z' | 'X'));
+        Ok(alive.map(|(_, start)| ProcessId { pid, start }))
     }
 
     /// A handle that becomes readable when this very process ends; `None` when it is gone already.
@@ -34,7 +45,7 @@ impl ProcessId {
             other => other?,
         };
         // Only now the number cannot be given to another process unnoticed.
-        if ProcessId::of(self.pid) != Some(self) {
+        if ProcessId::look(self.pid)? != Some(self) {
             return Ok(None);
         }
         Ok(Some(Exit(reactor::register(fd, Interest::READABLE)?)))

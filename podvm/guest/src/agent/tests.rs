@@ -3,7 +3,10 @@
 use std::os::unix::net::UnixListener;
 
 use nix::{
-    sys::signal::{Signal, kill},
+    sys::{
+        resource::{Resource, getrlimit, setrlimit},
+        signal::{Signal, kill},
+    },
     unistd::Pid,
 };
 
@@ -11,15 +14,16 @@ use super::*;
 use crate::files::testing::TempDir;
 
 const SOCKET: &str = "PEERPOD_TEST_AGENT_SOCKET";
+const KEEPER: &str = "PEERPOD_TEST_AGENT_KEEPER";
 const DELAY: &str = "PEERPOD_TEST_AGENT_DELAY_MS";
 
 /// The agent's part: not a test by itself, does nothing without its variable.
 #[test]
+#[ignore = "role: started by the tests below as their agent"]
 fn be_an_agent() {
     let Ok(socket) = std::env::var(SOCKET) else { return };
     let delay = std::env::var(DELAY).ok().and_then(|ms| ms.parse().ok()).unwrap_or(0);
     std::thread::sleep(Duration::from_millis(delay));
-#[ignore = "role: started by the tests below as their agent"]
     let listener = UnixListener::bind(socket).unwrap();
     let connections: Vec<_> = listener.incoming().take(1000).collect();
     drop(connections);
@@ -35,11 +39,11 @@ fn settings(dir: &Path, delay_ms: u32) -> Settings {
         test,
         "agent::tests::be_an_agent".to_owned(),
         "--exact".to_owned(),
+        "--ignored".to_owned(),
     ];
     let mut settings = Settings::default();
     (settings.agent, settings.agent_socket, settings.state_dir) = (agent.into(), socket, dir.to_owned());
     settings
-        "--ignored".to_owned(),
 }
 
 struct Kept {
@@ -64,7 +68,7 @@ impl Kept {
     }
 
     fn pid(&self) -> u32 {
-        self.agent.read_record().unwrap().process.unwrap().pid
+        self.agent.read_record().unwrap().unwrap().process.unwrap().pid
     }
 
     /// As if this program were killed: the agent stays.
@@ -156,6 +160,65 @@ async fn a_restarted_guest_finds_its_agent_with_and_without_a_record() {
     kill_9(pid);
     let mut phase = third.agent.watch();
     timeout(Duration::from_secs(20), phase.wait_for(|p| *p == Phase::Dead)).await.unwrap().unwrap();
+}
+
+/// A process of its own, because the limit is the process's: an agent runs, and this program has no descriptor left to
+/// see it by.
+#[tokio::test]
+#[ignore = "role: started by the test below"]
+async fn a_keeper_without_descriptors() {
+    let Ok(dir) = std::env::var(KEEPER) else { return };
+    let settings = settings(Path::new(&dir), 0);
+    let first = keep(&settings);
+    first.listening().await;
+    let pid = first.pid();
+    first.die();
+    let mut held = Vec::new();
+    for by in ["its record", "its socket"] {
+        let agent = Agent::new(&settings, Arc::new(Status::new(false)));
+        let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+        setrlimit(Resource::RLIMIT_NOFILE, 64, most).unwrap();
+        let full = loop {
+            match std::fs::File::open("/dev/null") {
+                Ok(file) => held.push(file),
+                Err(error) => break error,
+            }
+        };
+        assert!(says_nothing(&full), "{full}");
+        for free in 0..4 {
+            // With none, and with one, two and three: each of the steps of a look fails once.
+            held.truncate(held.len() - usize::from(free > 0));
+            match agent.find().await {
+                Err(error) => assert!(says_nothing(&error), "{error}"),
+                Ok((found, exits)) => {
+                    assert_eq!(
+                        (found.map(|found| found.process.pid), exits),
+                        (Some(pid), 0),
+                        "{by}, {free} free"
+                    );
+                }
+            }
+            assert!(ProcessId::look(pid).is_err() || free > 0);
+        }
+        held.clear();
+        let (found, exits) = agent.find().await.unwrap();
+        assert_eq!((found.unwrap().process.pid, exits), (pid, 0), "{by}");
+        std::fs::remove_file(Path::new(&dir).join("agent.json")).ok();
+    }
+    kill_9(pid);
+    println!("the keeper is done");
+}
+
+#[test]
+fn without_descriptors_no_second_agent_is_started_beside_the_first() {
+    let dir = TempDir::new();
+    let output = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["agent::tests::a_keeper_without_descriptors", "--exact", "--ignored", "--nocapture"])
+        .env(KEEPER, dir.path())
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("the keeper is done"), "{text}");
 }
 
 #[tokio::test]

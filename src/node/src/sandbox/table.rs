@@ -17,8 +17,8 @@ use tokio::{
 };
 use tracing::{Instrument, error, info, info_span, warn};
 
-pub(super) use state::{Entry, Running};
 use state::State;
+pub(super) use state::{Entry, Running};
 
 use super::{
     Settings,
