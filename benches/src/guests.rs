@@ -38,19 +38,23 @@ impl Guests {
     pub(crate) fn watch(cloud: Netns, dir: PathBuf, agent: PathBuf) -> Guests {
         Guests(tokio::spawn(async move {
             let mut known = HashSet::new();
-            // A poll, not inotify: it adds the same half millisecond to the first VM and to the last.
+            // A poll of the folder's time, not inotify: it adds the same half millisecond to the first VM and to the
+            // last. A listing takes the longer the more VMs there are, so it must stay a few per VM.
             let mut beat = tokio::time::interval(Duration::from_millis(1));
-            let mut seen = None;
+            let (mut seen, mut found) = (None, false);
             loop {
                 beat.tick().await;
                 let changed = fs::metadata(&dir).and_then(|folder| folder.modified()).ok();
-                // The clock of a folder ticks every few milliseconds: look again until it is surely past the change.
+                // The folder's clock ticks every few milliseconds: what its time says may be followed by another
+                // change that does not show. VMs are made one after another, and each takes longer than a tick.
                 let settled = |at: SystemTime| at.elapsed().is_ok_and(|age| age > Duration::from_millis(20));
-                if changed.is_none_or(|at| seen == changed && settled(at)) {
+                if changed.is_none_or(|at| seen == changed && (found || settled(at))) {
                     continue;
                 }
                 seen = changed;
-                for path in new_files(&dir, &mut known) {
+                let new = new_files(&dir, &mut known);
+                found = !new.is_empty();
+                for path in new {
                     let (cloud, agent) = (cloud.clone(), agent.clone());
                     tokio::spawn(async move {
                         if let Err(error) = live(&cloud, &path, agent).await {

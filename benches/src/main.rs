@@ -6,6 +6,7 @@ mod chain;
 mod guests;
 mod load;
 mod net;
+mod pods;
 mod ready;
 mod relay;
 mod report;
@@ -29,9 +30,11 @@ fn main() -> anyhow::Result<()> {
             return Ok(agent::serve(&socket)?);
         }
         Some("role") => {
-            // As the relay and the guest run: one thread that carries links.
-            let runtime =
-                tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+            // As the relay and the guest run: one thread that carries links, and in the guest there is no other.
+            let runtime = match words.get(1).map(String::as_str) {
+                Some("far") => tokio::runtime::Builder::new_current_thread().enable_all().build()?,
+                _ => tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?,
+            };
             return runtime.block_on(chain::play(&words[1..]));
         }
         _ => {}

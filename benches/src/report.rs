@@ -9,6 +9,8 @@ pub(crate) enum Goal {
     AtMost(f64),
     /// No less than.
     AtLeast(f64),
+    /// This and nothing else.
+    Exactly(f64),
     /// Just a figure.
     None,
 }
@@ -18,6 +20,7 @@ impl Goal {
         match self {
             Goal::AtMost(goal) => (format!("<= {goal}"), if value <= goal { "ok" } else { "MISSED" }),
             Goal::AtLeast(goal) => (format!(">= {goal}"), if value >= goal { "ok" } else { "MISSED" }),
+            Goal::Exactly(goal) => (format!("= {goal}"), if value == goal { "ok" } else { "MISSED" }),
             Goal::None => (String::new(), ""),
         }
     }

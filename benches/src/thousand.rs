@@ -2,6 +2,8 @@
 //! five hundredth starts as fast as the first.
 
 use std::{
+    collections::BTreeMap,
+    ops::Range,
     path::Path,
     time::{Duration, Instant},
 };
@@ -15,10 +17,15 @@ use crate::{
     chain::role,
     guests::{Guests, rss_mib},
     load::{Call, Client, median},
+    pods,
     report::{Goal, Report},
 };
 
 const MANY: usize = 1000;
+
+/// The starts that are compared: the first ones (less the very first, which pays for what is made once), and those
+/// around the five hundredth.
+const WINDOWS: [Range<usize>; 2] = [1..21, 490..510];
 
 /// Runs it.
 pub(crate) async fn run(folder: &Path, report: &mut Report) -> anyhow::Result<()> {
@@ -46,8 +53,14 @@ async fn scenario(agent: &Path, report: &mut Report) -> anyhow::Result<()> {
 
     let mut took = Vec::with_capacity(MANY);
     let mut agents = Vec::with_capacity(MANY);
+    let mut seen = [Vec::new(), Vec::new()];
     for number in 0..MANY {
-        let path = pod(&world, number)?;
+        let path = pods::attach(&world, number)?;
+        for (window, seen) in WINDOWS.iter().zip(&mut seen) {
+            if [window.start, window.end].contains(&number) {
+                seen.push(Stages::of(&daemons)?);
+            }
+        }
         let began = Instant::now();
         let socket = start(&shim, number, &path).await.with_context(|| daemons.log_tails())?;
         took.push(began.elapsed().as_secs_f64());
@@ -63,8 +76,11 @@ async fn scenario(agent: &Path, report: &mut Report) -> anyhow::Result<()> {
             }
         }
     }
-    let first = median(&mut took[1..21]).context("none")?;
-    let later = median(&mut took[490..510]).context("none")?;
+    if let [[a, b], [c, d]] = &seen.each_ref().map(Vec::as_slice) {
+        Stages::print(&b.since(a), &d.since(c));
+    }
+    let [first, later] = WINDOWS.map(|window| median(&mut took[window]));
+    let (first, later) = (first.context("none")?, later.context("none")?);
     report.figure(
         "start_1st_ms",
         first * 1e3,
@@ -95,36 +111,54 @@ fn cloud(world: &World) -> anyhow::Result<Netns> {
     Ok(netns)
 }
 
-/// A pod's network namespace; its name says that it is this world's, which takes it away.
-fn pod(world: &World, number: usize) -> anyhow::Result<std::path::PathBuf> {
-    let name = format!("{}many{number}", world.prefix());
-    let path = Path::new("/run/netns").join(&name);
-    netns::create_named(&path)?;
-    world.node().ip(&format!(
-        "link add many{number} mtu 1450 type veth peer name eth0 mtu 1450 netns {name}\n\
-         link set many{number} up\n"
-    ))?;
-    let host = number + 1;
-    peerpod_world::ip(
-        &name,
-        &format!(
-            "link set eth0 up\n\
-         addr add 10.245.{}.{}/32 dev eth0\n\
-         route add 169.254.1.1 dev eth0\n\
-         route add default via 169.254.1.1 dev eth0\n",
-            host / 250,
-            host % 250 + 1
-        ),
-    )?;
-    Ok(path)
-}
-
 async fn start(shim: &ShimClient, number: usize, netns: &Path) -> anyhow::Result<std::path::PathBuf> {
     let id = format!("bench-{number}");
     let annotations = Annotations::new("bench", &id);
     let socket = shim.create_vm(&id, annotations, netns).await?;
     shim.start_vm_within(&id, Duration::from_secs(20)).await?;
     Ok(socket)
+}
+
+/// How long starts took up to each of their stages, as the node counted: seconds and how many.
+struct Stages(BTreeMap<String, (f64, f64)>);
+
+impl Stages {
+    fn of(daemons: &Daemons) -> anyhow::Result<Stages> {
+        let mut stages = BTreeMap::<String, (f64, f64)>::new();
+        for line in daemons.metrics("node")?.lines() {
+            let parts = line.strip_prefix("peerpod_node_stage_seconds_").and_then(|line| {
+                let (what, rest) = line.split_once("{stage=\"")?;
+                let (stage, value) = rest.split_once("\"} ")?;
+                Some((what, stage.to_owned(), value.parse::<f64>().ok()?))
+            });
+            match parts {
+                Some(("sum", stage, value)) => stages.entry(stage).or_default().0 = value,
+                Some(("count", stage, value)) => stages.entry(stage).or_default().1 = value,
+                _ => {}
+            }
+        }
+        Ok(Stages(stages))
+    }
+
+    /// Milliseconds to each stage, on average, of the starts between two scrapes.
+    fn since(&self, before: &Stages) -> BTreeMap<String, f64> {
+        let difference = |(stage, now): (&String, &(f64, f64))| {
+            let then = before.0.get(stage).copied().unwrap_or_default();
+            (now.1 > then.1).then(|| (stage.clone(), (now.0 - then.0) / (now.1 - then.1) * 1e3))
+        };
+        self.0.iter().filter_map(difference).collect()
+    }
+
+    /// Where the time of a later start goes, in the order of the stages.
+    fn print(first: &BTreeMap<String, f64>, later: &BTreeMap<String, f64>) {
+        let mut rows: Vec<_> =
+            first.iter().filter_map(|(stage, ms)| Some((stage, *ms, *later.get(stage)?))).collect();
+        rows.sort_by(|a, b| a.1.total_cmp(&b.1));
+        eprintln!("  ms until stage, mean:       first   500th");
+        for (stage, first, later) in rows {
+            eprintln!("    {stage:24} {first:>7.2} {later:>7.2}");
+        }
+    }
 }
 
 /// Waits until both have been idle for a moment (their CPU clocks stand still).

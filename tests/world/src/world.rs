@@ -203,6 +203,11 @@ impl World {
     /// Adds a pod as a CNI would: a namespace with `eth0` (IPv4 and IPv6, default routes, one static route more in each
     /// family, MTU 1450), its other end on the bridge.
     pub fn pod(&self) -> anyhow::Result<Pod> {
+        self.pod_with_mtu(POD_MTU)
+    }
+
+    /// The same with another MTU.
+    pub fn pod_with_mtu(&self, mtu: u32) -> anyhow::Result<Pod> {
         let number = self.0.pods.fetch_add(1, Ordering::Relaxed);
         let host =
             u8::try_from(number + 10).ok().filter(|host| *host < 255).context("the pods' subnet is full")?;
@@ -212,7 +217,7 @@ impl World {
         let link = format!("veth{number}");
         let peer = &namespace.name;
         self.node().ip(&format!(
-            "link add {link} mtu {POD_MTU} type veth peer name eth0 mtu {POD_MTU} netns {peer}\n\
+            "link add {link} mtu {mtu} type veth peer name eth0 mtu {mtu} netns {peer}\n\
              link set {link} master cni0 up\n"
         ))?;
         namespace.ip(&format!(

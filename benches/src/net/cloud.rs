@@ -1,0 +1,74 @@
+//! A node with a "cloud network" between it and one VM with its podns.
+
+use std::net::{IpAddr, Ipv4Addr};
+
+use peerpod_link::net::guest::{self, Applied};
+use peerpod_node::tunnel::{Netns, Tunnel};
+use peerpod_world::{Namespace, World};
+
+use super::traffic::Road;
+
+/// The VM's address.
+pub(crate) const VM: Ipv4Addr = Ipv4Addr::new(192, 168, 100, 2);
+
+/// See the module.
+pub(crate) struct Cloud {
+    pub(crate) world: World,
+    pub(crate) vm: Namespace,
+    pub(crate) podns: Namespace,
+}
+
+impl Cloud {
+    /// The link between node and VM carries packets of `mtu` bytes.
+    pub(crate) fn new(mtu: u32) -> anyhow::Result<Cloud> {
+        let world = World::new()?;
+        let (vm, podns) = (world.namespace("vm")?, world.namespace("vmpod")?);
+        let peer = vm.name();
+        world.node().ip(&format!(
+            "link add ens0 mtu {mtu} type veth peer name ens0 mtu {mtu} netns {peer}\n\
+             addr add 192.168.100.1/24 dev ens0\n\
+             link set ens0 up\n"
+        ))?;
+        vm.ip("addr add 192.168.100.2/24 dev ens0\nlink set ens0 up\n")?;
+        Ok(Cloud { world, vm, podns })
+    }
+
+    /// Sets a pod's network up on both sides, as the node and the guest do.
+    pub(crate) async fn connect(&self, tunnel: &Tunnel, pod: &Netns, id: &str) -> anyhow::Result<Applied> {
+        let seen = tunnel.look(pod).await?;
+        let reserved = tunnel.reserve(pod, id, false, None).await?;
+        let plan = tunnel.connect(pod, &reserved, &seen, VM.into()).await?;
+        let podns = self.podns.path();
+        Ok(self.vm.run(move || guest::apply(&plan, None, &podns))??)
+    }
+
+    fn road(&self, to: &Namespace, address: IpAddr) -> Road {
+        Road { from: self.world.node().netns().clone(), to: to.netns().clone(), address }
+    }
+
+    /// From the node straight to the VM.
+    pub(crate) fn bare(&self) -> Road {
+        self.road(&self.vm, VM.into())
+    }
+
+    /// From the node to the VM by a VXLAN with our settings and no redirect, which is made here.
+    pub(crate) fn plain_vxlan(&self) -> anyhow::Result<Road> {
+        let ends = [
+            (self.world.node(), "192.168.100.1", "192.168.100.2", 1),
+            (&self.vm, "192.168.100.2", "192.168.100.1", 2),
+        ];
+        for (namespace, local, remote, host) in ends {
+            namespace.ip(&format!(
+                "link add plain0 type vxlan id 77 local {local} remote {remote} dstport 4789 noudpcsum nolearning\n\
+                 addr add 10.77.0.{host}/24 dev plain0\n\
+                 link set plain0 mtu 1450 up\n"
+            ))?;
+        }
+        Ok(self.road(&self.vm, Ipv4Addr::new(10, 77, 0, 2).into()))
+    }
+
+    /// From the node to the pod, which is in the VM.
+    pub(crate) fn to_pod(&self, address: IpAddr) -> Road {
+        self.road(&self.podns, address)
+    }
+}

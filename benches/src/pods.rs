@@ -1,0 +1,31 @@
+//! Pods' network namespaces by the hundred, as a routing CNI makes them: a veth pair, one address, a default route by
+//! a gateway that only the link knows.
+
+use std::path::{Path, PathBuf};
+
+use peerpod_link::net::netns;
+use peerpod_world::World;
+
+/// The namespace of pod `number` (below 60,000); its name says that it is this world's, which takes it away.
+pub(crate) fn attach(world: &World, number: usize) -> anyhow::Result<PathBuf> {
+    let name = format!("{}many{number}", world.prefix());
+    let path = Path::new("/run/netns").join(&name);
+    netns::create_named(&path)?;
+    world.node().ip(&format!(
+        "link add many{number} mtu 1450 type veth peer name eth0 mtu 1450 netns {name}\n\
+         link set many{number} up\n"
+    ))?;
+    let host = number + 1;
+    peerpod_world::ip(
+        &name,
+        &format!(
+            "link set eth0 up\n\
+             addr add 10.245.{}.{}/32 dev eth0\n\
+             route add 169.254.1.1 dev eth0\n\
+             route add default via 169.254.1.1 dev eth0\n",
+            host / 250,
+            host % 250 + 1
+        ),
+    )?;
+    Ok(path)
+}
