@@ -15,8 +15,10 @@ bins: setup
 demo: bins
 	target/debug/peerpod demo
 
-# The binaries first: the tests under tests/ drive them from outside.
-test: bins
+# The binaries first: the tests under tests/ drive them from outside. In one build with the tests, because a build of
+# some packages has other features than one of all, and would compile tokio, rustls and all of ours a second time.
+test: setup
+	$(CARGO) build --locked --workspace --all-targets
 	$(CARGO) test --locked --workspace
 
 # What takes longer than a coffee: soaks, many kills, large counts.

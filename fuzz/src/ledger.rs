@@ -1,13 +1,11 @@
 //! A ledger record after a disk did something to it: not a record, or one that survives writing and reading again.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use peerpod_node::ledger::Record;
 
-fuzz_target!(|input: &[u8]| {
+pub(crate) fn run(input: &[u8]) {
     if let Ok(record) = serde_json::from_slice::<Record>(input) {
         let written = serde_json::to_vec(&record).expect("a record serialises");
         let again: Record = serde_json::from_slice(&written).expect("what we write we read");
         assert_eq!(serde_json::to_vec(&again).expect("a record serialises"), written);
     }
-});
+}

@@ -1,8 +1,6 @@
 //! ttrpc frames as they come from a shim, an agent or anybody else: whatever the bytes and wherever they are cut,
 //! the splitter gives back what came in, and looking for a method never panics.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use peerpod_link::frame::{FrameReader, Piece, method_of};
 
 /// The pieces of `input`, cut after each `step` bytes, put together again.
@@ -25,7 +23,7 @@ fn joined(input: &[u8], step: usize) -> Vec<u8> {
     out
 }
 
-fuzz_target!(|input: &[u8]| {
+pub(crate) fn run(input: &[u8]) {
     let whole = joined(input, input.len());
     assert!(input.starts_with(&whole));
     if let Some((&step, _)) = input.split_first() {
@@ -34,4 +32,4 @@ fuzz_target!(|input: &[u8]| {
     if let Some((service, method)) = method_of(input) {
         assert!(service.len() + method.len() <= input.len());
     }
-});
+}

@@ -1,15 +1,13 @@
 //! Records of the link as a hostile peer may send them, before and in a session: a typed refusal or an event, never a
 //! panic, and nothing kept beyond the bounds.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use peerpod_link::{
     endpoint::Role,
     record,
     session::{Limits, Session},
 };
 
-fuzz_target!(|input: &[u8]| {
+pub(crate) fn run(input: &[u8]) {
     for role in [Role::Relay, Role::Guest] {
         let mut session = Session::new(role, None, Limits { streams: 64, ..Limits::default() });
         let mut rest = input;
@@ -22,4 +20,4 @@ fuzz_target!(|input: &[u8]| {
             assert!(session.buffered() <= 4 << 20, "{} bytes kept", session.buffered());
         }
     }
-});
+}

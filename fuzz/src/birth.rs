@@ -1,13 +1,11 @@
 //! User-data as anybody who can write it may write it: refused with a reason, or what it says survives writing and
 //! reading again.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use peerpod_link::birth::BirthData;
 
-fuzz_target!(|input: &[u8]| {
+pub(crate) fn run(input: &[u8]) {
     if let Ok(birth) = BirthData::parse(input) {
         let again = BirthData::parse(birth.to_json().as_bytes()).expect("what we write we read");
         assert_eq!(again.to_json(), birth.to_json());
     }
-});
+}
