@@ -31,7 +31,7 @@ async fn replay(shape: &str) {
     };
     // The CNI's work alone: what fails here is not about VMs.
     let outside = pod.namespace.netns();
-    company.converse(outside, shape.mtu).await.unwrap_or_else(|e| panic!("the shape itself: {e:#}"));
+    company.converse(outside, shape.mtu, false).await.unwrap_or_else(|e| panic!("the shape itself: {e:#}"));
 
     let node = world.node().netns();
     let left_by_cni = Picture::of(outside, shape.sysctls).unwrap();
@@ -45,10 +45,14 @@ async fn replay(shape: &str) {
     assert!(untouched.is_empty(), "the node's half changed:\n{}", untouched.join("\n"));
 
     let room = ROOM.min(shape.mtu);
-    let talked = company.converse(&vm.inside, room).await;
+    let talked = company.converse(&vm.inside, room, true).await;
     talked.unwrap_or_else(|e| panic!("in the VM: {e:#}\n{}", daemons.log_tails()));
     assert!(traffic::tracked(node, traffic::ECHO_PORT).unwrap() > 0, "the node tracks connections");
     assert_eq!(traffic::tracked(node, shape.port).unwrap(), 0, "the tunnel is in the node's conntrack");
+
+    let log = std::fs::read_to_string(daemons.log("node")).unwrap();
+    let changed = log.lines().find(|line| line.contains("the pod's network changed"));
+    assert_eq!(changed, None, "nobody changed anything");
 
     let running = Sight::of(&world, &[&pod.namespace], &daemons).unwrap();
     vm.stop(&daemons).await.unwrap();
@@ -59,7 +63,7 @@ async fn replay(shape: &str) {
     let after: Vec<_> = after.into_iter().filter(|line| !line.contains("pplocal0")).collect();
     assert!(after.is_empty(), "the node is another than before:\n{}", after.join("\n"));
     // The pod's namespace serves again as the CNI made it.
-    company.converse(outside, shape.mtu).await.unwrap_or_else(|e| panic!("afterwards: {e:#}"));
+    company.converse(outside, shape.mtu, false).await.unwrap_or_else(|e| panic!("afterwards: {e:#}"));
 }
 
 macro_rules! replays {
@@ -68,15 +72,28 @@ macro_rules! replays {
         async fn $test() {
             replay($shape).await;
         })*
+
+        #[test]
+        fn every_shape_is_replayed() {
+            let shapes: Vec<&str> = cni::SHAPES.iter().map(|shape| shape.name).collect();
+            assert_eq!(shapes, [$($shape),*]);
+        }
     };
 }
 
 replays! {
+    a_pod_of_the_bridge_plugin_is_the_same_in_its_vm: "bridge",
+    a_pod_of_flannel_is_the_same_in_its_vm: "flannel",
     a_pod_of_openshift_sdn_is_the_same_in_its_vm: "openshift-sdn",
     a_pod_of_ovn_kubernetes_is_the_same_in_its_vm: "ovn-kubernetes",
+    a_pod_of_multus_with_three_interfaces_is_the_same_in_its_vm: "multus",
+    a_pod_of_the_ptp_plugin_is_the_same_in_its_vm: "ptp",
+    a_pod_without_ipv4_is_the_same_in_its_vm: "v6-only",
     a_pod_of_calico_with_ipip_is_the_same_in_its_vm: "calico-ipip",
     a_pod_of_calico_with_vxlan_is_the_same_in_its_vm: "calico-vxlan",
+    a_pod_of_cilium_is_the_same_in_its_vm: "cilium",
     a_pod_of_aws_is_the_same_in_its_vm: "aws",
     a_pod_of_azure_is_the_same_in_its_vm: "azure",
     a_pod_of_gke_is_the_same_in_its_vm: "gke",
+    a_pod_with_everything_at_once_is_the_same_in_its_vm: "everything",
 }

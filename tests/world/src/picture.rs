@@ -146,10 +146,11 @@ fn interface(place: usize, it: &Value, room: u64) -> Vec<String> {
         .filter(|flag| matches!(flag.as_str(), "UP" | "NOARP" | "PROMISC" | "ALLMULTI"))
         .collect();
     let mtu = it["mtu"].as_u64().unwrap_or(0).min(room);
+    // 0 is none here, and the kernel makes the default of it when any qdisc comes.
+    let queue = it["txqlen"].as_u64().filter(|length| *length > 0).unwrap_or(1000);
     let mut lines = vec![format!(
-        "interface {place}: {name} {} MTU {mtu}, queue {}, {}",
+        "interface {place}: {name} {} MTU {mtu}, queue {queue}, {}",
         text(&it["address"]),
-        it["txqlen"].as_u64().unwrap_or(0),
         flags.join(" ")
     )];
     for info in list(&it["addr_info"]) {

@@ -8,6 +8,7 @@ pub(super) const PTP: Shape = Shape {
     mtu: 1500,
     underlay_mtu: 1500,
     port: 4789,
+    reflects: false,
     masquerade_all: false,
     sysctls: &[],
     node: r#"
@@ -29,6 +30,7 @@ pub(super) const V6_ONLY: Shape = Shape {
     mtu: 1500,
     underlay_mtu: 1500,
     port: 4789,
+    reflects: false,
     masquerade_all: false,
     sysctls: &[],
     node: "ip route add $FAR6 via $OTHER6",
@@ -47,6 +49,7 @@ pub(super) const CALICO_IPIP: Shape = Shape {
     mtu: 1480,
     underlay_mtu: 1500,
     port: 4789,
+    reflects: false,
     masquerade_all: false,
     sysctls: &[],
     node: r#"
@@ -71,6 +74,7 @@ pub(super) const CALICO_VXLAN: Shape = Shape {
     mtu: 1430,
     underlay_mtu: 1500,
     port: 4790,
+    reflects: false,
     masquerade_all: false,
     sysctls: &[],
     node: r#"
@@ -129,6 +133,7 @@ pub(super) const CILIUM: Shape = Shape {
     mtu: 1450,
     underlay_mtu: 1500,
     port: 4789,
+    reflects: false,
     masquerade_all: false,
     sysctls: &[],
     node: r#"
@@ -162,5 +167,65 @@ pub(super) const CILIUM: Shape = Shape {
         p route add default via $GW4 dev eth0 mtu 1450
         p -6 route add $GW6 dev eth0
         p -6 route add default via $GW6 dev eth0 mtu 1450
+    "#,
+};
+
+/// No CNI's, but what plugins may leave together: several addresses, metrics, tables, rules, and routes to nowhere.
+pub(super) const EVERYTHING: Shape = Shape {
+    name: "everything",
+    mtu: 1400,
+    underlay_mtu: 1500,
+    port: 4789,
+    reflects: false,
+    masquerade_all: false,
+    sysctls: &[
+        "ipv4/conf/eth0/rp_filter",
+        "ipv4/conf/eth0/arp_ignore",
+        "ipv4/conf/eth0/arp_announce",
+        "ipv6/conf/eth0/accept_ra",
+        "ipv6/conf/eth0/disable_ipv6",
+    ],
+    node: r#"
+        ip route add $FAR4 via $OTHER4
+        ip route add $FAR6 via $OTHER6
+    "#,
+    pod: r#"
+        veth 02:0d:0d:00:0$N:$(printf %02x $P) 02:0d:1d:00:0$N:$(printf %02x $P)
+        sys ipv4/conf/$HOST/proxy_arp 1
+        sys ipv4/neigh/$HOST/proxy_delay 0
+        ip route add $V4/32 dev $HOST scope link
+        ip -6 addr add fe80::1/64 dev $HOST nodad
+        ip -6 route add $V6/128 dev $HOST
+        p link set eth0 txqueuelen 500
+        p addr add $V4/32 dev eth0
+        p addr add 10.77.$N.$P/24 brd + dev eth0
+        p addr add 10.78.$N.$P peer 10.78.$O.$P/32 dev eth0
+        p addr add fd10:77:$N::$P/64 dev eth0 nodad
+        p addr add $V6/128 dev eth0 nodad
+        p route add 169.254.1.1 dev eth0 scope link
+        p route add default via 169.254.1.1 dev eth0 src $V4 advmss 1300
+        p route add default via 169.254.1.1 dev eth0 metric 100
+        p -6 route add default via fe80::1 dev eth0 src $V6 metric 50
+        p route add 10.96.0.0/12 via 169.254.1.1 dev eth0 mtu 1380 proto 17
+        p route add 192.0.2.0/25 via 203.0.113.1 dev eth0 onlink
+        p route add 198.51.100.0/24 nexthop via 169.254.1.1 dev eth0 weight 2 \
+            nexthop via 10.77.$N.254 dev eth0 weight 1
+        p route add blackhole 203.0.113.0/26
+        p route add unreachable 203.0.113.64/26 metric 7
+        p route add prohibit 203.0.113.128/26
+        p -6 route add blackhole 2001:db8:1::/48
+        p -6 route add unreachable 2001:db8:2::/48
+        p route add default via 169.254.1.1 dev eth0 table 500
+        p route add throw 10.0.0.0/8 table 500
+        p -6 route add default via fe80::1 dev eth0 table 500
+        p rule add from 10.77.$N.$P lookup 500 priority 900
+        p rule add to 192.0.2.128/25 unreachable priority 901
+        p rule add fwmark 0x10/0xff lookup 500 priority 902
+        p -6 rule add from fd10:77:$N::$P lookup 500 priority 900
+        p neigh add 10.77.$N.254 lladdr 02:0d:1d:00:0$N:$(printf %02x $P) dev eth0 nud permanent
+        psys ipv4/conf/eth0/rp_filter 2
+        psys ipv4/conf/eth0/arp_ignore 1
+        psys ipv4/conf/eth0/arp_announce 2
+        psys ipv6/conf/eth0/accept_ra 0
     "#,
 };

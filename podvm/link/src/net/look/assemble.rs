@@ -134,26 +134,32 @@ fn order<'a>(
 
 fn interface(link: &Link, picture: &Picture) -> Interface {
     let of = |index: &u32| *index == link.index;
+    // The kernel shows them in the order of a hash.
+    let mut neighbours: Vec<_> =
+        picture.neighbours.iter().filter(|(index, _)| of(index)).map(|(_, n)| n.clone()).collect();
+    neighbours.sort_by_key(|neighbour| (neighbour.address, neighbour.proxy));
     Interface {
         name: link.name.clone(),
         index: link.index,
         mac: mac_text(link.mac.unwrap_or_default()),
         mtu: link.mtu,
-        tx_queue_len: link.tx_queue_len,
+        tx_queue_len: link.tx_queue_len.map(queue),
         no_arp: link.no_arp,
         promiscuous: link.promiscuous,
         all_multicast: link.all_multicast,
         down: !link.up,
         addresses: picture.addresses.iter().filter(|(index, _)| of(index)).map(|(_, a)| a.clone()).collect(),
-        neighbours: picture
-            .neighbours
-            .iter()
-            .filter(|(index, _)| of(index))
-            .map(|(_, n)| n.clone())
-            .collect(),
+        neighbours,
         routes: Vec::new(),
         sysctls: Vec::new(),
     }
+}
+
+/// Some plugins write 0 for "no queue". The kernel makes the default of it as soon as anybody attaches a qdisc, as our
+/// redirect does: the same from the start, or the pod would seem to have changed.
+fn queue(length: u32) -> u32 {
+    const DEFAULT: u32 = 1000;
+    if length == 0 { DEFAULT } else { length }
 }
 
 fn loopback(picture: &Picture) -> Vec<super::Address> {
