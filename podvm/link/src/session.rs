@@ -37,11 +37,11 @@ use crate::{
 /// Bytes that may be under way in one direction of a stream before the receiver took some off.
 pub const WINDOW: u32 = 256 << 10;
 
-/// The receiver gives credit back in steps of this size.
-const CREDIT_STEP: u32 = WINDOW / 2;
+/// The receiver gives credit back in steps of this size: each is a record, a write and somebody woken at the other end.
+const CREDIT_STEP: u32 = WINDOW / 4 * 3;
 
-/// Received bytes after which an acknowledgement is sent when nothing else carries it.
-const ACK_STEP: usize = 128 << 10;
+/// Received bytes after which an acknowledgement is sent when nothing else carries it; on bulk a credit does.
+const ACK_STEP: usize = CREDIT_STEP as usize + (32 << 10);
 
 /// What a waiting control message counts besides its bytes, so that empty ones are bounded too.
 pub(crate) const CONTROL_COST: usize = 64;
@@ -56,7 +56,7 @@ pub(crate) const CHUNK: usize = (16 << 10) - HEADER_LEN;
 /// Bounds of one session.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Unacknowledged bytes kept; beyond, streams have no room. At least 256 KiB.
+    /// Unacknowledged bytes kept; beyond, streams have no room. At least twice what is received before it is acknowledged.
     pub replay: usize,
     /// Bytes ready for the transport ahead of what it took.
     pub ahead: usize,
