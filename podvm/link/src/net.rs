@@ -11,6 +11,7 @@ use std::path::PathBuf;
 
 pub mod carrier;
 pub mod events;
+pub mod external;
 pub mod guest;
 pub mod leftover;
 pub(crate) mod link;

@@ -35,6 +35,7 @@ use super::mark::Owner;
 use super::netlink::{self, Client};
 
 mod parts;
+pub mod wall;
 
 use parts::{
     Family, begin, end, equals, generation, inet, key_of_peer, keys_in, load, peer_of_key, table_in, verdict,
