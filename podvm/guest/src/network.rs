@@ -10,7 +10,7 @@ use std::{
     },
 };
 
-use peerpod_link::net::{self, guest::Applied, room};
+use peerpod_link::net::{self, external, guest::Applied, room};
 use peerpod_proto::guest::NetworkPlan;
 use tokio::sync::watch;
 
@@ -74,19 +74,16 @@ impl Network {
     pub(crate) async fn make(&self, plan: &NetworkPlan) -> Result<Applied, Error> {
         let node = tunnel_end(plan);
         self.node.send_if_modified(|known| std::mem::replace(known, node) != node);
-        let mut plan = plan.clone();
-        let note = match self.path.load(Relaxed) {
-            0 => None,
-            path => room::fit(&mut plan, path),
-        };
-        self.status.note("path", note);
+        let path = self.path.load(Relaxed);
         let mut previous = self.previous.lock().await;
-        let (podns, made, before) = (self.podns.clone(), plan.clone(), previous.clone());
+        let (podns, plan, before) = (self.podns.clone(), plan.clone(), previous.clone());
         let encrypted = self.encrypted.clone();
         // Netlink is synchronous, and the link's heartbeat must not wait for it.
-        let applied = tokio::task::spawn_blocking(move || make(&made, before.as_ref(), &podns, &encrypted));
-        let applied = applied.await.map_err(|_| Error::Ending)??;
+        let made = tokio::task::spawn_blocking(move || make(plan, path, before.as_ref(), &podns, &encrypted));
+        let Made { plan, applied, path_note, external_note } = made.await.map_err(|_| Error::Ending)??;
         *previous = Some(plan);
+        self.status.note("path", path_note);
+        self.status.note("external", external_note);
         self.status.pod_mtu(applied.mtu);
         self.status.note("filter", applied.unfiltered.clone());
         Ok(applied)
@@ -99,13 +96,63 @@ fn tunnel_end(plan: &NetworkPlan) -> Option<IpAddr> {
     underlay.node_address.parse().ok()
 }
 
+struct Made {
+    /// As it was carried out.
+    plan: NetworkPlan,
+    applied: Applied,
+    path_note: Option<String>,
+    external_note: Option<String>,
+}
+
+/// The tunnel first, without the routes that leave it, then the way out: no packet takes the wrong one in between.
 fn make(
+    mut plan: NetworkPlan,
+    path: u32,
+    previous: Option<&NetworkPlan>,
+    podns: &Path,
+    encrypted: &Encrypted,
+) -> Result<Made, Error> {
+    net::netns::create_named(podns)?;
+    let external = external::read(&plan)?;
+    let mut external_note = None;
+    match &external {
+        None => external::undo()?,
+        Some(external) => {
+            let (v4, v6) = external::leaves(external)?;
+            external::split(&mut plan, external, |is_v6| if is_v6 { v6 } else { v4 });
+            let stays = |v6: bool| external.pod.iter().any(|address| address.is_ipv6() == v6);
+            let staying = [(v4, false, "IPv4"), (v6, true, "IPv6")];
+            let staying: Vec<&str> = staying
+                .iter()
+                .filter(|(leaves, v6, _)| !leaves && stays(*v6))
+                .map(|(.., name)| *name)
+                .collect();
+            if !staying.is_empty() {
+                external_note = Some(format!(
+                    "{} takes the tunnel out of the cluster: the VM has no default route for it",
+                    staying.join(" and ")
+                ));
+            }
+        }
+    }
+    let path_note = if path > 0 { room::fit(&mut plan, path) } else { None };
+    let applied = tunnel(&plan, previous, podns, encrypted)?;
+    match &external {
+        Some(external) if external::leaves(external)? != (false, false) => {
+            external::apply(external, podns)?;
+        }
+        Some(_) => external::undo()?,
+        None => {}
+    }
+    Ok(Made { plan, applied, path_note, external_note })
+}
+
+fn tunnel(
     plan: &NetworkPlan,
     previous: Option<&NetworkPlan>,
     podns: &Path,
     encrypted: &Encrypted,
 ) -> Result<Applied, Error> {
-    net::netns::create_named(podns)?;
     if plan.underlay.kind != encrypted::KIND {
         return Ok(net::guest::apply(plan, previous, podns)?);
     }

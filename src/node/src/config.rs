@@ -15,11 +15,16 @@ use peerpod_providers::Context;
 
 use crate::{
     sandbox,
-    tunnel::{Classifier, Kind, Owner, TunnelConfig, Vnis},
+    tunnel::{
+        Classifier, Kind, Owner, TunnelConfig, Vnis,
+        external::{self, External},
+    },
 };
 
 /// Sections of the shared file that other binaries read; of `relay` we look at one key.
 const OTHERS: [&str; 1] = ["relay"];
+/// Of each list of networks; the guest takes no more.
+const MOST_PREFIXES: usize = 64;
 
 /// What the node is told.
 #[derive(Clone, Debug)]
@@ -325,8 +330,51 @@ fn tunnel(reader: &mut Reader) -> TunnelConfig {
         redirect: Classifier::ALL.into_iter().find(|classifier| classifier.name() == by),
         vnis: vnis.unwrap_or_default(),
         source_ports,
+        external: external(reader),
         ..defaults
     }
+}
+
+/// The pods' way out of the cluster.
+fn external(reader: &mut Reader) -> Option<External> {
+    let way = reader.choice(
+        "tunnel.external",
+        "tunnel",
+        &["tunnel", "vm"],
+        "where the pods' default routes leave: by the node (tunnel), or by their VMs' own network (vm), which \
+         NetworkPolicy does not see",
+    );
+    let cluster_cidrs: Vec<String> = reader
+        .optional(
+            "tunnel.cluster-cidrs",
+            "with tunnel.external vm: networks of the cluster's pods, services and nodes, which stay in the tunnel",
+        )
+        .unwrap_or_default();
+    let allow: Vec<String> = reader
+        .optional(
+            "tunnel.external-allow",
+            "with tunnel.external vm: networks that pods may reach although they are link-local, as the cloud's \
+             metadata is, or the VM's own",
+        )
+        .unwrap_or_default();
+    for (key, texts) in [("tunnel.cluster-cidrs", &cluster_cidrs), ("tunnel.external-allow", &allow)] {
+        if let Some(wrong) = texts.iter().find(|text| !external::is_prefix(text)) {
+            reader.mistake(key, format!("{wrong:?} is no network; write it like 10.244.0.0/16"));
+        }
+        if texts.len() > MOST_PREFIXES {
+            reader.mistake(key, format!("more than {MOST_PREFIXES}; summarise them"));
+        }
+        if way == "tunnel" && !texts.is_empty() {
+            reader.mistake(key, "means nothing without tunnel.external: vm");
+        }
+    }
+    if way == "vm" && cluster_cidrs.is_empty() {
+        reader.mistake(
+            "tunnel.cluster-cidrs",
+            "pods would reach nothing of the cluster; name the networks of its pods, services and nodes",
+        );
+    }
+    (way == "vm").then_some(External { cluster_cidrs, allow })
 }
 
 fn port_range(text: &str) -> Option<(u16, u16)> {
@@ -383,6 +431,22 @@ mod tests {
         assert_eq!(owner(&["--node.name=a"]), owner(&["--node.name=a"]));
         assert_ne!(owner(&["--node.name=a"]), owner(&["--node.name=a", "--paths.state-dir=/var/lib/other"]));
         assert_ne!(owner(&["--node.name=a"]), owner(&["--node.name=b"]));
+    }
+
+    #[test]
+    fn an_external_network_by_the_vm_needs_the_clusters_networks() {
+        let config = load(&["--tunnel.external=vm", "--tunnel.cluster-cidrs=10.244.0.0/16,10.96.0.0/12"]);
+        assert_eq!(config.unwrap().tunnel.external.unwrap().cluster_cidrs, ["10.244.0.0/16", "10.96.0.0/12"]);
+        assert_eq!(load(&[]).unwrap().tunnel.external, None);
+        for (args, named) in [
+            (&["--tunnel.external=vm"][..], "tunnel.cluster-cidrs"),
+            (&["--tunnel.external=vm", "--tunnel.cluster-cidrs=10.244.0.1"], "10.244.0.1"),
+            (&["--tunnel.external-allow=169.254.169.254/32"], "tunnel.external-allow"),
+            (&["--tunnel.external=internet"], "tunnel.external"),
+        ] {
+            let text = load(args).unwrap_err().to_string();
+            assert!(text.contains(named), "{named} in {text}");
+        }
     }
 
     #[test]

@@ -17,6 +17,7 @@ pub use peerpod_link::net::vxlan::Vnis;
 use peerpod_proto::guest::NetworkPlan;
 
 mod backend;
+pub mod external;
 pub mod follow;
 mod gate;
 mod reconcile;
@@ -50,6 +51,8 @@ pub struct TunnelConfig {
     pub source_ports: Option<(u16, u16)>,
     /// Whose tunnels these are: other daemons of this machine keep theirs.
     pub owner: Owner,
+    /// The pods' way out of the cluster by their VMs; `None`: by the tunnel, as all the rest.
+    pub external: Option<external::External>,
 }
 
 impl Default for TunnelConfig {
@@ -63,6 +66,7 @@ impl Default for TunnelConfig {
             vnis: Vnis::default(),
             source_ports: None,
             owner: Owner::of(&["peerpod"]),
+            external: None,
         }
     }
 }

@@ -13,6 +13,7 @@ use peerpod_link::net::vxlan::{self, Held, Slot, Vnis, Wanted};
 use peerpod_proto::guest::NetworkPlan;
 
 use super::backend::{Backend, Backends, Connected};
+use super::external::{External, own_addresses};
 use super::{Device, Reserved, TunnelConfig};
 
 #[derive(Debug)]
@@ -21,6 +22,8 @@ pub(super) struct Steps {
     pub(super) backends: Backends,
     vnis: Vnis,
     by: Classifier,
+    /// The pods' way out of the cluster, where it is not the tunnel, and the node's own addresses.
+    external: Option<(External, Vec<IpAddr>)>,
 }
 
 impl Steps {
@@ -28,7 +31,9 @@ impl Steps {
         let by = redirect::choose(config.redirect)?;
         let backends = Backends::open(config)?;
         tracing::debug!(owner = %config.owner, redirect = by.name(), "pods' tunnels can be made");
-        Ok(Steps { owner: config.owner, backends, vnis: config.vnis, by })
+        // In the calling thread's namespace, as the sockets.
+        let external = config.external.clone().map(|external| (external, own_addresses()));
+        Ok(Steps { owner: config.owner, backends, vnis: config.vnis, by, external })
     }
 
     fn mark<'a>(&self, sandbox: &'a str) -> Mark<'a> {
@@ -141,7 +146,10 @@ impl Steps {
                 mtu: carry.mtu,
             })
             .collect();
-        Ok(plan::write(seen, &tunnels, &backend.underlay(&connected, &way)))
+        let mut plan = plan::write(seen, &tunnels, &backend.underlay(&connected, &way));
+        let external = self.external.as_ref();
+        plan.external = external.map(|(external, own)| external.write(way.node, own)).into();
+        Ok(plan)
     }
 
     pub(super) fn undo(

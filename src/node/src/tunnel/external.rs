@@ -1,0 +1,91 @@
+//! What the node wants of the pods' way out of the cluster (`tunnel.external`). Only says it: the VM does it.
+
+use std::net::IpAddr;
+
+use peerpod_proto::guest;
+
+/// A node has a handful of addresses; more are not told.
+const MOST_ADDRESSES: usize = 32;
+
+/// The pods' default routes leave by their VMs' own network instead of the tunnel. NetworkPolicy does not see that
+/// traffic: it never comes by the node.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct External {
+    /// Prefixes that stay in the tunnel besides the pod's own routes: pods, services, nodes.
+    pub cluster_cidrs: Vec<String>,
+    /// Prefixes that pods may reach although they are link-local (metadata) or the VM's own network.
+    pub allow: Vec<String>,
+}
+
+impl External {
+    /// For a plan; `node` is the node's address towards the VM.
+    pub(super) fn write(&self, node: IpAddr, own: &[IpAddr]) -> guest::External {
+        let mut wire = guest::External::new();
+        wire.way = "vm".to_owned();
+        wire.cluster_cidrs.clone_from(&self.cluster_cidrs);
+        wire.allow.clone_from(&self.allow);
+        let others = own.iter().filter(|address| **address != node);
+        wire.node_addresses =
+            std::iter::once(&node).chain(others).take(MOST_ADDRESSES).map(ToString::to_string).collect();
+        wire
+    }
+}
+
+/// Whether a text is a prefix as `tunnel.cluster-cidrs` wants it: an address and the bits of its network.
+pub fn is_prefix(text: &str) -> bool {
+    let Some((address, bits)) = text.split_once('/') else { return false };
+    let most = match address.parse::<IpAddr>() {
+        Ok(IpAddr::V4(_)) => 32,
+        Ok(IpAddr::V6(_)) => 128,
+        Err(_) => return false,
+    };
+    bits.parse::<u8>().is_ok_and(|bits| bits <= most)
+}
+
+/// This namespace's own addresses that somebody else could speak from or to. Asked for once, not per pod: a node has
+/// hundreds of links.
+pub(super) fn own_addresses() -> Vec<IpAddr> {
+    let Ok(interfaces) = nix::ifaddrs::getifaddrs() else { return Vec::new() };
+    let ips = interfaces.filter_map(|interface| {
+        let address = interface.address?;
+        let v4 = address.as_sockaddr_in().map(|v4| IpAddr::V4(v4.ip()));
+        v4.or_else(|| address.as_sockaddr_in6().map(|v6| IpAddr::V6(v6.ip())))
+    });
+    let outside = |ip: &IpAddr| match ip {
+        IpAddr::V4(ip) => !ip.is_loopback() && !ip.is_link_local(),
+        IpAddr::V6(ip) => !ip.is_loopback() && !ip.is_unicast_link_local(),
+    };
+    let mut all: Vec<IpAddr> = ips.filter(outside).collect();
+    all.sort_unstable();
+    all.dedup();
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_address_towards_the_vm_is_told_first_and_once() {
+        let ip = |text: &str| text.parse::<IpAddr>().unwrap();
+        let external = External { cluster_cidrs: vec!["10.0.0.0/8".into()], allow: Vec::new() };
+        let wire = external.write(ip("10.9.0.1"), &[ip("10.1.0.1"), ip("10.9.0.1"), ip("fd00::1")]);
+        assert_eq!(wire.node_addresses, ["10.9.0.1", "10.1.0.1", "fd00::1"]);
+        assert_eq!((wire.way.as_str(), wire.cluster_cidrs), ("vm", vec!["10.0.0.0/8".to_owned()]));
+    }
+
+    #[test]
+    fn a_prefix_has_an_address_and_bits() {
+        for (text, is) in [
+            ("10.0.0.0/8", true),
+            ("fd00::/48", true),
+            ("10.0.0.1", false),
+            ("10.0.0.0/33", false),
+            ("fd00::/129", false),
+            ("x/8", false),
+            ("", false),
+        ] {
+            assert_eq!(is_prefix(text), is, "{text}");
+        }
+    }
+}
