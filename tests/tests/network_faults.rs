@@ -150,6 +150,40 @@ async fn an_underlay_that_loses_packets_slows_and_breaks_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_number_that_somebody_took_meanwhile_is_named_and_left_to_him() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let (pod, other) = (world.pod().unwrap(), world.pod().unwrap());
+    let before = Sight::of(&world, &[pod.namespace()], &daemons).unwrap();
+    let (id, shim) = (fresh_id("taken"), daemons.shim().await.unwrap());
+    shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
+    let ours = || {
+        let devices = links(pod.namespace(), "type vxlan");
+        devices.into_iter().find_map(|it| it["linkinfo"]["info_data"]["id"].as_u64())
+    };
+    let vni = eventually("the number is reserved", PATIENCE, async || ours()).await.unwrap();
+    // The node dies, its device goes, and somebody else's takes the number.
+    daemons.kill_node().unwrap();
+    pod.namespace().ip("link del pp-vx0\n").unwrap();
+    let foreign = format!("link add foreign0 type vxlan id {vni} dstport 4789 remote 192.0.2.1\n");
+    world.node().ip(&foreign).unwrap();
+    daemons.start_node().unwrap();
+    let refused = timeout(PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap_err().to_string();
+    assert!(refused.contains(&vni.to_string()), "{refused}");
+    let running = Sight::of(&world, &[pod.namespace()], &daemons).unwrap();
+    stop_in_time(&shim, &id).await.unwrap();
+    daemons.gone(&id, PATIENCE).await.unwrap();
+    world.node().ip("link del foreign0\n").expect("what is not ours stays");
+    drop(shim);
+    nothing_beyond(&world, &[pod.namespace()], &daemons, &before, &running).await.unwrap();
+    // The next sandbox of this pod takes another number.
+    let vm = Vm::start(&daemons, "next", &pod.namespace().path()).await.unwrap();
+    let _server = Echo::start(other.namespace().netns(), &other.addresses()).unwrap();
+    assert_eq!(traffic::tcp(&vm.inside, at(other.v4()), 1000).await.unwrap(), pod.v4());
+    vm.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_namespace_that_vanishes_in_the_middle_of_it_leaves_nothing() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();

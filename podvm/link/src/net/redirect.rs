@@ -137,6 +137,21 @@ impl Maker {
         Ok(())
     }
 
+    /// Takes back the qdiscs that the answers to [`Maker::messages`] say were made in vain, because the filter on it was
+    /// refused. Later nobody could tell whose an empty one is.
+    pub(crate) fn abandon(client: &mut Client, pairs: &[(u32, u32)], answers: &[Answer]) {
+        for (&(one, other), answers) in pairs.iter().zip(answers.chunks(PER_PAIR)) {
+            let [qdisc_one, qdisc_other, filter_one, filter_other] = answers else { continue };
+            for (device, made, filled) in [(one, qdisc_one, filter_one), (other, qdisc_other, filter_other)] {
+                if made.is_ok() && filled.is_err() {
+                    let message = RouteNetlinkMessage::DelQueueDiscipline(qdisc(device));
+                    // The error that counts is the one that brought us here.
+                    drop(patient(client, 0, &message, &[Errno::ENOENT, Errno::ENODEV, Errno::EINVAL]));
+                }
+            }
+        }
+    }
+
     /// Makes sure that device `from` has exactly our redirect to `to`.
     fn ensure(&self, client: &mut Client, (from, to): (u32, u32), no_qdisc: bool) -> Result<(), Error> {
         let attempt = || Error::kernel(format!("redirect device {from} to device {to}"));

@@ -103,6 +103,7 @@ pub fn connect(netns: &Netns, connection: &Connection<'_>) -> Result<(), Error> 
             None => return maker.complete(&mut pod, &ways, redirects),
             Some((_, no)) if no.errno == Errno::EBUSY && left > 0 => sleep(BUSY_PAUSE),
             Some((at, no)) => {
+                Maker::abandon(&mut pod, &ways, redirects);
                 // Gone, or another device has its index now (then the kernel refuses to change kind or VNI).
                 if let Some(pair) = connection.pairs.get(at / PER_PAIR) {
                     let there = link::by_index(&mut pod, pair.held.ifindex).map_err(attempt())?;
