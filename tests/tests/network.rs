@@ -15,10 +15,15 @@ use peerpod_world::{
 };
 
 async fn replay(shape: &str) {
+    replay_with(shape, Settings::none(), ROOM).await;
+}
+
+/// With more settings; `room` is what the tunnel leaves of the cloud network's packets.
+async fn replay_with(shape: &str, settings: Settings, room: u64) {
     let world = World::bare().unwrap();
     let cluster = Cluster::new(&world, cni::shape(shape).unwrap()).unwrap();
     let shape = cluster.shape;
-    let settings = Settings::none().set("tunnel.port", shape.port);
+    let settings = settings.set("tunnel.port", shape.port);
     let daemons = Daemons::start(&world, settings).await.unwrap();
     let (pod, near, far) = (cluster.pod(1).unwrap(), cluster.pod(1).unwrap(), cluster.pod(2).unwrap());
     let company = Company {
@@ -39,13 +44,12 @@ async fn replay(shape: &str) {
     let before = Sight::of(&world, &[&pod.namespace], &daemons).unwrap();
     let vm = Vm::start(&daemons, shape.name, &pod.namespace.path()).await.unwrap();
     let inside = Picture::of(&vm.inside, shape.sysctls).unwrap();
-    let differences = left_by_cni.differences(&inside, ROOM);
+    let differences = left_by_cni.differences(&inside, room);
     assert!(differences.is_empty(), "the VM has less (-) or more (+):\n{}", differences.join("\n"));
     let untouched = left_by_cni.differences(&Picture::of(outside, shape.sysctls).unwrap(), u64::MAX);
     assert!(untouched.is_empty(), "the node's half changed:\n{}", untouched.join("\n"));
 
-    let room = ROOM.min(shape.mtu);
-    let talked = company.converse(&vm.inside, room, true).await;
+    let talked = company.converse(&vm.inside, room.min(shape.mtu), true).await;
     talked.unwrap_or_else(|e| panic!("in the VM: {e:#}\n{}", daemons.log_tails()));
     assert!(traffic::tracked(node, traffic::ECHO_PORT).unwrap() > 0, "the node tracks connections");
     assert_eq!(traffic::tracked(node, shape.port).unwrap(), 0, "the tunnel is in the node's conntrack");
@@ -96,4 +100,9 @@ replays! {
     a_pod_of_azure_is_the_same_in_its_vm: "azure",
     a_pod_of_gke_is_the_same_in_its_vm: "gke",
     a_pod_with_everything_at_once_is_the_same_in_its_vm: "everything",
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_program_redirects_as_well_as_a_filter_beside_others() {
+    replay_with("cilium", Settings::none().set("tunnel.redirect", "bpf"), ROOM).await;
 }

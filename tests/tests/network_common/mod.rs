@@ -15,7 +15,7 @@ use anyhow::{Context, ensure};
 use peerpod_client::{AgentClient, Annotations, ContainerSpec, ShimClient, exec_request};
 use peerpod_link::net::netns::Netns;
 use peerpod_proto::agent::CreateSandboxRequest;
-use peerpod_tests::{CONTAINER, PATIENCE, fresh_id, stop_in_time};
+use peerpod_tests::{CONTAINER, PATIENCE, fresh_id, long, stop_in_time};
 use peerpod_world::{
     Daemons,
     cni::{Attached, Cluster},
@@ -175,11 +175,12 @@ impl Company<'_> {
             let from = from.clone();
             talks.add(name, to, async move { traffic::ping_whole(&from, to, size).await });
         }
+        let bytes = if long() { 1 << 20 } else { 64 << 10 };
         for (name, from, to) in
             [("64 streams to the pod", beside, pod), ("64 streams from the pod far away", inside, far)]
         {
             let from = from.clone();
-            talks.add(name, to, async move { traffic::streams(&from, at(to), 64, 64 << 10).await });
+            talks.add(name, to, async move { traffic::streams(&from, at(to), 64, bytes).await });
         }
     }
 }
