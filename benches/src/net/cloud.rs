@@ -36,8 +36,8 @@ impl Cloud {
     /// Sets a pod's network up on both sides, as the node and the guest do.
     pub(crate) async fn connect(&self, tunnel: &Tunnel, pod: &Netns, id: &str) -> anyhow::Result<Applied> {
         let seen = tunnel.look(pod).await?;
-        let reserved = tunnel.reserve(pod, id, false, None).await?;
-        let plan = tunnel.connect(pod, &reserved, &seen, VM.into()).await?;
+        let reserved = tunnel.reserve(pod, id, &seen, false, None).await?;
+        let plan = tunnel.connect(pod, id, &reserved, &seen, VM.into()).await?;
         let podns = self.podns.path();
         Ok(self.vm.run(move || guest::apply(&plan, None, &podns))??)
     }

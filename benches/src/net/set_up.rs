@@ -39,15 +39,15 @@ struct Set {
 async fn set_up(tunnel: &Tunnel, netns: &Netns, name: String) -> anyhow::Result<(Set, f64)> {
     let began = Instant::now();
     let seen = tunnel.look(netns).await?;
-    let reserved = tunnel.reserve(netns, &name, false, None).await?;
-    tunnel.connect(netns, &reserved, &seen, VM.into()).await?;
+    let reserved = tunnel.reserve(netns, &name, &seen, false, None).await?;
+    tunnel.connect(netns, &name, &reserved, &seen, VM.into()).await?;
     let took = began.elapsed().as_secs_f64() * 1e3;
     Ok((Set { name, netns: netns.clone(), reserved }, took))
 }
 
 async fn undo(tunnel: &Tunnel, set: &Set) -> anyhow::Result<f64> {
     let began = Instant::now();
-    let undone = tunnel.undo_for(&set.name, Some(&set.netns), Some(&set.reserved), Some(VM.into())).await;
+    let undone = tunnel.undo(&set.name, Some(&set.netns), Some(&set.reserved), Some(VM.into())).await;
     let took = began.elapsed().as_secs_f64() * 1e3;
     undone.map_err(|errors| anyhow::anyhow!("undo of {}: {errors:?}", set.name))?;
     Ok(took)
