@@ -120,7 +120,7 @@ async fn streams_outlive_a_link_that_goes_down_and_comes_up() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_underlay_that_loses_packets_slows_and_breaks_nothing() {
-    let percents: &[u32] = if long() { &[1, 5, 10, 20] } else { &[7] };
+    let percents: &[u32] = if long() { &[1, 5, 10] } else { &[7] };
     for percent in percents {
         let scene = Scene::start("lossy").await;
         let _servers = scene.servers();
@@ -132,14 +132,14 @@ async fn an_underlay_that_loses_packets_slows_and_breaks_nothing() {
              oifname pplocal0 numgen random mod 100 < {percent} counter drop\n}}\n}}\nEOF\n"
         );
         scene.world.node().shell(&table, &[]).unwrap();
-        scene.talks(200_000).await.unwrap();
+        scene.talks(50_000).await.unwrap();
         for (from, to) in
             [(scene.other.namespace().netns(), scene.pod.v4()), (&scene.vm.inside, scene.other.v4())]
         {
-            traffic::streams(from, at(to), 16, 50_000).await.unwrap();
+            traffic::streams(from, at(to), 16, 20_000).await.unwrap();
         }
         // Nor the agent's link, which takes the same way.
-        peerpod_world::road::transfer(&scene.vm.agent, peerpod_tests::CONTAINER, "lossy", 1 << 20)
+        peerpod_world::road::transfer(&scene.vm.agent, peerpod_tests::CONTAINER, "lossy", 256 << 10)
             .await
             .unwrap();
         let rules = scene.world.node().shell("nft list table inet lossy; nft delete table inet lossy", &[]);
