@@ -227,6 +227,15 @@ impl Local {
         }
     }
 
+    /// Whether a read may find something: to be asked before a buffer is taken for it.
+    pub(super) fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()> {
+        match &self.socket {
+            // An error is the read's to find.
+            Socket::Open(socket) => socket.poll_read_ready(cx).map(drop),
+            Socket::Dialling(..) => Poll::Pending,
+        }
+    }
+
     pub(super) fn poll_read(&mut self, cx: &mut Context<'_>, buffer: &mut [u8]) -> Poll<io::Result<usize>> {
         match &mut self.socket {
             Socket::Open(socket) => poll_read(socket, cx, buffer),

@@ -32,6 +32,10 @@ impl Tls {
         Tls { tcp, tls, carry: Vec::new(), drained: false }
     }
 
+    pub(super) fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()> {
+        if self.drained { self.tcp.poll_read_ready(cx).map(drop) } else { Poll::Ready(()) }
+    }
+
     pub(super) fn poll_read(&mut self, cx: &mut Context<'_>, buffer: &mut [u8]) -> Poll<io::Result<usize>> {
         loop {
             if !self.drained {

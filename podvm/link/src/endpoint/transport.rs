@@ -65,6 +65,16 @@ impl Transport {
         self.peer
     }
 
+    /// Whether a read may find something: to be asked before a buffer is taken for it.
+    pub(super) fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()> {
+        // An error is the read's to find.
+        match &self.io {
+            Kind::Tls(tls) => tls.poll_readable(cx),
+            Kind::Tcp(tcp) => tcp.poll_read_ready(cx).map(drop),
+            Kind::Any(_) => Poll::Ready(()),
+        }
+    }
+
     /// Reads into an initialised buffer; 0 = the peer closed.
     pub(super) fn poll_read(&mut self, cx: &mut Context<'_>, buffer: &mut [u8]) -> Poll<io::Result<usize>> {
         match &mut self.io {

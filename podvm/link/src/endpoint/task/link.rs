@@ -95,8 +95,11 @@ impl<H: Handler> Task<H> {
 
     pub(super) fn poll_receive(&mut self, cx: &mut Context<'_>, scratch: &mut Scratch) -> bool {
         let Some(link) = &mut self.link else { return false };
-        let mut buffer = pool::take(Size::Read);
         let have = link.carry.len();
+        if link.transport.poll_readable(cx).is_pending() && !(link.fresh && have > 0) {
+            return false;
+        }
+        let mut buffer = pool::take(Size::Read);
         buffer[..have].copy_from_slice(&link.carry);
         let read = match link.transport.poll_read(cx, &mut buffer[have..]) {
             Poll::Ready(Ok(0)) => Err("the peer closed the connection".to_owned()),

@@ -232,6 +232,9 @@ impl<H: Handler> Task<H> {
             return moved;
         }
         let Some(local) = self.locals[at].as_mut() else { return false };
+        if local.poll_readable(cx).is_pending() {
+            return false;
+        }
         let mut buffer = pool::take(Size::Read);
         let read = local.poll_read(cx, &mut buffer[..room.min(READ)]);
         let moved = match read {
