@@ -99,6 +99,23 @@ pub async fn stop_in_time(shim: &ShimClient, id: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// The value of the first sample whose line begins so.
+pub fn sample(metrics: &str, name: &str) -> anyhow::Result<f64> {
+    let line = metrics.lines().find(|line| line.starts_with(name));
+    let line = line.with_context(|| format!("no {name} in\n{metrics}"))?;
+    Ok(line.rsplit(' ').next().unwrap_or_default().parse()?)
+}
+
+/// Processor time that a process has used so far.
+pub fn processor_time(pid: u32) -> anyhow::Result<Duration> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    let fields = stat.rsplit_once(')').context("a name in parentheses")?.1;
+    let ticks: Vec<u64> =
+        fields.split_whitespace().skip(11).take(2).map(str::parse).collect::<Result<_, _>>()?;
+    // USER_HZ, which is 100 on every architecture that we know.
+    Ok(Duration::from_millis(10 * ticks.iter().sum::<u64>()))
+}
+
 /// Resident memory of a process, in bytes.
 pub fn resident(pid: u32) -> anyhow::Result<u64> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;

@@ -3,16 +3,16 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
-use std::{collections::BTreeMap, path::Path, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, path::Path, sync::Arc};
 
 use base64::{Engine, prelude::BASE64_STANDARD};
 use peerpod_proto::{
-    agent::{ReadStreamRequest, ReadStreamResponse},
+    agent::{ReadStreamRequest, ReadStreamResponse, SignalProcessRequest},
     hypervisor::{CreateVMRequest, CreateVMResponse},
     ttrpc_frame::{Request, Response},
 };
 use peerpod_tests::PATIENCE;
-use peerpod_world::{Daemons, Pod, Settings, World};
+use peerpod_world::{Daemons, Pod, Settings, Sight, World, eventually};
 use protobuf::Message;
 use serde_json::Value;
 use tokio::{
@@ -55,6 +55,12 @@ impl Connection {
         self.write.write_all(&frame).await.unwrap();
     }
 
+    /// Waits until the other side closed it.
+    async fn closed(&mut self) {
+        let closed = async { while self.answers.changed().await.is_ok() {} };
+        tokio::time::timeout(PATIENCE, closed).await.expect("the connection is closed");
+    }
+
     async fn answer(&mut self, stream: u32, what: &str) -> Response {
         let waiting = self.answers.wait_for(|answers| answers.contains_key(&stream));
         let answered = tokio::time::timeout(PATIENCE, waiting).await;
@@ -71,17 +77,35 @@ fn add_output(outputs: &mut Outputs, method: &str, request: &Request, response: 
     outputs.entry((asked.container_id, asked.exec_id, method.into())).or_default().extend(data);
 }
 
-/// `exact`: the processes need nothing of the recording's image, so they end and speak as recorded.
-async fn replay(name: &str, exact: bool) {
+/// What a recording needs around it.
+struct Scene {
+    /// The processes need nothing of the recording's image, so they end and speak as recorded.
+    exact: bool,
+    settings: Settings,
+    /// The pod's network namespace is gone before CreateVM.
+    no_netns: bool,
+}
+
+impl Scene {
+    fn plain() -> Scene {
+        Scene { exact: true, settings: Settings::none(), no_netns: false }
+    }
+}
+
+async fn replay(name: &str, scene: Scene) {
+    let Scene { exact, settings, no_netns } = scene;
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("transcripts").join(name);
     let text = std::fs::read_to_string(path).unwrap();
     let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let world = World::new().unwrap();
-    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let daemons = Daemons::start(&world, settings).await.unwrap();
     let pod = world.pod().unwrap();
+    if no_netns {
+        pod.namespace().delete().unwrap();
+    }
     let mut hypervisor = Connection::open(&daemons.hypervisor_socket()).await;
     let mut agent: Option<(Connection, UnixStream)> = None;
-    let (mut socket, mut last) = (String::new(), 0.0);
+    let mut socket = String::new();
     let (mut requests, mut recorded, mut seen) = (BTreeMap::new(), Outputs::new(), Outputs::new());
     for line in &lines {
         let on_agent = line["sock"] == "agent";
@@ -91,19 +115,30 @@ async fn replay(name: &str, exact: bool) {
                 let silent = UnixStream::connect(&socket).await.unwrap();
                 agent = Some((Connection::open(Path::new(&socket)).await, silent));
             }
+            if on_agent && line["event"] == "close" && line["by"] == "agent" && line["conn"] == 0 {
+                // Nothing but the end of its VM closes an agent's connections: the shim makes a dead pod of it.
+                let sight = Sight::of(&world, &[], &daemons).unwrap();
+                assert!(sight.kill("peerpod-guest", "").unwrap() > 0);
+                let (connection, silent) = agent.as_mut().unwrap();
+                connection.closed().await;
+                let read = tokio::time::timeout(PATIENCE, silent.read(&mut [0])).await.unwrap();
+                assert!(matches!(read, Ok(0) | Err(_)), "the silent connection is closed too: {read:?}");
+            }
             continue;
         };
-        let last = std::mem::replace(&mut last, line["t_ms"].as_f64().unwrap());
         let payload = BASE64_STANDARD.decode(payload).unwrap();
         let (stream, method) = (line["stream"].as_u64().unwrap() as u32, line["method"].as_str().unwrap());
         let connection = if on_agent { &mut agent.as_mut().unwrap().0 } else { &mut hypervisor };
         let what = format!("{name}: {method} of stream {stream}");
         if line["type"] == 1 {
-            let at = line["t_ms"].as_f64().unwrap();
-            if at - last > 1000.0 {
-                // The shim was quiet for seconds while the container's program came to the point of waiting, which
-                // nothing shows; it needs a moment here, too.
-                tokio::time::sleep(Duration::from_millis(300)).await;
+            if method == "SignalProcess" && signal(&payload) == 15 {
+                // The shim was quiet for seconds until then; the program must have come to the point of catching it.
+                eventually("a program catches SIGTERM", PATIENCE, async || {
+                    let sight = Sight::of(&world, &[], &daemons).ok()?;
+                    sight.pids("sh").into_iter().any(catches_sigterm).then_some(())
+                })
+                .await
+                .unwrap();
             }
             let payload = if method == "CreateVM" { here(&payload, &pod) } else { payload };
             requests.insert((on_agent, stream), Request::parse_from_bytes(&payload).unwrap());
@@ -117,6 +152,11 @@ async fn replay(name: &str, exact: bool) {
             continue;
         }
         let answer = connection.answer(stream, &what).await;
+        if expected.status.code != 0 && !on_agent {
+            // The reason is our own; that there is one, and that it is said, is not.
+            assert!(answer.status.code != 0 && !answer.status.message.is_empty(), "{what}: {answer}");
+            continue;
+        }
         assert_eq!(answer.status, expected.status, "{what}");
         match method {
             "CreateVM" => {
@@ -126,30 +166,44 @@ async fn replay(name: &str, exact: bool) {
             _ => {}
         }
     }
-    let (connection, mut silent) = agent.unwrap();
-    for (stream, answer) in connection.answers.borrow().iter() {
-        let request = &requests[&(true, *stream)];
-        if matches!(request.method.as_str(), "ReadStdout" | "ReadStderr") {
-            add_output(&mut seen, &request.method, request, answer);
+    if let Some((connection, mut silent)) = agent {
+        for (stream, answer) in connection.answers.borrow().iter() {
+            let request = &requests[&(true, *stream)];
+            if matches!(request.method.as_str(), "ReadStdout" | "ReadStderr") {
+                add_output(&mut seen, &request.method, request, answer);
+            }
         }
+        assert!(!recorded.is_empty());
+        for (process, output) in recorded.into_iter().filter(|_| exact) {
+            // The containers have our VM's files and names, not those of the recording's image.
+            let first = output.split_inclusive(|byte| *byte == b'\n').next().unwrap_or_default();
+            let ours = seen.remove(&process).unwrap_or_default();
+            assert!(ours.starts_with(first), "{name}: {process:?}: {:?}", String::from_utf8_lossy(&ours));
+        }
+        let mut byte = [0];
+        let read = silent.try_read(&mut byte);
+        assert!(!matches!(read, Ok(1)), "the silent connection heard something");
+        drop(silent.shutdown().await);
     }
-    assert!(!recorded.is_empty());
-    for (process, output) in recorded.into_iter().filter(|_| exact) {
-        // The containers have our VM's files and names, not those of the recording's image.
-        let first = output.split_inclusive(|byte| *byte == b'\n').next().unwrap_or_default();
-        let ours = seen.remove(&process).unwrap_or_default();
-        assert!(ours.starts_with(first), "{name}: {process:?}: {:?}", String::from_utf8_lossy(&ours));
-    }
-    let mut byte = [0];
-    let read = silent.try_read(&mut byte);
-    assert!(!matches!(read, Ok(1)), "the silent connection heard something");
-    drop(silent.shutdown().await);
     let id = lines.iter().find_map(|line| {
         let payload = (line["method"] == "CreateVM").then(|| line["payload_b64"].as_str()).flatten()?;
         let request = Request::parse_from_bytes(&BASE64_STANDARD.decode(payload).ok()?).ok()?;
         Some(CreateVMRequest::parse_from_bytes(&request.payload).ok()?.id)
     });
     daemons.gone(&id.unwrap(), PATIENCE).await.unwrap();
+}
+
+/// The signal that a recorded SignalProcess sends.
+fn signal(payload: &[u8]) -> u32 {
+    let request = Request::parse_from_bytes(payload).unwrap();
+    SignalProcessRequest::parse_from_bytes(&request.payload).unwrap().signal
+}
+
+fn catches_sigterm(pid: u32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    mask & (1 << (15 - 1)) != 0
 }
 
 /// The recorded CreateVM with a network namespace of ours; the only bytes that are not the shim's.
@@ -163,16 +217,33 @@ fn here(payload: &[u8], pod: &Pod) -> Vec<u8> {
 
 #[tokio::test]
 async fn a_recorded_cri_pod_lives_again() {
-    replay("rust-cri-pod.jsonl", true).await;
+    replay("rust-cri-pod.jsonl", Scene::plain()).await;
 }
 
 #[tokio::test]
 async fn a_recorded_ctr_run_lives_again() {
-    replay("rust-ctr-run.jsonl", true).await;
+    replay("rust-ctr-run.jsonl", Scene::plain()).await;
 }
 
 #[tokio::test]
 async fn a_recorded_pod_with_volumes_lives_again() {
     // Its processes look at volumes that the test agent does not mount.
-    replay("rust-volume.jsonl", false).await;
+    replay("rust-volume.jsonl", Scene { exact: false, ..Scene::plain() }).await;
+}
+
+#[tokio::test]
+async fn a_recorded_startvm_that_fails_is_followed_by_one_stop() {
+    let settings = Settings::none().set("node.boot-timeout", "1s").set("provider.local.boot-delay", "60s");
+    replay("rust-startvm-fails.jsonl", Scene { settings, ..Scene::plain() }).await;
+}
+
+#[tokio::test]
+async fn a_recorded_createvm_that_fails_is_followed_by_one_stop() {
+    replay("rust-createvm-fails.jsonl", Scene { no_netns: true, ..Scene::plain() }).await;
+}
+
+#[tokio::test]
+async fn a_recorded_agent_that_is_lost_is_a_vm_that_died() {
+    let settings = Settings::none().set("node.vm-gone-grace", "1s");
+    replay("rust-agent-lost.jsonl", Scene { settings, ..Scene::plain() }).await;
 }

@@ -3,10 +3,13 @@
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
 use std::{
-    io::{BufRead, BufReader},
+    fs,
+    io::{BufRead, BufReader, Lines},
+    os::unix::process::CommandExt,
     path::Path,
-    process::{Command, Stdio},
-    time::Duration,
+    process::{Child, ChildStdout, Command, Stdio},
+    thread,
+    time::{Duration, Instant},
 };
 
 use nix::{
@@ -14,8 +17,9 @@ use nix::{
     unistd::Pid,
 };
 use peerpod_client::{AgentClient, Annotations};
-use peerpod_tests::{PATIENCE, Sandbox, fresh_id, stop_in_time};
+use peerpod_tests::{PATIENCE, Sandbox, fresh_id, processor_time, sample, stop_in_time};
 use peerpod_world::{Daemons, Settings, World, binary, eventually_blocking, road};
+use ttrpc::Code;
 
 #[tokio::test]
 async fn one_pod_from_create_to_exec_and_away_again() {
@@ -51,32 +55,79 @@ async fn pods_of_one_node_come_and_go_beside_each_other() {
     assert!(live.is_empty(), "{live:?}");
 }
 
-/// Interrupts `peerpod demo` after so many of its lines, and waits until everything of it is gone.
-fn interrupted_after(lines: usize) {
-    use std::os::unix::process::CommandExt;
+/// Starts `peerpod demo`; what it makes has names that begin with its number.
+fn demo() -> (Child, Lines<BufReader<ChildStdout>>) {
     let mut demo = Command::new(binary("peerpod").unwrap())
         .arg("demo")
         .stdout(Stdio::piped())
         .process_group(0)
         .spawn()
         .unwrap();
+    let lines = BufReader::new(demo.stdout.take().unwrap()).lines();
+    (demo, lines)
+}
+
+/// What is left of the demo with this process number: namespaces, mounts, processes, its folder.
+fn left_of_demo(pid: u32) -> Vec<String> {
+    let (prefix, folder) = (format!("pp{pid}n"), format!("/tmp/pp{pid}n0"));
+    let mut left = Vec::new();
+    for entry in fs::read_dir("/run/netns").unwrap().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        left.extend(name.starts_with(&prefix).then(|| format!("namespace {name}")));
+    }
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
+    left.extend(mounts.lines().filter(|line| line.contains(&prefix)).map(|line| format!("mount {line}")));
+    for entry in fs::read_dir("/proc").unwrap().flatten() {
+        let Some(other) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else {
+            continue;
+        };
+        // What ends while we look is gone. Whatever the demo starts names its folder, in its arguments, among its mounts
+        // (a VM's root lies there) or as the place of its log.
+        let mentions = |file: &str| {
+            let text = fs::read(entry.path().join(file)).unwrap_or_default();
+            String::from_utf8_lossy(&text).contains(&prefix)
+        };
+        let open = || {
+            let files = fs::read_dir(entry.path().join("fd")).into_iter().flatten().flatten();
+            files.filter_map(|file| fs::read_link(file.path()).ok()).any(|path| path.starts_with(&folder))
+        };
+        if other == pid || mentions("cmdline") || mentions("mountinfo") || open() {
+            let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
+            left.push(format!("process {other} {}", name.trim()));
+        }
+    }
+    left.extend(Path::new(&folder).exists().then(|| format!("folder {folder}")));
+    left
+}
+
+fn assert_nothing_left(pid: u32, case: &str) {
+    let mut left = Vec::new();
+    eventually_blocking("nothing of the demo is left", Duration::from_secs(5), || {
+        left = left_of_demo(pid);
+        left.is_empty().then_some(())
+    })
+    .unwrap_or_else(|error| panic!("{case}: {error}\n{}", left.join("\n")));
+}
+
+/// Interrupts `peerpod demo` after so many of its lines, and waits until everything of it is gone.
+fn interrupted_after(lines: usize) {
+    let (mut demo, mut output) = demo();
     let pid = demo.id();
-    let mut output = BufReader::new(demo.stdout.take().unwrap()).lines();
     let seen: Vec<String> = output.by_ref().take(lines).map_while(Result::ok).collect();
+    if lines > 5 {
+        let there = left_of_demo(pid);
+        for kind in ["namespace", "mount", "process", "folder"] {
+            assert!(there.iter().any(|line| line.starts_with(kind)), "the witness sees no {kind}: {there:?}");
+        }
+    }
     // As a terminal does it: to the whole group.
     killpg(Pid::from_raw(pid as i32), Signal::SIGINT).unwrap();
     let status = demo.wait().unwrap();
     assert_eq!(status.code(), Some(130), "after {lines} lines: {seen:?}");
-    let left = || {
-        let names = std::fs::read_dir("/run/netns").unwrap().flatten();
-        let prefix = format!("pp{pid}n");
-        names.filter(|entry| entry.file_name().to_string_lossy().starts_with(&prefix)).count()
-    };
-    assert_eq!(left(), 0, "after {lines} lines: {seen:?}");
-    eventually_blocking("the folder is gone", Duration::from_secs(5), || {
-        (!Path::new(&format!("/tmp/pp{pid}n0")).exists()).then_some(())
-    })
-    .unwrap();
+    let namespaces: Vec<_> =
+        left_of_demo(pid).into_iter().filter(|line| line.starts_with("namespace")).collect();
+    assert!(namespaces.is_empty(), "gone when it ends, after {lines} lines {seen:?}: {namespaces:?}");
+    assert_nothing_left(pid, &format!("after {lines} lines: {seen:?}"));
 }
 
 #[test]
@@ -85,6 +136,49 @@ fn an_interrupted_demo_leaves_nothing_wherever_it_was() {
     for lines in [2, 3, 4, 5, 6, 9, 11, 15] {
         interrupted_after(lines);
     }
+}
+
+#[test]
+fn two_demos_at_once_both_come_to_their_end() {
+    let demos = [demo(), demo()];
+    // Read beside each other: neither may wait for us.
+    let outputs = demos.map(|(demo, lines)| {
+        (demo, thread::spawn(move || lines.map_while(Result::ok).collect::<Vec<String>>()))
+    });
+    for (mut demo, output) in outputs {
+        let (pid, text) = (demo.id(), output.join().unwrap().join("\n"));
+        let status = demo.wait().unwrap();
+        assert!(status.success(), "{status}\n{text}");
+        assert!(text.contains("all of it"), "{text}");
+        assert_nothing_left(pid, &text);
+    }
+}
+
+#[tokio::test]
+async fn a_question_for_a_pod_s_vm_ends_at_its_deadline_and_costs_nothing_meanwhile() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let shim = daemons.shim().await.unwrap();
+    let pids = [daemons.node_pid().unwrap(), daemons.relay_pid().unwrap()];
+    let spent = || pids.map(|pid| processor_time(pid).unwrap()).iter().sum::<Duration>();
+    let (before, began) = (spent(), Instant::now());
+    let deadline = Duration::from_secs(2);
+    let error = shim.vm_id("default", "none", true, deadline).await.unwrap_err();
+    let took = began.elapsed();
+    assert_eq!(error.code(), Some(Code::DEADLINE_EXCEEDED), "{error}");
+    assert!(
+        error.answer().contains("default/none"),
+        "the node says why, not the caller's own clock: {error}"
+    );
+    assert!(took >= deadline / 2 && took < deadline + Duration::from_millis(500), "{took:?}");
+    // Waiting is no work: one that polls would have used a good part of these two seconds.
+    let spent = spent() - before;
+    assert!(spent <= Duration::from_millis(200), "{spent:?} of processor time");
+    // Without waiting the answer comes at once.
+    let began = Instant::now();
+    let error = shim.vm_id("default", "none", false, deadline).await.unwrap_err();
+    assert_eq!(error.code(), Some(Code::NOT_FOUND), "{error}");
+    assert!(began.elapsed() < deadline / 2);
 }
 
 #[tokio::test]
@@ -108,30 +202,24 @@ async fn a_shim_that_dials_anew_for_every_call_is_served_too() {
     daemons.gone(&id, PATIENCE).await.unwrap();
 }
 
-/// The value of the first sample whose line begins so.
-fn sample(metrics: &str, name: &str) -> f64 {
-    let line = metrics.lines().find(|line| line.starts_with(name));
-    let line = line.unwrap_or_else(|| panic!("no {name} in\n{metrics}"));
-    line.rsplit(' ').next().unwrap().parse().unwrap()
-}
-
 #[tokio::test]
 async fn metrics_and_logs_tell_what_became_of_a_pod() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "seen").await.unwrap();
     sandbox.lives().await.unwrap();
+    let value = |metrics: &str, name: &str| sample(metrics, name).unwrap();
     let (node, relay) = (daemons.metrics("node").unwrap(), daemons.metrics("relay").unwrap());
-    assert_eq!(sample(&node, "peerpod_node_sandboxes{phase=\"running\"}"), 1.0);
-    assert_eq!(sample(&node, "peerpod_node_stage_seconds_count{stage=\"running\"}"), 1.0);
-    assert_eq!(sample(&node, "peerpod_node_claims_granted_total"), 1.0);
-    assert_eq!(sample(&node, "peerpod_node_panics_total"), 0.0);
+    assert_eq!(value(&node, "peerpod_node_sandboxes{phase=\"running\"}"), 1.0);
+    assert_eq!(value(&node, "peerpod_node_stage_seconds_count{stage=\"running\"}"), 1.0);
+    assert_eq!(value(&node, "peerpod_node_claims_granted_total"), 1.0);
+    assert_eq!(value(&node, "peerpod_node_panics_total"), 0.0);
     assert!(node.contains("peerpod_provider_calls_total{"), "{node}");
-    assert_eq!(sample(&relay, "peerpod_relay_guests_connected"), 1.0);
+    assert_eq!(value(&relay, "peerpod_relay_guests_connected"), 1.0);
     for direction in ["to_guest", "from_guest"] {
         for what in ["bytes", "frames"] {
             let name = format!("peerpod_relay_{what}_total{{direction=\"{direction}\"}}");
-            assert!(sample(&relay, &name) > 0.0, "{name}");
+            assert!(value(&relay, &name) > 0.0, "{name}");
         }
     }
     let (id, pod) = (sandbox.id.clone(), "pod=");
@@ -143,4 +231,47 @@ async fn metrics_and_logs_tell_what_became_of_a_pod() {
         closing[0].contains(&id) && closing[0].contains(pod) && closing[0].contains("running"),
         "{closing:?}"
     );
+}
+
+/// From CreateVM to the tombstone, refusals among it: every line that knows the sandbox says whose it is, and every line
+/// of its VM says which sandbox it belongs to.
+#[tokio::test]
+async fn every_log_line_of_a_sandbox_carries_its_id_and_its_pod() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let (pod, shim) = (world.pod().unwrap(), daemons.shim().await.unwrap());
+    let (id, name) = (fresh_id("told"), format!("web-{}", std::process::id()));
+    let create = || shim.create_vm(&id, Annotations::new("shop", &name), Path::new("/nonexistent"));
+    create().await.unwrap_err();
+    let annotations = Annotations::new("shop", &name);
+    let socket = shim.create_vm(&id, annotations, &pod.namespace().path()).await.unwrap();
+    shim.start_vm(&id).await.unwrap();
+    let vm = shim.vm_id("shop", &name, true, PATIENCE).await.unwrap();
+    let agent = AgentClient::connect(&socket).await.unwrap();
+    agent.check().await.unwrap();
+    // A restart, a StopVM while the node is away, and a StartVM that is refused.
+    daemons.kill_node().unwrap();
+    stop_in_time(&shim, &id).await.unwrap();
+    daemons.start_node().unwrap();
+    daemons.ready().await.unwrap();
+    shim.start_vm(&id).await.unwrap_err();
+    daemons.gone(&id, PATIENCE).await.unwrap();
+    stop_in_time(&shim, &id).await.unwrap();
+
+    let whose = format!("shop/{name}");
+    for (daemon, least) in [("node", 15), ("relay", 10)] {
+        let log = fs::read_to_string(daemons.log(daemon)).unwrap();
+        let lines: Vec<&str> = log.lines().filter(|line| line.contains(&id) || line.contains(&vm)).collect();
+        assert!(lines.len() >= least, "{daemon}: {}", lines.join("\n"));
+        for line in lines {
+            assert!(
+                line.contains(&format!("sandbox={id}")) || line.contains(&format!("sandbox=\"{id}\"")),
+                "{line}"
+            );
+            assert!(
+                line.contains(&format!("pod={whose}")) || line.contains(&format!("pod=\"{whose}\"")),
+                "{line}"
+            );
+        }
+    }
 }

@@ -7,11 +7,13 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use peerpod_client::{AgentClient, Annotations, ShimClient, exec_request};
-use peerpod_tests::{CONTAINER, Dice, PATIENCE, Sandbox, fresh_id, long, nothing_beyond, stop_in_time};
+use peerpod_tests::{
+    CONTAINER, Dice, PATIENCE, Sandbox, fresh_id, long, nothing_beyond, sample, stop_in_time,
+};
 use peerpod_world::{Daemons, Settings, Sight, World, eventually};
 use ttrpc::Code;
 
@@ -130,8 +132,13 @@ async fn calls_for_a_dead_node_wait_in_their_order_and_a_stop_does_not() {
     let (waiting_id, unwanted_id) = (fresh_id("waiting"), fresh_id("unwanted"));
     let started = begin(&daemons, &waiting_id, &waiting);
     let cancelled = begin(&daemons, &unwanted_id, &unwanted);
-    // The call has to be in the relay before the StopVM that cancels it is; nothing outside of it shows when it is.
-    tokio::time::sleep(Duration::from_millis(200)).await;
+    // The call has to be in the relay before the StopVM that cancels it is.
+    eventually("both calls wait in the relay", PATIENCE, async || {
+        let metrics = daemons.metrics("relay").ok()?;
+        (sample(&metrics, "peerpod_relay_queued_calls").unwrap() == 2.0).then_some(())
+    })
+    .await
+    .unwrap();
     assert!(!started.is_finished() && !cancelled.is_finished());
 
     let other = daemons.shim().await.unwrap();
@@ -267,4 +274,69 @@ async fn a_relay_without_a_node_records_stops_and_holds_the_rest() {
         daemons.gone(id, PATIENCE).await.unwrap();
     }
     assert_eq!(std::fs::read_dir(daemons.state_dir().join("inbox")).unwrap().count(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_that_dies_under_its_pod_is_noticed_by_its_shim_within_seconds() {
+    let world = World::new().unwrap();
+    let settings = Settings::none().set("node.vm-gone-grace", "1s");
+    let daemons = Daemons::start(&world, settings).await.unwrap();
+    let before = Sight::of(&world, &[], &daemons).unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "dead").await.unwrap();
+    let mut shim = tokio::net::UnixStream::connect(&sandbox.socket).await.unwrap();
+    let waiting = tokio::spawn({
+        let agent = sandbox.agent.clone();
+        async move { agent.wait_process(CONTAINER, "").await }
+    });
+    sandbox.lives().await.unwrap();
+    let running = Sight::of(&world, &[], &daemons).unwrap();
+    let began = Instant::now();
+    assert!(running.kill("peerpod-guest", "").unwrap() > 0, "the VM's init is killed, and all of it with it");
+    // As a shim hears of it: its calls end, its connections close.
+    let answer = tokio::time::timeout(PATIENCE, waiting).await.unwrap().unwrap();
+    assert!(answer.is_err());
+    let closed =
+        tokio::time::timeout(PATIENCE, tokio::io::AsyncReadExt::read(&mut shim, &mut [0])).await.unwrap();
+    assert!(matches!(closed, Ok(0) | Err(_)), "{closed:?}");
+    // At most: 8 s until the link counts as dead, and 1 s and a quarter until the provider was heard twice.
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+    assert!(AgentClient::connect(&sandbox.socket).await.is_err(), "nobody serves it any more");
+    daemons.gone(&sandbox.id, PATIENCE).await.unwrap();
+    let metrics = daemons.metrics("node").unwrap();
+    assert_eq!(sample(&metrics, "peerpod_node_failures_total{stage=\"vm\"}").unwrap(), 1.0);
+    let error = sandbox.shim.start_vm(&sandbox.id).await.unwrap_err();
+    assert!(error.answer().contains("is gone"), "{error}");
+    stop_in_time(&sandbox.shim, &sandbox.id).await.unwrap();
+    drop(sandbox);
+    nothing_beyond(&world, &[], &daemons, &before, &running).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_link_that_is_cut_for_long_is_not_taken_for_a_dead_vm() {
+    let world = World::new().unwrap();
+    let settings = Settings::none().set("node.vm-gone-grace", "500ms");
+    let daemons = Daemons::start(&world, settings).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "cut").await.unwrap();
+    let waiting = tokio::spawn({
+        let agent = sandbox.agent.clone();
+        async move { agent.wait_process(CONTAINER, "").await }
+    });
+    sandbox.lives().await.unwrap();
+    let nft = |rules: &str| world.node().shell(&format!("nft '{rules}'"), &[]).unwrap();
+    nft(
+        "add table inet cut; add chain inet cut in { type filter hook input priority 0; }; add rule inet cut in tcp dport 15151 drop",
+    );
+    let link = |state: f64| {
+        let metrics = daemons.metrics("relay").unwrap();
+        (sample(&metrics, "peerpod_relay_guests_connected").unwrap() == state).then_some(())
+    };
+    eventually("the link is dead", PATIENCE, async || link(0.0)).await.unwrap();
+    // Ten times as long as it takes to ask the provider twice: what must not happen has had its time.
+    tokio::time::sleep(Duration::from_secs(6)).await;
+    assert!(!waiting.is_finished(), "the shim's call waits");
+    nft("delete table inet cut");
+    eventually("the link is back", PATIENCE, async || link(1.0)).await.unwrap();
+    sandbox.lives().await.unwrap();
+    assert!(!waiting.is_finished() && daemons.ledger().unwrap()[0].phase() == "running");
+    sandbox.stop(&daemons).await.unwrap();
 }

@@ -2,15 +2,22 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
-use std::{fs, net::SocketAddr, os::unix::fs::PermissionsExt, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap, fs, net::SocketAddr, os::unix::fs::PermissionsExt, path::PathBuf, sync::Arc,
+    time::Duration,
+};
 
 use peerpod_client::Annotations;
-use peerpod_link::{birth::BirthData, claim, record, tls};
+use peerpod_link::{
+    birth::{BirthData, from_hex},
+    claim, record, tls,
+};
 use peerpod_proto::guest::{Claim, ClaimReply};
 use peerpod_tests::{PATIENCE, Sandbox, fresh_id, nothing_beyond};
 use peerpod_world::{Daemons, Settings, Sight, World, eventually, proxy::Proxy};
 use rcgen::{CertificateParams, KeyPair};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use serde_json::Value;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
@@ -56,6 +63,18 @@ fn root_of_vm(world: &World, daemons: &Daemons) -> PathBuf {
     let sight = Sight::of(world, &[], daemons).unwrap();
     let pids = sight.pids("peerpod-guest");
     PathBuf::from(format!("/proc/{}/root", pids.first().unwrap_or_else(|| panic!("a guest runs:\n{sight}"))))
+}
+
+/// The root directories of all VMs, by the sandbox that each one's guest belongs to, with what the guest was granted.
+fn guests(world: &World, daemons: &Daemons) -> BTreeMap<String, (PathBuf, Value)> {
+    let sight = Sight::of(world, &[], daemons).unwrap();
+    let roots = sight.pids("peerpod-guest").into_iter().map(|pid| PathBuf::from(format!("/proc/{pid}/root")));
+    let granted = roots.filter_map(|root| {
+        let grant = fs::read(root.join("run/peerpod/guest/identity.json")).ok()?;
+        let grant: Value = serde_json::from_slice(&grant).unwrap();
+        Some((grant["sandbox_id"].as_str()?.to_owned(), (root, grant)))
+    });
+    granted.collect()
 }
 
 fn birth_of_vm(world: &World, daemons: &Daemons) -> BirthData {
@@ -280,6 +299,143 @@ async fn initdata_of_any_size_travels_over_the_link_and_not_in_user_data() {
     let phases: Vec<_> =
         daemons.ledger().unwrap().iter().map(|entry| (entry.id.clone(), entry.phase())).collect();
     assert_eq!(phases, [(id.clone(), "running".to_owned())]);
+    shim.stop_vm(&id).await.unwrap();
+    daemons.gone(&id, PATIENCE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_identity_of_one_vm_is_not_another_s_and_the_other_goes_on() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let (one, other) =
+        tokio::try_join!(Sandbox::start(&world, &daemons, "one"), Sandbox::start(&world, &daemons, "other"))
+            .unwrap();
+    let mut guests = guests(&world, &daemons);
+    let (root, grant) = guests.remove(&one.id).unwrap();
+    let (other_root, _) = guests.remove(&other.id).unwrap();
+    let birth = BirthData::parse(&fs::read(other_root.join("media/cidata/user-data")).unwrap()).unwrap();
+    let hex = |text: &Value| -> Vec<u8> {
+        let text = text.as_str().unwrap();
+        (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect()
+    };
+    let chain: Vec<_> =
+        grant["certificates"].as_array().unwrap().iter().map(hex).map(CertificateDer::from).collect();
+    let files = fs::read_dir(root.join("run/peerpod/guest")).unwrap().flatten();
+    let key = files.filter_map(|file| KeyPair::try_from(fs::read(file.path()).unwrap()).ok()).next().unwrap();
+    let identity =
+        || (chain.clone(), PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.serialized_der().to_vec())));
+    let pins = birth.node.ca_sha256.clone();
+    // What the other is doing all the while.
+    let waiting = tokio::spawn({
+        let agent = other.agent.clone();
+        async move { agent.wait_process(peerpod_tests::CONTAINER, "").await }
+    });
+
+    // The one's key with the other's ticket.
+    let csr = CertificateParams::default().serialize_request(&key).unwrap().der().to_vec();
+    let secret = *birth.ticket.secret.expose();
+    let reply = claims(&world, &birth, &birth.ticket.id, secret, csr.clone()).await;
+    assert!(!reply.error.is_empty() && !reply.retry && reply.certificates.is_empty(), "{reply}");
+    // The other's ticket behind the one's certificate.
+    let mut stream = secure(&world, &pins, Some(identity())).await.unwrap();
+    let mut claim = Claim::new();
+    (claim.version, claim.ticket_id, claim.ticket_secret, claim.csr) =
+        (1, birth.ticket.id.clone(), secret.to_vec(), csr);
+    let asked = tokio::time::timeout(Duration::from_secs(8), claim::ask(&mut stream, &claim)).await;
+    assert!(!matches!(&asked, Ok(Ok(reply)) if !reply.certificates.is_empty()), "{asked:?}");
+    // The one's certificate, and a session that says it is the other's guest program.
+    let session = session_of(&daemons, &other.id);
+    let mut stream = secure(&world, &pins, Some(identity())).await.unwrap();
+    let hello = record::Hello { versions: (1, 1), session, epoch: 0, recv: 0, program: "thief".into() };
+    stream.write_all(&record::plain(record::Kind::Hello, &hello.encode()).unwrap()).await.unwrap();
+    let mut welcome = [0; 28];
+    // It is welcome as what it is: the one's guest. Nothing of the other's comes over it.
+    drop(tokio::time::timeout(Duration::from_secs(2), stream.read_exact(&mut welcome)).await);
+    other.lives().await.unwrap();
+    drop(stream);
+
+    // When the one is gone its identity opens nothing any more.
+    one.stop(&daemons).await.unwrap();
+    assert_closed(secure(&world, &pins, Some(identity())).await, "the identity of a VM that is gone").await;
+    other.lives().await.unwrap();
+    assert!(!waiting.is_finished(), "what waited before still waits");
+    let log = fs::read_to_string(daemons.log("relay")).unwrap();
+    let links =
+        log.lines().filter(|line| line.contains("guest connected") && line.contains(&other.id)).count();
+    assert_eq!(links, 1, "its link was never another one");
+    other.stop(&daemons).await.unwrap();
+}
+
+/// The session of a sandbox's guest program, as the relay logged it.
+fn session_of(daemons: &Daemons, id: &str) -> record::SessionId {
+    let log = fs::read_to_string(daemons.log("relay")).unwrap();
+    let line = log.lines().find(|line| line.contains("guest connected") && line.contains(id)).unwrap();
+    let hex = line.split("session=").nth(1).unwrap().trim_start_matches('"');
+    let whole = from_hex(&format!("{}{}", &hex[..32], "0".repeat(32))).unwrap();
+    record::SessionId(whole[..16].try_into().unwrap())
+}
+
+/// The VM's own guest sleeps all the while; we are its guest here.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_killed_before_the_certificate_left_gives_it_to_the_same_key_and_to_no_other() {
+    let world = World::new().unwrap();
+    let settings = Settings::none().set("provider.local.boot-delay", "60s");
+    let mut daemons = Daemons::start(&world, settings).await.unwrap();
+    let (pod, shim, id) = (world.pod().unwrap(), daemons.shim().await.unwrap(), fresh_id("bound"));
+    shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
+    let served = daemons.state_dir().join("relay/sandboxes");
+    let birth = eventually("the VM is made and the relay knows the sandbox", PATIENCE, async || {
+        let entry = daemons.ledger().ok()?.into_iter().find(|entry| entry.id == id)?;
+        let known = entry.phase() == "joining" && served.join(format!("{id}.json")).exists();
+        let user_data = entry.record["request"]["user_data"].as_str().filter(|_| known)?;
+        BirthData::parse(user_data.as_bytes()).ok()
+    })
+    .await
+    .unwrap();
+    let ask = |csr: &[u8]| {
+        let (world, birth, csr) = (world.clone(), birth.clone(), csr.to_vec());
+        async move { claims(&world, &birth, &birth.ticket.id, *birth.ticket.secret.expose(), csr).await }
+    };
+    // A relay that cannot keep whose certificate it is keeps the answer from leaving.
+    fs::rename(&served, served.with_extension("away")).unwrap();
+    let (key, csr) = csr();
+    let asking = tokio::spawn(ask(&csr));
+    eventually("the ticket is bound", PATIENCE, async || {
+        let entry = daemons.ledger().ok()?.into_iter().find(|entry| entry.id == id)?;
+        entry.record["binding"]["key_sha256"].is_string().then_some(())
+    })
+    .await
+    .unwrap();
+    daemons.kill_node().unwrap();
+    let reply = asking.await.unwrap();
+    assert!(reply.retry && reply.certificates.is_empty(), "nothing left: {reply}");
+    fs::rename(served.with_extension("away"), &served).unwrap();
+    daemons.start_node().unwrap();
+    daemons.ready().await.unwrap();
+
+    let thief = ask(&self::csr().1).await;
+    assert!(!thief.error.is_empty() && !thief.retry && thief.certificates.is_empty(), "{thief}");
+    let granted = eventually("the same key is answered", PATIENCE, async || {
+        let reply = ask(&csr).await;
+        (!reply.retry).then_some(reply)
+    })
+    .await
+    .unwrap();
+    assert_eq!((granted.error.as_str(), granted.sandbox_id.as_str()), ("", id.as_str()));
+    // And the relay knows it: the link opens.
+    let chain: Vec<_> = granted.certificates.into_iter().map(CertificateDer::from).collect();
+    let key = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.serialized_der().to_vec()));
+    let mut stream = secure(&world, &birth.node.ca_sha256, Some((chain, key))).await.unwrap();
+    let hello = record::Hello {
+        versions: (1, 1),
+        session: record::SessionId([7; 16]),
+        epoch: 0,
+        recv: 0,
+        program: "test".into(),
+    };
+    stream.write_all(&record::plain(record::Kind::Hello, &hello.encode()).unwrap()).await.unwrap();
+    let mut welcome = [0; 28];
+    tokio::time::timeout(PATIENCE, stream.read_exact(&mut welcome)).await.unwrap().unwrap();
     shim.stop_vm(&id).await.unwrap();
     daemons.gone(&id, PATIENCE).await.unwrap();
 }

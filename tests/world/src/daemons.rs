@@ -329,10 +329,10 @@ fn explain(status: ExitStatus) -> String {
     }
 }
 
-/// A program of ours: in `PEERPOD_BIN_DIR`, beside the current one, or (for tests, which live in `deps`) a folder above.
+/// A program of ours: in `PEERPOD_TEST_BIN_DIR`, beside the current one, or (for tests, which live in `deps`) a folder above.
 pub fn binary(name: &str) -> anyhow::Result<PathBuf> {
     let us = std::env::current_exe()?;
-    let folders = [std::env::var_os("PEERPOD_BIN_DIR").map(PathBuf::from)]
+    let folders = [std::env::var_os("PEERPOD_TEST_BIN_DIR").map(PathBuf::from)]
         .into_iter()
         .flatten()
         .chain(us.ancestors().skip(1).take(2).map(Path::to_owned));

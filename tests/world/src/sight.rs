@@ -9,6 +9,7 @@ use std::{
 
 use anyhow::Context;
 use nix::{
+    errno::Errno,
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
@@ -72,13 +73,17 @@ impl Sight {
         left
     }
 
-    /// SIGKILL to every seen process of this program with this argument; how many there were.
+    /// SIGKILL to every seen process of this program with this argument (an empty one: with any); how many there were.
     pub fn kill(&self, program: &str, argument: &str) -> anyhow::Result<usize> {
         let pids =
             self.pids(program).into_iter().filter(|pid| arguments(*pid).iter().any(|word| word == argument));
         let mut count = 0;
         for pid in pids {
-            kill(Pid::from_raw(pid as i32), Signal::SIGKILL)?;
+            match kill(Pid::from_raw(pid as i32), Signal::SIGKILL) {
+                // It went with one that was killed before it.
+                Err(Errno::ESRCH) if count > 0 => {}
+                killed => killed?,
+            }
             count += 1;
         }
         Ok(count)

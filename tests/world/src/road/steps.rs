@@ -22,6 +22,8 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const BOOT_PATIENCE: Duration = Duration::from_secs(60);
 const TRANSFER: usize = 64 << 20;
 const PAGE_PORT: u16 = 8080;
+/// SYN, ACK, the request and FIN are four packets at least: Ethernet, IP and TCP headers of them, over IPv4 and IPv6.
+const TWO_CONNECTIONS: u64 = 4 * (14 + 20 + 20) + 4 * (14 + 40 + 20);
 const NAMESPACE: &str = "default";
 const POD: &str = "road";
 
@@ -290,7 +292,8 @@ impl Walk {
         let server = PageServer::start(self.pods()?.1.namespace())?;
         let (pod, other) = self.pods()?;
         let (agent, container) = (self.agent()?, &self.container);
-        let before = pod.namespace().counters("eth0")?.1;
+        let came_before = pod.namespace().counters("pp-vx0")?.0;
+        let left_before = pod.namespace().counters("eth0")?.1;
         for (index, (to, asker)) in other.addresses().into_iter().zip(pod.addresses()).enumerate() {
             let address = SocketAddr::new(to, server.port()).to_string();
             let request =
@@ -303,10 +306,19 @@ impl Walk {
             );
         }
         ensure!(server.peers() == pod.addresses(), "the server saw {:?}", server.peers());
-        let sent = pod.namespace().counters("eth0")?.1 - before;
-        ensure!(sent > 0, "eth0 of the pod's netns on the node sent nothing");
+        // Out of the tunnel, and out of eth0 of the node's pod netns: both, each at least a whole connection per family.
+        let came = pod.namespace().counters("pp-vx0")?.0 - came_before;
+        let left = pod.namespace().counters("eth0")?.1 - left_before;
+        ensure!(
+            came >= TWO_CONNECTIONS,
+            "the tunnel brought {came} bytes from the VM, less than two connections"
+        );
+        ensure!(
+            left >= TWO_CONNECTIONS,
+            "eth0 of the pod's netns sent {left} bytes, less than two connections"
+        );
         self.page = Some(server);
-        Ok(format!("{sent} bytes by eth0 of the node's pod netns"))
+        Ok(format!("{left} bytes by eth0 of the node's pod netns"))
     }
 
     /// As the shim ends containers: SIGTERM, the rest of the output, the exit code, SIGKILL, RemoveContainer.
