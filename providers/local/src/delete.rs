@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use peerpod_provider_api::{Error, InstanceId};
 use tokio::task::JoinHandle;
+use tracing::Instrument;
 
 use crate::process::boot_id;
 use crate::store::{Machine, Status};
@@ -54,14 +55,16 @@ impl Shared {
 
     /// Does the rest of a deletion in the background.
     pub(crate) fn finish_later(self: Arc<Shared>, id: InstanceId) -> JoinHandle<()> {
-        tokio::spawn(async move {
+        let work = async move {
             let mut pause = Duration::from_millis(100);
             while let Err(error) = self.finish(&id).await {
                 tracing::warn!(instance = %id, "delete of local VM: {error}; tried again in {pause:?}");
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(Duration::from_secs(10));
             }
-        })
+        };
+        // Its lines are still about whoever asked for it.
+        tokio::spawn(work.in_current_span())
     }
 
     async fn finish(&self, id: &InstanceId) -> Result<(), Error> {
