@@ -162,6 +162,13 @@ async fn a_number_that_somebody_took_meanwhile_is_named_and_left_to_him() {
         devices.into_iter().find_map(|it| it["linkinfo"]["info_data"]["id"].as_u64())
     };
     let vni = eventually("the number is reserved", PATIENCE, async || ours()).await.unwrap();
+    let recorded = format!("\"vni\":{vni}");
+    eventually("the number is recorded", PATIENCE, async || {
+        let entries = daemons.ledger().ok()?;
+        entries.iter().any(|entry| entry.record.to_string().contains(&recorded)).then_some(())
+    })
+    .await
+    .unwrap();
     // The node dies, its device goes, and somebody else's takes the number.
     daemons.kill_node().unwrap();
     pod.namespace().ip("link del pp-vx0\n").unwrap();
