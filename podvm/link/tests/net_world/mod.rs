@@ -133,6 +133,85 @@ impl World {
         run(&format!("ip -n {pod} link set {device} up"));
     }
 
+    /// A pod before its CNI plugin: these interfaces with an end in the node, up, without addresses.
+    pub fn bare(&mut self, name: &str, devices: &[&str]) -> Netns {
+        self.add(name);
+        let (pod, node) = (self.name(name), self.name("node"));
+        for device in devices {
+            let number = COUNTER.fetch_add(1, Ordering::Relaxed);
+            run(&format!("ip -n {node} link add more{number} type veth peer name {device} netns {pod}"));
+            run(&format!("ip -n {node} link set more{number} up mtu 9100"));
+            run(&format!("ip -n {pod} link set {device} up"));
+        }
+        self.open(name)
+    }
+
+    /// Lines for `ip` in one of the namespaces; those that begin with `-6` come after the others. With `force` those
+    /// that it refuses are skipped.
+    pub fn batch(&self, name: &str, lines: &str, force: bool) {
+        let name = self.name(name);
+        let file = std::env::temp_dir().join(format!("{name}-batch"));
+        let (six, any): (Vec<&str>, Vec<&str>) =
+            lines.lines().map(str::trim).partition(|line| line.starts_with("-6 "));
+        let six: Vec<&str> = six.iter().map(|line| line.trim_start_matches("-6 ")).collect();
+        for (lines, family) in [(any, ""), (six, "-6")] {
+            let lines = lines.join("\n");
+            std::fs::write(&file, &lines).unwrap();
+            let flag = if force { "-force" } else { "" };
+            let out = attempt(&format!("ip -n {name} {family} {flag} -batch {}", file.display()));
+            std::fs::remove_file(&file).unwrap();
+            assert!(force || out.status.success(), "{lines}\n{}", String::from_utf8_lossy(&out.stderr));
+        }
+    }
+
+    /// Jumbo frames between node and VM, so that no pod's MTU is too large for the way.
+    pub fn widen(&self) {
+        self.ip("node", "link set ul0 mtu 9200");
+        self.ip("vm", "link set eth0 mtu 9200");
+    }
+
+    /// The plan for what was seen, each interface with a tunnel of its own (which only the VM's end is made of).
+    pub fn plan(&self, seen: &Seen) -> NetworkPlan {
+        let first = 100_000 + COUNTER.fetch_add(100, Ordering::Relaxed);
+        let vni = |n: usize| first + u32::try_from(n).unwrap();
+        let tunnels: Vec<plan::Tunnel> = plan::node(seen, 9150, [10, 77, 0, 2].into())
+            .unwrap()
+            .iter()
+            .map(|carry| plan::Tunnel { interface: carry.interface, vni: vni(carry.slot), mtu: carry.mtu })
+            .collect();
+        let underlay = Underlay {
+            node: [10, 77, 0, 1].into(),
+            vm: Some([10, 77, 0, 2].into()),
+            port: 4789,
+            udp_checksum: false,
+            overhead: 50,
+        };
+        plan::write(seen, &tunnels, &underlay)
+    }
+
+    /// Removes one of the namespaces.
+    pub fn forget(&mut self, name: &str) {
+        let name = self.name(name);
+        netns::delete_named(format!("/run/netns/{name}")).unwrap();
+        self.names.retain(|kept| *kept != name);
+    }
+
+    /// What the guest does with a plan in another namespace than `podns`, after another plan.
+    pub fn apply_in(
+        &mut self,
+        podns: &str,
+        plan: &NetworkPlan,
+        previous: Option<&NetworkPlan>,
+    ) -> Result<guest::Applied, Error> {
+        let path = self.path(podns);
+        if !path.exists() {
+            let full = self.name(podns);
+            netns::create_named(&path).unwrap();
+            self.names.push(full);
+        }
+        self.within("vm", || guest::apply(plan, previous, &path))
+    }
+
     /// An empty namespace.
     pub fn empty(&mut self, name: &str) -> Netns {
         self.add(name);

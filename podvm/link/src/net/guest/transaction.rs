@@ -102,9 +102,10 @@ impl<'a> Transaction<'a> {
             left = self.send(left.into_iter().map(|(step, _)| step).collect(), TOLERATED)?;
         }
         // The pod has it although nothing there leads to its gateway any more: then the gateway is to be believed.
-        let lost =
-            |no: &Refusal| matches!(no.errno, Errno::ENETUNREACH | Errno::EHOSTUNREACH | Errno::EINVAL);
-        let (lost, refused): (Vec<_>, Vec<_>) = left.into_iter().partition(|(_, no)| lost(no));
+        let lost = |(step, no): &(Step, Refusal)| {
+            has_gateway(step) && matches!(no.errno, Errno::ENETUNREACH | Errno::EHOSTUNREACH | Errno::EINVAL)
+        };
+        let (lost, refused): (Vec<_>, Vec<_>) = left.into_iter().partition(lost);
         if let Some((step, no)) = refused.into_iter().next() {
             return Err(Error::kernel(step.what)(no.into()));
         }
@@ -139,7 +140,9 @@ struct Additions {
 
 fn additions(names: &Names<'_>, add: &Contents) -> Result<Additions, Error> {
     let mut addresses = Vec::with_capacity(add.addresses.len());
-    for (device, address) in &add.addresses {
+    // The kernel puts a new IPv6 address before its equals, and prefers the first: so the last one first.
+    let (v4, v6): (Vec<_>, Vec<_>) = add.addresses.iter().partition(|(_, address)| address.address.is_ipv4());
+    for (device, address) in v4.into_iter().chain(v6.into_iter().rev()) {
         let message = message::address(names.index(device)?, address);
         addresses.push(Step {
             flags: NLM_F_CREATE | NLM_F_EXCL,
@@ -191,6 +194,17 @@ fn route_step(names: &Names<'_>, device: Option<&str>, route: &Route) -> Result<
         what: format!("add the route to {}/{} (table {})", route.destination, route.prefix, route.table),
         optional: false,
     })
+}
+
+fn has_gateway(step: &Step) -> bool {
+    let RouteNetlinkMessage::NewRoute(message) = &step.message else { return false };
+    let leads = |attribute: &RouteAttribute| {
+        matches!(
+            attribute,
+            RouteAttribute::Gateway(_) | RouteAttribute::Via(_) | RouteAttribute::MultiPath(_)
+        )
+    };
+    message.attributes.iter().any(leads)
 }
 
 /// The same route with a gateway that need not be in a connected network.
