@@ -71,11 +71,12 @@ pub struct Connection<'a> {
     pub pairs: &'a [Pair],
 }
 
-/// Messages of one pair before its redirects.
-const PER_PAIR: usize = 2;
+/// Messages of one pair before its redirects, and which of them may be refused.
+const PER_PAIR: usize = 3;
+const OPTIONAL: usize = 1;
 
 /// Gives the devices their ends, takes them up, and redirects each interface of the pod into its tunnel and back: one
-/// datagram of six messages each. Called again it mends what is not so: a device that is down or has another MTU,
+/// datagram of seven messages each. Called again it mends what is not so: a device that is down or has another MTU,
 /// remote or local address, a qdisc or a filter that is missing or double. With the same values and nothing to mend it
 /// changes nothing.
 ///
@@ -86,9 +87,12 @@ pub fn connect(netns: &Netns, connection: &Connection<'_>) -> Result<(), Error> 
     let mut pod = netns.netlink()?;
     let maker = Maker { by: connection.by, tag: connection.mark.tag() };
     let ways: Vec<(u32, u32)> = connection.pairs.iter().map(|p| (p.interface, p.held.ifindex)).collect();
-    let mut messages = Vec::with_capacity(6 * connection.pairs.len());
+    let mut messages = Vec::with_capacity(7 * connection.pairs.len());
     for pair in connection.pairs {
         messages.push((0, vxlan::with_mtu(pair.held.ifindex, pair.mtu)));
+        // Said at the reservation already; but an MTU that was too small for IPv6 made the kernel forget it. Refused
+        // where there is no IPv6.
+        messages.push((0, RouteNetlinkMessage::SetLink(vxlan::no_v6_address(pair.held.ifindex))));
         messages.push((0, vxlan::connection(pair.held, connection.remote, connection.local)));
     }
     let own = messages.len();
@@ -119,7 +123,9 @@ pub fn connect(netns: &Netns, connection: &Connection<'_>) -> Result<(), Error> 
 }
 
 fn first_refusal(answers: &[Answer]) -> Option<(usize, &netlink::Refusal)> {
-    answers.iter().enumerate().find_map(|(at, answer)| answer.as_ref().err().map(|no| (at, no)))
+    let must = |(at, _): &(usize, &Answer)| at % PER_PAIR != OPTIONAL;
+    let mut answers = answers.iter().enumerate().filter(must);
+    answers.find_map(|(at, answer)| answer.as_ref().err().map(|no| (at, no)))
 }
 
 /// Which of the pod's interfaces have an ingress-side qdisc that somebody else put there: not ours to take away, even

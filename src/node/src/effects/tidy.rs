@@ -44,3 +44,47 @@ fn live(record: &Record, boot_id: &str) -> Option<Live> {
     });
     Some(Live { sandbox: record.id.to_string(), netns: Some((netns.path.clone(), id)), reserved, vm })
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+    use crate::ledger::{NetnsRef, Network};
+
+    const OLD: &str = include_str!("../../tests/samples/network-v1.json");
+
+    #[test]
+    fn what_version_1_recorded_of_a_pods_network_is_read() {
+        let network: Network = serde_json::from_str(OLD).unwrap();
+        let old = woven(&network).unwrap();
+        assert_eq!((old.reserved.vni(), old.reserved.port), (Some(8_739_214), 4789));
+        assert_eq!(old.seen.primary().name, "eth0");
+        assert!(old.reserved.carries(&old.seen), "its one device is the primary interface's");
+        let again = Network { v6: false, tunnel: super::super::written(&old).unwrap() };
+        let now = woven(&again).unwrap();
+        assert_eq!((now.seen, now.reserved), (old.seen, old.reserved));
+    }
+
+    #[test]
+    fn what_a_record_keeps_from_being_tidied_away() {
+        let mut record = Record::tombstone(SandboxId::new("web-1").unwrap(), 0);
+        assert_eq!(live(&record, "boot"), None);
+        let netns = |boot_id: &str| NetnsRef {
+            path: PathBuf::from("/run/netns/cni-1"),
+            dev: 4,
+            inode: 7,
+            boot_id: boot_id.to_owned(),
+        };
+        record.netns = Some(netns("boot"));
+        assert_eq!(live(&record, "boot"), None, "a tombstone has nothing");
+        record.phase = Phase::Created;
+        assert!(live(&record, "boot").unwrap().reserved.is_none());
+        assert_eq!(live(&record, "another boot"), None);
+        record.network = Some(serde_json::from_str(OLD).unwrap());
+        record.addresses = vec!["fd99::7".parse().unwrap(), "10.99.0.7".parse().unwrap()];
+        let live = live(&record, "boot").unwrap();
+        assert_eq!((live.vm, live.netns.unwrap().1.inode), (Some("10.99.0.7".parse().unwrap()), 7));
+        assert_eq!(live.reserved.unwrap().vni(), Some(8_739_214));
+    }
+}
