@@ -140,7 +140,7 @@ async fn many_pods_are_set_up_and_torn_down_at_once() {
             .map(|(n, pod)| {
                 let (tunnel, pod) = (tunnel.clone(), pod.clone());
                 tokio::spawn(async move {
-                    let vm = IpAddr::from([10, 77, (n / 200) as u8, 10 + (n % 200) as u8]);
+                    let vm = IpAddr::from([10, 77, 0, 10 + (n % 200) as u8]);
                     let sandbox = format!("sandbox-{n}");
                     let (_, reserved, _) = whole(&tunnel, &pod, &sandbox, vm).await;
                     (pod, sandbox, reserved, vm)
