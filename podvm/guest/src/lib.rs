@@ -20,6 +20,7 @@ mod identity;
 mod init;
 pub mod intercept;
 mod link;
+mod localhost;
 mod network;
 mod personalise;
 mod power;

@@ -13,12 +13,12 @@ use futures_util::future::BoxFuture;
 use peerpod_link::{
     birth::BirthData,
     claim,
-    endpoint::{EndpointHandle, Filter, Handler, LinkEvent, Transport},
+    endpoint::{EndpointHandle, Filter, Handler, LinkEvent, Target, Transport},
 };
 use peerpod_proto::guest::Claim;
 use peerpod_wireguard::PublicKey;
 use tokio::{
-    net::UnixStream,
+    net::{TcpStream, UnixStream},
     sync::{mpsc, watch},
     time::{sleep, timeout},
 };
@@ -28,6 +28,7 @@ use crate::{
     dial::{self, Dialler},
     identity::{self, Identity},
     intercept::{Intercept, Notice},
+    localhost::Localhost,
     power::Lease,
     status::Status,
     uplink,
@@ -50,6 +51,7 @@ pub(crate) struct Home {
     agent: Arc<Agent>,
     notice: Arc<dyn Notice>,
     podns: String,
+    localhost: Arc<Localhost>,
     links: mpsc::UnboundedSender<LinkEvent>,
     controls: mpsc::Sender<Bytes>,
 }
@@ -67,7 +69,14 @@ impl Home {
         let (links, link_events) = mpsc::unbounded_channel();
         let (controls, control_messages) = mpsc::channel(CONTROL_QUEUE);
         (
-            Home { agent, notice, podns, links, controls },
+            Home {
+                localhost: Arc::new(Localhost::new(podns.clone().into())),
+                agent,
+                notice,
+                podns,
+                links,
+                controls,
+            },
             Events { links: link_events, controls: control_messages },
         )
     }
@@ -81,6 +90,11 @@ impl Handler for Home {
     fn dial(&mut self) -> BoxFuture<'static, io::Result<UnixStream>> {
         let agent = self.agent.clone();
         Box::pin(async move { agent.connect().await })
+    }
+
+    fn dial_pod(&mut self, target: Target) -> BoxFuture<'static, io::Result<TcpStream>> {
+        let localhost = self.localhost.clone();
+        Box::pin(async move { localhost.connect(target).await })
     }
 
     fn on_control(&mut self, message: Bytes) {

@@ -9,6 +9,7 @@
 //! [`Limits::replay`] of unacknowledged ones; beyond either, reading stops. While there is no transport local sockets
 //! stay open and are simply not read. Idle connections hold no buffer.
 
+mod dialled;
 mod handle;
 mod join;
 mod local;
@@ -21,14 +22,15 @@ use std::{fmt, io, net::SocketAddr, time::Duration};
 
 use bytes::{Bytes, BytesMut};
 use futures_util::future::BoxFuture;
-use tokio::net::UnixStream;
+use tokio::net::{TcpStream, UnixStream};
 
 pub use self::{
+    dialled::{Connected, DialError},
     handle::{ControlFull, EndpointHandle},
     stats::Stats,
     transport::{Transport, tune},
 };
-pub use crate::record::SessionId;
+pub use crate::record::{SessionId, Target};
 
 /// Which end this is. The guest says Hello and dials local ends; the relay answers and opens streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,6 +71,12 @@ pub trait Handler: Send + 'static {
     fn filter(&mut self) -> Box<dyn Filter>;
     /// Guest: opens the local end of a stream that the peer opened. The relay refuses with an error.
     fn dial(&mut self) -> BoxFuture<'static, io::Result<UnixStream>>;
+    /// Guest: connects to a port of the pod's localhost, for a stream that the relay dialled.
+    fn dial_pod(&mut self, target: Target) -> BoxFuture<'static, io::Result<TcpStream>> {
+        let refused =
+            io::Error::new(io::ErrorKind::ConnectionRefused, format!("nothing dials {target:?} here"));
+        Box::pin(std::future::ready(Err(refused)))
+    }
     /// A control message from the peer. They have no credit: a handler that keeps them bounds how many.
     fn on_control(&mut self, message: Bytes);
     /// The link came up, went down or lost its session.
@@ -119,12 +127,21 @@ pub struct Limits {
     pub handshake: Duration,
     /// The guest's dial of the agent may take so long.
     pub dial: Duration,
+    /// A dialled connection: what the relay waits for the guest's answer, what the guest takes to connect, and how long
+    /// one that stands waits for its local socket.
+    pub call: Duration,
+    /// See `call`.
+    pub connect: Duration,
+    /// See `call`.
+    pub park: Duration,
     /// Unacknowledged bytes that the session keeps for a replay; beyond, local sockets are not read.
     pub replay: usize,
     /// Bytes made ready for the transport ahead of what it took: what a control message may have in front of it.
     pub ahead: usize,
-    /// Local connections, and streams of the session.
+    /// Local connections.
     pub connections: usize,
+    /// Dialled connections.
+    pub dialled: usize,
     /// Bytes of control messages that wait for being sent.
     pub control_queue: usize,
     /// The longest control message taken from the peer.
@@ -140,9 +157,13 @@ impl Default for Limits {
             silence: Duration::from_secs(8),
             handshake: Duration::from_secs(5),
             dial: Duration::from_secs(10),
+            call: Duration::from_secs(5),
+            connect: Duration::from_secs(3),
+            park: Duration::from_secs(3),
             replay: 1 << 20,
             ahead: 128 << 10,
             connections: 1024,
+            dialled: 512,
             control_queue: 4 << 20,
             control_message: 1 << 20,
             version: env!("CARGO_PKG_VERSION").to_owned(),

@@ -15,6 +15,7 @@ pub mod external;
 pub mod guest;
 pub mod leftover;
 pub(crate) mod link;
+pub mod localhost;
 pub mod look;
 pub mod mark;
 pub mod netlink;

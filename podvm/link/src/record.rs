@@ -14,8 +14,12 @@ pub const HEADER_LEN: usize = 28;
 /// The longest payload of one record.
 pub const MAX_PAYLOAD: usize = 64 << 10;
 
-/// Version of this protocol, offered in Hello and answered in Welcome.
-pub const VERSION: u16 = 1;
+/// Newest version of this protocol, offered in Hello and answered in Welcome. 2 has dialled streams: [`StreamKind::Dial`],
+/// [`Kind::Finish`].
+pub const VERSION: u16 = 2;
+
+/// Oldest version that is spoken.
+pub const OLDEST: u16 = 1;
 
 /// Flag of a Control record: the message goes on in the next one.
 pub const MORE: u8 = 1;
@@ -42,6 +46,8 @@ pub enum Kind {
     Credit = 13,
     /// A message between node and guest, or a part of it.
     Control = 14,
+    /// No more bytes of a stream from this side; those of the other side go on.
+    Finish = 15,
     /// Only an acknowledgement.
     Ack = 20,
     /// Are you there?
@@ -63,6 +69,7 @@ impl Kind {
             12 => Kind::Close,
             13 => Kind::Credit,
             14 => Kind::Control,
+            15 => Kind::Finish,
             20 => Kind::Ack,
             21 => Kind::Ping,
             22 => Kind::Pong,
@@ -78,10 +85,57 @@ impl Kind {
 
 /// What a stream leads to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
 pub enum StreamKind {
     /// A connection to the agent's socket.
-    Agent = 1,
+    Agent,
+    /// A TCP connection to a port of the pod's localhost. Its opener has no credit at first: the first Credit says that
+    /// the connection is there, a Close before it that there will be none.
+    Dial(Target),
+}
+
+/// A port of the pod's localhost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Target {
+    /// `::1`, else `127.0.0.1`.
+    pub v6: bool,
+    /// The TCP port.
+    pub port: u16,
+}
+
+impl Target {
+    /// Where to connect to.
+    pub fn address(self) -> std::net::SocketAddr {
+        if self.v6 {
+            (std::net::Ipv6Addr::LOCALHOST, self.port).into()
+        } else {
+            (std::net::Ipv4Addr::LOCALHOST, self.port).into()
+        }
+    }
+}
+
+impl StreamKind {
+    /// The payload of an Open: `1`, or `2 | 4 or 6 | port u16 BE`.
+    pub fn encode(self) -> ([u8; 4], usize) {
+        match self {
+            StreamKind::Agent => ([1, 0, 0, 0], 1),
+            StreamKind::Dial(Target { v6, port }) => {
+                let [high, low] = port.to_be_bytes();
+                ([2, if v6 { 6 } else { 4 }, high, low], 4)
+            }
+        }
+    }
+
+    /// The inverse of [`StreamKind::encode`].
+    pub fn decode(payload: &[u8]) -> Option<StreamKind> {
+        match *payload {
+            [1] => Some(StreamKind::Agent),
+            [2, family @ (4 | 6), high, low] => {
+                let port = u16::from_be_bytes([high, low]);
+                Some(StreamKind::Dial(Target { v6: family == 6, port })).filter(|_| port != 0)
+            }
+            _ => None,
+        }
+    }
 }
 
 /// Why a stream ended.
@@ -90,8 +144,10 @@ pub enum StreamKind {
 pub enum CloseReason {
     /// The local side closed its connection (or the peer did, and this is the answer).
     Closed = 0,
-    /// The local end could not be opened.
+    /// The local end could not be opened: nobody listens there.
     Refused = 1,
+    /// Broken off: not every byte of either side was delivered. Of dialled streams only.
+    Failed = 2,
 }
 
 /// A record's header.

@@ -80,6 +80,8 @@ pub struct Session {
     id: Option<SessionId>,
     /// The relay's side of the session; 0 = no handshake was finished.
     epoch: u64,
+    /// What both ends speak; 0 = no handshake was finished.
+    version: u16,
     log: Log,
     /// Records without number (Welcome, Ack, Ping, Pong) under way, and how much of them the transport took.
     urgent: Vec<u8>,
@@ -131,6 +133,7 @@ impl Session {
             limits: Limits { replay: limits.replay.max(2 * ACK_STEP), ..limits },
             id,
             epoch: 0,
+            version: 0,
             log: Log::new(),
             urgent: Vec::new(),
             urgent_taken: 0,
@@ -185,16 +188,21 @@ impl Session {
         }
         let id = self.next_own;
         self.next_own = id.checked_add(2)?;
-        self.streams.insert(id, Stream::new(Some(kind)));
+        self.streams.insert(id, Stream::opened(kind));
         self.signals.push_back(id);
         Some(id)
+    }
+
+    /// Whether the peer knows dialled streams; false also before a handshake.
+    pub fn speaks_dial(&self) -> bool {
+        self.version >= 2
     }
 
     /// How many bytes a stream may be given now. 0 = wait for an acknowledgement or for credit; 0 also for a stream
     /// that has ended.
     pub fn room(&self, stream: u32) -> usize {
         match self.streams.get(&stream) {
-            Some(stream) if stream.is_open() && stream.waiting() == 0 => {
+            Some(stream) if stream.may_send() && stream.waiting() == 0 => {
                 self.log_room().min(stream.credit as usize)
             }
             _ => 0,
@@ -219,7 +227,7 @@ impl Session {
         self.pump();
         // Straight to the log when nobody waits; this is the usual case.
         let straight = self.signals.is_empty() && self.ready.is_empty() && self.control.is_empty();
-        let Some(stream) = self.streams.get_mut(&id).filter(|stream| stream.is_open()) else { return };
+        let Some(stream) = self.streams.get_mut(&id).filter(|stream| stream.may_send()) else { return };
         if straight && stream.waiting() == 0 {
             while !data.is_empty() && stream.credit > 0 && self.log.fits(&self.limits) {
                 let (part, rest) = data.split_at(data.len().min(CHUNK).min(stream.credit as usize));
@@ -269,6 +277,21 @@ impl Session {
         {
             self.ready.push_back(id);
         }
+    }
+
+    /// No more bytes come from this side of the stream; the other side's go on. Ignored when it has ended.
+    pub fn finish(&mut self, id: u32) {
+        if let Some(stream) = self.streams.get_mut(&id)
+            && stream.finish()
+            && stream.may_queue()
+        {
+            self.ready.push_back(id);
+        }
+    }
+
+    /// The local end of a stream that the peer dialled is there: the peer may send.
+    pub fn accept(&mut self, id: u32) {
+        self.consumed(id, WINDOW as usize);
     }
 
     /// The local side took this many bytes of what the stream received: the peer may send so many more.
@@ -336,7 +359,8 @@ impl Session {
         let kind = stream.open.take();
         let credit = stream.take_credit();
         if let Some(kind) = kind {
-            self.push(Header { stream: id, ..Header::new(Kind::Open, 0) }, &[kind as u8]);
+            let (payload, length) = kind.encode();
+            self.push(Header { stream: id, ..Header::new(Kind::Open, 0) }, &payload[..length]);
         }
         if let Some(credit) = credit {
             self.push(Header { stream: id, ..Header::new(Kind::Credit, 0) }, &credit.to_be_bytes());
@@ -358,6 +382,10 @@ impl Session {
             self.unacked = 0;
             let sent = part.len();
             stream.sent(sent);
+        } else if stream.finish_due() {
+            stream.sent_finish();
+            self.log.push(Header { stream: id, ack: self.recv, ..Header::new(Kind::Finish, 0) }, &[]);
+            self.unacked = 0;
         } else if let Some(reason) = stream.close_due() {
             let over = stream.sent_close();
             self.push(Header { stream: id, ..Header::new(Kind::Close, 0) }, &[reason as u8]);

@@ -27,6 +27,7 @@ use crate::{
     config::NodeConfig,
     effects::{self, GuestAddresses, Real, Surroundings},
     ledger::{self, Inbox, Ledger, Loaded},
+    localhost::Localhost,
     metrics::Metrics,
     relay_client::RelayClient,
     roll_over::{self, SharedTrust},
@@ -170,6 +171,7 @@ pub async fn build(
         trust: trust.clone(),
         addresses: addresses.clone(),
         lease: config.lease,
+        localhost: Localhost::new(config.localhost).await,
         boot_id,
         surroundings: Surroundings::new(addresses.clone(), relay.listening()),
     });

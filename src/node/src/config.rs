@@ -73,6 +73,8 @@ pub struct NodeConfig {
     pub max_sandboxes: usize,
     /// Section `tunnel`.
     pub tunnel: TunnelConfig,
+    /// `tunnel.localhost`: whether connections to a pod's localhost in the node's side of its namespace are carried.
+    pub localhost: bool,
 }
 
 /// An address guests dial: with its port, or with the relay's.
@@ -183,6 +185,11 @@ impl NodeConfig {
             ))
             .unwrap_or(usize::MAX),
             tunnel: tunnel(reader),
+            localhost: reader.get(
+                "tunnel.localhost",
+                "true",
+                "carry connections to 127.0.0.1 and ::1 of a pod's namespace (port-forward) into its VM",
+            ),
         };
         config.check(reader);
         config

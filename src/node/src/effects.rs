@@ -23,6 +23,7 @@ use tokio::{sync::watch, task::spawn_blocking};
 use crate::{
     birth,
     ledger::{self, Ledger, NetnsRef, Network, Record},
+    localhost::Localhost,
     relay_client::RelayClient,
     roll_over::SharedTrust,
     sandbox::{
@@ -62,6 +63,8 @@ pub struct Real {
     pub addresses: GuestAddresses,
     /// How long a guest goes on without us.
     pub lease: Duration,
+    /// The pods' localhost.
+    pub localhost: Localhost,
     /// The kernel's boot id: after a reboot no namespace is the one it was.
     pub boot_id: String,
     /// What changes around the node.
@@ -307,6 +310,11 @@ impl Effects for Real {
         self.surroundings.homes()
     }
 
+    async fn carry_localhost(&self, netns: &NetnsRef, id: &SandboxId) -> Result<(), NetworkError> {
+        let netns = self.open(netns).await?;
+        self.localhost.carry(&netns, id, &self.relay).await
+    }
+
     async fn disconnect(
         &self,
         netns: &NetnsRef,
@@ -320,12 +328,17 @@ impl Effects for Real {
             Err(error) if error.permanent || !self.netns_lives(netns) => None,
             Err(error) => return Err(error),
         };
+        let localhost = match &open {
+            Some(open) => self.localhost.remove(open).await,
+            None => Ok(()),
+        };
         let reserved = network.map(woven).transpose()?.map(|woven| woven.reserved);
         let undone = self.tunnel.undo(id.as_str(), open.as_ref(), reserved.as_ref(), vm).await;
         undone.map_err(|errors| {
             let text = errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
             NetworkError { text, permanent: false }
-        })
+        })?;
+        localhost
     }
 
     fn relay_epoch(&self) -> watch::Receiver<u64> {

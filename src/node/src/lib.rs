@@ -6,6 +6,7 @@ pub mod birth;
 pub mod config;
 pub mod effects;
 pub mod ledger;
+pub mod localhost;
 pub mod metrics;
 pub mod relay_client;
 pub mod roll_over;

@@ -21,6 +21,7 @@ mod clear;
 mod deaths;
 mod error;
 pub mod follow;
+mod localhost;
 mod outcomes;
 mod reaper;
 mod renew;

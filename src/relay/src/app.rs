@@ -31,6 +31,7 @@ use crate::{
     control::Control,
     door, guests, handin,
     inbox::Inbox,
+    localhost::Localhost,
     metrics::Metrics,
     sandboxes::{Sandboxes, states::States},
     socket::{self, Bound as Socket},
@@ -159,7 +160,8 @@ pub async fn build(config: RelayConfig) -> Result<Bound, AppError> {
     };
     tasks.spawn(guests::accept(guests, parts, bounds));
     // What the node may hand in; one line for each kind.
-    let kinds: handin::Kinds = vec![wireguard.clone()];
+    let localhost = Localhost { sandboxes: Arc::downgrade(&sandboxes), metrics: metrics.clone() };
+    let kinds: handin::Kinds = vec![Arc::new(localhost), wireguard.clone()];
     tasks.spawn(handin::serve(handin_listener, kinds));
     let control = Control { sandboxes: sandboxes.clone(), states, store, trust, metrics, wireguard, listen };
     let control = serve_control(relay_listener, control).await?;

@@ -54,7 +54,6 @@ pub(crate) trait Kind: Send + Sync {
 }
 
 /// What one message brought.
-#[allow(dead_code)] // the kinds come next
 #[derive(Debug)]
 pub(crate) struct Handed {
     /// What the header says besides.
@@ -62,8 +61,11 @@ pub(crate) struct Handed {
     descriptors: Vec<(String, OwnedFd)>,
 }
 
-#[allow(dead_code)] // the kinds come next
 impl Handed {
+    pub(crate) fn new(detail: Value, descriptors: Vec<(String, OwnedFd)>) -> Handed {
+        Handed { detail, descriptors }
+    }
+
     /// The descriptor of this name; it must be a socket of this kind.
     pub(crate) fn socket(&mut self, name: &str, wanted: Wanted) -> Result<OwnedFd, String> {
         let descriptor = self.descriptor(name)?;
@@ -92,7 +94,6 @@ impl Handed {
 }
 
 /// What a socket must be.
-#[allow(dead_code)] // the kinds come next
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wanted {
     pub(crate) family: AddressFamily,
@@ -102,7 +103,6 @@ pub(crate) struct Wanted {
     pub(crate) listens: bool,
 }
 
-#[allow(dead_code)] // the kinds come next
 impl Wanted {
     fn check(self, socket: &OwnedFd) -> Result<(), String> {
         let found: rustix::io::Result<_> = (|| {
@@ -215,8 +215,8 @@ async fn judge(kinds: &Kinds, header: Header, descriptors: Vec<OwnedFd>) -> Resu
         let (came, named) = (descriptors.len(), names.len());
         return Err(format!("{came} descriptors came, {named} are named"));
     }
-    let descriptors = names.into_iter().zip(descriptors).collect();
-    let taken = timeout(TAKE, kind.take(sandbox.as_ref(), Handed { detail, descriptors })).await;
+    let handed = Handed::new(detail, names.into_iter().zip(descriptors).collect());
+    let taken = timeout(TAKE, kind.take(sandbox.as_ref(), handed)).await;
     let detail = taken.map_err(|_| format!("it took longer than {TAKE:?}"))??;
     tracing::info!(kind = name, sandbox = sandbox.map(tracing::field::display), "descriptors taken");
     Ok(Answer { held: true, detail, ..Answer::default() })

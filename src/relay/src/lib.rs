@@ -4,7 +4,8 @@
 //! * `door`: `hypervisor.sock`, and what waits for the node; `inbox`: stops the node could not take in time.
 //! * `sandboxes`: one endpoint per sandbox, its `agent` socket, its record in the `store`.
 //! * `guests`: the TCP port guests dial; `control`: `relay.sock`, where the node speaks to us; `handin`:
-//!   `relay-fds.sock`, where it gives us descriptors that we have no right to open.
+//!   `relay-fds.sock`, where it gives us descriptors that we have no right to open;
+//!   `localhost`: what comes of the first of them.
 //!
 //! No cloud SDK and no Kubernetes in here: this process faces hostile guests.
 
@@ -19,6 +20,7 @@ mod handin;
 pub mod harden;
 mod id;
 mod inbox;
+mod localhost;
 mod metrics;
 mod sandboxes;
 mod socket;

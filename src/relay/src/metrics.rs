@@ -12,6 +12,12 @@ pub(crate) struct Reason {
     reason: &'static str,
 }
 
+/// An outcome out of a fixed list.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct Outcome {
+    outcome: &'static str,
+}
+
 /// A method out of a fixed list.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct Method {
@@ -45,6 +51,7 @@ pub(crate) struct Metrics {
     pub(crate) guest_calls: Counter,
     pub(crate) guest_words_dropped: Counter,
     pub(crate) panics: Counter,
+    localhost: Family<Outcome, Counter>,
     bytes: Family<Direction, Counter>,
     frames: Family<Direction, Counter>,
 }
@@ -104,6 +111,14 @@ impl Metrics {
         relay.register("panics", "Endpoints that ended by a panic", m.panics.clone());
         relay.register("bytes", "Bytes of shims' conversations with agents", m.bytes.clone());
         relay.register("frames", "Frames of shims' conversations with agents", m.frames.clone());
+        relay.register(
+            "localhost_connections",
+            "Connections to pods' localhost by outcome: carried, refused in the VM, failed",
+            m.localhost.clone(),
+        );
+        for outcome in ["carried", "refused", "failed"] {
+            drop(m.localhost.get_or_create(&Outcome { outcome }));
+        }
         // Series that begin at nothing are there from the start.
         drop(metrics.totals());
         metrics
@@ -127,6 +142,11 @@ impl Metrics {
         let known = ["CreateVM", "StartVM", "StopVM", "Version", "GetInfo"];
         let method = known.into_iter().find(|known| *known == method).unwrap_or("other");
         self.calls.get_or_create(&Method { method }).inc();
+    }
+
+    /// Counts a connection to a pod's localhost.
+    pub(crate) fn localhost(&self, outcome: &'static str) {
+        self.localhost.get_or_create(&Outcome { outcome }).inc();
     }
 
     /// Counts a guest's connection that was refused.

@@ -12,7 +12,10 @@ use std::{
     time::Duration,
 };
 
-use peerpod_link::endpoint::{self, Endpoint, EndpointHandle, Role};
+use peerpod_link::{
+    endpoint::{self, Endpoint, EndpointHandle, Role},
+    net::localhost::Way,
+};
 use thiserror::Error;
 use tokio::task::{AbortHandle, JoinHandle};
 
@@ -23,6 +26,7 @@ use self::{
 use crate::{
     agent::{AgentSocket, CONNECTIONS},
     id::SandboxId,
+    localhost::Serving,
     metrics::Metrics,
     store::{Record, Store, StoreError},
 };
@@ -66,6 +70,7 @@ struct Live {
     socket: AgentSocket,
     /// The endpoint's task, and the one that hears of its end.
     endpoint: AbortHandle,
+    localhost: Option<Serving>,
     running: JoinHandle<()>,
     /// How often an endpoint of this sandbox ended by a panic.
     panics: u32,
@@ -204,7 +209,7 @@ impl Sandboxes {
         let task = tokio::spawn(endpoint.run());
         let endpoint = task.abort_handle();
         let running = tokio::spawn(hear_the_end(task, self.me.clone(), attached.clone(), panics));
-        Ok(Live { record, attached, socket, endpoint, running, panics })
+        Ok(Live { record, attached, socket, localhost: None, endpoint, running, panics })
     }
 
     /// Makes the endpoint of a sandbox anew, when it is still the one that ended.
@@ -215,12 +220,14 @@ impl Sandboxes {
         if !self.is_current(&ended.id, &slot) {
             return;
         }
-        let Some(dead) = live.take_if(same) else { return };
+        let Some(mut dead) = live.take_if(same) else { return };
+        // Its sockets are good for the next endpoint.
+        let localhost = dead.localhost.take();
         let (record, panics, pod) = (dead.record.clone(), dead.panics.saturating_add(1), ended.guest.pod());
         drop(self.take_out(&ended.id, dead));
         match self.start(record, panics) {
             Ok(anew) => {
-                *live = Some(anew);
+                *live = Some(Live { localhost, ..anew });
                 tracing::info!(sandbox = %ended.id, pod, "sandbox is served again");
             }
             // The node puts it again when it hears of it next; until then nobody is served wrongly.
@@ -264,6 +271,25 @@ impl Sandboxes {
         Ok(())
     }
 
+    /// Carries the pod's localhost from now on by these sockets, until the sandbox ends.
+    pub(crate) async fn keep_localhost(&self, id: &SandboxId, serving: Serving) -> Result<(), String> {
+        let slot = self.table().slots.get(id).cloned();
+        if let Some(slot) = slot
+            && let Some(live) = slot.lock().await.as_mut()
+        {
+            live.localhost = Some(serving);
+            return Ok(());
+        }
+        Err(format!("sandbox {id} is not served here any more"))
+    }
+
+    /// By which sockets the pod's localhost is carried.
+    pub(crate) async fn localhost(&self, id: &SandboxId) -> Option<Way> {
+        let slot = self.table().slots.get(id).cloned()?;
+        let live = slot.lock().await;
+        live.as_ref()?.localhost.as_ref().filter(|serving| serving.is_running()).map(|serving| serving.way)
+    }
+
     /// Ends a sandbox; unknown is fine. Its connections get their last answers, nothing of it is left on return.
     pub(crate) async fn delete(&self, id: &SandboxId) -> Result<(), SandboxError> {
         let slot = self.table().slots.get(id).cloned();
@@ -290,11 +316,16 @@ impl Sandboxes {
         Ok(())
     }
 
-    async fn end(&self, id: &SandboxId, live: Live) {
+    async fn end(&self, id: &SandboxId, mut live: Live) {
         let Attached { endpoint: handle, guest, .. } = live.attached.clone();
         let endpoint = live.endpoint.clone();
+        let localhost = live.localhost.take();
         let mut running = self.take_out(id, live);
         handle.close();
+        // Its sockets hold the pod's namespace.
+        if let Some(localhost) = localhost {
+            localhost.stop().await;
+        }
         if tokio::time::timeout(CLOSE_WITHIN, &mut running).await.is_err() {
             tracing::warn!(sandbox = %id, pod = guest.pod(), "connections of a deleted sandbox are cut off");
             running.abort();

@@ -15,10 +15,20 @@ use std::{
 
 use bytes::Bytes;
 use futures_util::task::AtomicWaker;
-use tokio::net::UnixStream;
+use tokio::{
+    net::{TcpStream, UnixStream},
+    sync::oneshot,
+};
 
-use super::{Stats, Transport, stats::Counters};
-use crate::{record::Hello, session::CONTROL_COST};
+use super::{
+    Stats, Transport,
+    dialled::{Answer, Call, Connected, DialError},
+    stats::Counters,
+};
+use crate::{
+    record::{Hello, Target},
+    session::CONTROL_COST,
+};
 
 /// The control queue is full: the peer has been away, or does not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -61,6 +71,16 @@ impl EndpointHandle {
         self.shared.push(Command::Adopt(local));
     }
 
+    /// Relay: has the guest connect to a port of the pod's localhost. What comes back waits for its local socket.
+    ///
+    /// # Errors
+    /// Why there is no connection. Always within [`super::Limits::call`].
+    pub async fn dial(&self, target: Target) -> Result<Connected, DialError> {
+        let (answer, answered) = oneshot::channel();
+        self.shared.push(Command::Dial(target, answer));
+        answered.await.unwrap_or(Err(DialError::Away))
+    }
+
     /// Queues a control message for the peer. Messages keep their order and survive a reconnect, not a lost session.
     pub fn control(&self, message: Bytes) -> Result<(), ControlFull> {
         let shared = &self.shared;
@@ -99,6 +119,9 @@ pub(super) enum Command {
     Attach(Transport, Option<Hello>),
     Adopt(UnixStream),
     Control(Bytes),
+    Dial(Target, Answer),
+    Join(Call, TcpStream),
+    Hang(Call),
 }
 
 pub(super) struct Shared {
@@ -118,6 +141,12 @@ pub(super) struct Ended(Arc<Shared>);
 impl Drop for Ended {
     fn drop(&mut self) {
         self.0.end();
+    }
+}
+
+impl Ended {
+    pub(super) fn shared(&self) -> &Arc<Shared> {
+        &self.0
     }
 }
 
@@ -148,7 +177,7 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn push(&self, command: Command) {
+    pub(super) fn push(&self, command: Command) {
         let mut queue = self.lock();
         // Nobody would take it: a socket must not stay open and unread because somebody still has a handle.
         if self.is_closed() {

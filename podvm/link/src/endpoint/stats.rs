@@ -21,6 +21,8 @@ pub struct Stats {
     pub replayed: u64,
     /// Local connections that are open.
     pub connections: usize,
+    /// Dialled connections that are open, or being opened.
+    pub dialled: usize,
     /// Bytes kept: unacknowledged, waiting for credit, or waiting for a local socket.
     pub buffered: usize,
     /// Whether a transport is up.
@@ -37,6 +39,7 @@ pub(super) struct Counters {
     pub(super) sessions_lost: AtomicU64,
     pub(super) replayed: AtomicU64,
     pub(super) connections: AtomicUsize,
+    pub(super) dialled: AtomicUsize,
     pub(super) buffered: AtomicUsize,
     pub(super) up: AtomicUsize,
 }
@@ -52,6 +55,7 @@ impl Counters {
             sessions_lost: self.sessions_lost.load(Relaxed),
             replayed: self.replayed.load(Relaxed),
             connections: self.connections.load(Relaxed),
+            dialled: self.dialled.load(Relaxed),
             buffered: self.buffered.load(Relaxed),
             up: self.up.load(Relaxed) != 0,
         }

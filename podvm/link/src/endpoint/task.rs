@@ -12,6 +12,7 @@ use tracing::debug;
 
 use super::{
     Handler, Limits, LinkEvent, Role, Transport,
+    dialled::{self, Dialled},
     handle::{Command, Ended},
     join::Joining,
     local::Local,
@@ -32,7 +33,7 @@ const ROUNDS: usize = 3;
 const LINGER: Duration = Duration::from_secs(1);
 
 /// How often connections that wait for the clock are looked at.
-const LOOK: Duration = Duration::from_millis(100);
+pub(super) const LOOK: Duration = Duration::from_millis(100);
 
 pub(super) struct Task<H> {
     role: Role,
@@ -44,6 +45,9 @@ pub(super) struct Task<H> {
     joining: Option<Joining>,
     locals: Vec<Option<Local>>,
     by_stream: IdMap<usize>,
+    dialled: Dialled,
+    /// Dialled connections go first in this round.
+    dialled_first: bool,
     /// Connections that are open, and how many the handler was told.
     open: usize,
     told: usize,
@@ -107,9 +111,15 @@ impl<H: Handler> Task<H> {
         let bounds = session::Limits {
             replay: limits.replay,
             ahead: limits.ahead,
-            streams: limits.connections,
+            streams: limits.connections + limits.dialled,
             control_message: limits.control_message,
         };
+        let dialled = Dialled::new(dialled::Bounds {
+            connections: limits.dialled,
+            call: limits.call,
+            park: limits.park,
+            connect: limits.connect,
+        });
         Task {
             role,
             handler,
@@ -120,6 +130,8 @@ impl<H: Handler> Task<H> {
             joining: None,
             locals: Vec::new(),
             by_stream: IdMap::default(),
+            dialled,
+            dialled_first: false,
             open: 0,
             told: 0,
             waiting: 0,
@@ -161,9 +173,23 @@ impl<H: Handler> Task<H> {
         let mut moved = self.commands();
         moved |= self.poll_joining(cx);
         moved |= self.poll_receive(cx, scratch);
+        // They share the session's room, so they take turns.
+        self.dialled_first = !self.dialled_first;
+        if self.dialled_first {
+            moved |= self.poll_dialled(cx);
+        }
         moved |= self.poll_locals(cx, scratch);
+        if !self.dialled_first {
+            moved |= self.poll_dialled(cx);
+        }
         moved |= self.poll_send(cx);
         moved
+    }
+
+    fn poll_dialled(&mut self, cx: &mut Context<'_>) -> bool {
+        let moved = self.dialled.poll(cx, &mut self.session);
+        self.shared.counters.bytes_to_peer.fetch_add(moved.to_peer, Relaxed);
+        moved.any
     }
 
     fn commands(&mut self) -> bool {
@@ -173,6 +199,9 @@ impl<H: Handler> Task<H> {
             match command {
                 Command::Attach(transport, hello) => self.attach(transport, hello),
                 Command::Control(message) => self.session.control(message),
+                Command::Dial(target, answer) => self.dialled.call(&mut self.session, target, answer),
+                Command::Join(call, socket) => self.dialled.join(call, socket),
+                Command::Hang(call) => self.dialled.hang(&mut self.session, call),
                 Command::Adopt(socket) => {
                     if self.open < self.limits.connections {
                         let filter = self.handler.filter();
@@ -221,6 +250,7 @@ impl<H: Handler> Task<H> {
             local.write_answer(cx, &scratch.local);
         }
         self.locals.clear();
+        self.dialled.end();
         self.open = 0;
         self.link = None;
         self.tell();
@@ -235,7 +265,9 @@ impl<H: Handler> Task<H> {
         counters.records_from_peer.store(counts.received, Relaxed);
         counters.replayed.store(counts.replayed, Relaxed);
         counters.connections.store(self.open, Relaxed);
-        counters.buffered.store(self.session.unacknowledged() + self.waiting, Relaxed);
+        counters.dialled.store(self.dialled.len(), Relaxed);
+        let waiting = self.waiting + self.dialled.waiting();
+        counters.buffered.store(self.session.unacknowledged() + waiting, Relaxed);
         counters.up.store(usize::from(self.link.is_some()), Relaxed);
         if self.told != self.open {
             self.told = self.open;
@@ -247,7 +279,8 @@ impl<H: Handler> Task<H> {
         loop {
             let beat = self.link.as_ref().map(|link| link.beat);
             let join = self.joining.as_ref().map(|joining| joining.deadline);
-            let Some(next) = [beat, join, self.look_at].into_iter().flatten().min() else {
+            let Some(next) = [beat, join, self.look_at, self.dialled.look_at()].into_iter().flatten().min()
+            else {
                 self.timer_at = None;
                 return;
             };
@@ -266,6 +299,7 @@ impl<H: Handler> Task<H> {
     }
 
     fn tick(&mut self, now: Instant) {
+        self.dialled.look(&mut self.session, now);
         if self.joining.as_ref().is_some_and(|joining| joining.deadline <= now) {
             self.joining = None;
             self.refuse(format!("handshake: not finished in {:?}", self.limits.handshake));
@@ -280,6 +314,7 @@ impl<H: Handler> Task<H> {
 
     /// The session with its streams is gone.
     fn lost(&mut self) {
+        self.dialled.lost();
         self.shared.counters.sessions_lost.fetch_add(1, Relaxed);
         self.handler.on_link(LinkEvent::SessionLost);
         let streams: Vec<usize> = self.by_stream.drain().map(|(_, at)| at).collect();

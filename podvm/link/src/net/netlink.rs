@@ -6,7 +6,7 @@
 
 use std::fmt;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use netlink_packet_core::{
@@ -19,7 +19,7 @@ use netlink_sys::protocols::{NETLINK_NETFILTER, NETLINK_ROUTE};
 use nix::errno::Errno;
 use nix::sys::socket::{
     MsgFlags, recv, send, setsockopt,
-    sockopt::{ReceiveTimeout, SndBufForce},
+    sockopt::{RcvBufForce, ReceiveTimeout, SndBufForce},
 };
 use nix::sys::time::TimeVal;
 
@@ -155,6 +155,15 @@ impl Client {
         socket.set_cap_ack(true)?;
         setsockopt(&socket.as_fd(), ReceiveTimeout, &TimeVal::new(PATIENCE, 0))?;
         Ok(Client { socket, sequence: 0, buffer: Vec::new(), unfinished: None })
+    }
+
+    /// The bare socket with so much room for what the kernel sends unasked; when there is more, the rest is lost without
+    /// a word. Needs CAP_NET_ADMIN.
+    pub(crate) fn into_receiver(self, room: usize) -> io::Result<OwnedFd> {
+        setsockopt(&self.socket.as_fd(), RcvBufForce, &room)?;
+        self.socket.set_no_enobufs(true)?;
+        self.socket.set_non_blocking(true)?;
+        self.socket.as_fd().try_clone_to_owned()
     }
 
     /// Sends the messages (flags without REQUEST and ACK, message), in their order, in as few datagrams as the

@@ -34,7 +34,7 @@ use super::Error;
 use super::mark::Owner;
 use super::netlink::{self, Client};
 
-mod parts;
+pub(super) mod parts;
 pub mod wall;
 
 use parts::{

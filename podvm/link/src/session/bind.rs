@@ -6,7 +6,7 @@
 //! seen any record of this epoch, the relay keeps them and sends them from the beginning.
 
 use super::{Session, Violation};
-use crate::record::{Hello, Kind, SessionId, VERSION, Welcome, plain};
+use crate::record::{Hello, Kind, OLDEST, SessionId, VERSION, Welcome, plain};
 
 /// How a handshake ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +21,7 @@ impl Session {
     /// Guest: what to say first on a new transport. `None` for a session without a name.
     pub fn hello(&self, program: &str) -> Option<Hello> {
         Some(Hello {
-            versions: (VERSION, VERSION),
+            versions: (OLDEST, VERSION),
             session: self.id?,
             epoch: self.epoch,
             recv: self.recv,
@@ -33,7 +33,8 @@ impl Session {
     /// `epoch` is a fresh random number (not 0), used if the session begins anew.
     pub fn answer(&mut self, hello: &Hello, epoch: u64, program: &str) -> Result<Joined, Violation> {
         let (oldest, newest) = hello.versions;
-        if !(oldest..=newest).contains(&VERSION) {
+        let version = newest.min(VERSION);
+        if version < oldest.max(OLDEST) {
             return Err(Violation::Version(oldest, newest));
         }
         let known = self.id == Some(hello.session);
@@ -48,20 +49,16 @@ impl Session {
             self.epoch = epoch.max(1);
         }
         self.resume(if resumed { hello.recv } else { 0 });
-        let welcome = Welcome {
-            version: VERSION,
-            resumed,
-            epoch: self.epoch,
-            recv: self.recv,
-            program: program.to_owned(),
-        };
+        self.version = version;
+        let welcome =
+            Welcome { version, resumed, epoch: self.epoch, recv: self.recv, program: program.to_owned() };
         self.urgent = plain(Kind::Welcome, &welcome.encode())?;
         Ok(Joined { resumed, lost })
     }
 
     /// Guest: takes the relay's answer.
     pub fn welcomed(&mut self, welcome: &Welcome) -> Result<Joined, Violation> {
-        if welcome.version != VERSION {
+        if !(OLDEST..=VERSION).contains(&welcome.version) {
             return Err(Violation::Version(welcome.version, welcome.version));
         }
         if welcome.resumed {
@@ -69,6 +66,7 @@ impl Session {
                 return Err(Violation::Handshake("the relay resumes what this guest never had"));
             }
             self.resume(welcome.recv);
+            self.version = welcome.version;
             return Ok(Joined { resumed: true, lost: false });
         }
         if welcome.recv != 0 || welcome.epoch == 0 {
@@ -79,6 +77,7 @@ impl Session {
             self.reset(self.id);
         }
         self.epoch = welcome.epoch;
+        self.version = welcome.version;
         self.resume(0);
         Ok(Joined { resumed: false, lost })
     }

@@ -18,6 +18,10 @@ pub enum Event<'a> {
     Closed(u32, CloseReason),
     /// A control message.
     Control(Bytes),
+    /// The peer reached what this end dialled.
+    Connected(u32),
+    /// The peer sends no more bytes on this stream.
+    Finished(u32),
 }
 
 /// How a peer broke the protocol. The transport must be closed and the session reset.
@@ -98,6 +102,7 @@ impl Session {
             Kind::Data => self.receive_data(header.stream, payload),
             Kind::Close => self.receive_close(header.stream, payload),
             Kind::Credit => self.receive_credit(header.stream, payload),
+            Kind::Finish => self.receive_finish(header.stream, payload),
             _ => self.receive_control(header, payload),
         }
     }
@@ -118,10 +123,7 @@ impl Session {
     }
 
     fn receive_open<'a>(&mut self, id: u32, payload: &[u8]) -> Result<Event<'a>, Violation> {
-        let kind = match payload {
-            [1] => StreamKind::Agent,
-            _ => return Err(Violation::Payload(Kind::Open)),
-        };
+        let kind = StreamKind::decode(payload).ok_or(Violation::Payload(Kind::Open))?;
         if id < self.next_peer || id % 2 != self.next_peer % 2 {
             return Err(Violation::Open(id));
         }
@@ -130,7 +132,7 @@ impl Session {
         }
         // The last number there is makes every later one wrong.
         self.next_peer = id.checked_add(2).ok_or(Violation::Open(id))?;
-        self.streams.insert(id, Stream::new(None));
+        self.streams.insert(id, Stream::answered(kind));
         Ok(Event::Opened(id, kind))
     }
 
@@ -150,6 +152,7 @@ impl Session {
         let reason = match payload {
             [0] => CloseReason::Closed,
             [1] => CloseReason::Refused,
+            [2] => CloseReason::Failed,
             _ => return Err(Violation::Payload(Kind::Close)),
         };
         let stream = self.peers_stream(Kind::Close, id)?;
@@ -169,10 +172,24 @@ impl Session {
         if !stream.credited(credit) {
             return Err(Violation::Credit(id));
         }
+        let answer = stream.is_answer();
+        // Of a dial that was given up here nobody wants to know.
+        let wanted = answer && stream.is_open();
         if stream.may_queue() {
             self.ready.push_back(id);
         }
-        Ok(Event::Nothing)
+        Ok(if wanted { Event::Connected(id) } else { Event::Nothing })
+    }
+
+    fn receive_finish<'a>(&mut self, id: u32, payload: &[u8]) -> Result<Event<'a>, Violation> {
+        if !payload.is_empty() {
+            return Err(Violation::Payload(Kind::Finish));
+        }
+        let stream = self.peers_stream(Kind::Finish, id)?;
+        if !stream.peer_finished() {
+            return Err(Violation::Stream(Kind::Finish, id));
+        }
+        Ok(if stream.is_open() { Event::Finished(id) } else { Event::Nothing })
     }
 
     fn receive_control<'a>(&mut self, header: &Header, payload: &[u8]) -> Result<Event<'a>, Violation> {

@@ -26,12 +26,32 @@ pub(super) struct Stream {
     close_sent: bool,
     /// The peer's Close came.
     ended: bool,
+    /// Our Finish: wanted, sent.
+    finish: bool,
+    finish_sent: bool,
+    /// The peer's Finish came.
+    finished: bool,
+    /// We dialled, and have no answer yet.
+    calling: bool,
 }
 
 impl Stream {
-    pub(super) fn new(open: Option<StreamKind>) -> Stream {
+    /// One that this end opens.
+    pub(super) fn opened(kind: StreamKind) -> Stream {
+        let calling = matches!(kind, StreamKind::Dial(_));
+        let credit = if calling { 0 } else { WINDOW };
+        Stream { open: Some(kind), calling, credit, ..Stream::new() }
+    }
+
+    /// One that the peer opened.
+    pub(super) fn answered(kind: StreamKind) -> Stream {
+        let window = if matches!(kind, StreamKind::Dial(_)) { 0 } else { WINDOW };
+        Stream { window, ..Stream::new() }
+    }
+
+    fn new() -> Stream {
         Stream {
-            open,
+            open: None,
             credit: WINDOW,
             queued: false,
             window: WINDOW,
@@ -42,12 +62,46 @@ impl Stream {
             close: None,
             close_sent: false,
             ended: false,
+            finish: false,
+            finish_sent: false,
+            finished: false,
+            calling: false,
         }
     }
 
     /// Neither side has closed it.
     pub(super) fn is_open(&self) -> bool {
         self.close.is_none() && !self.ended
+    }
+
+    /// Whether bytes may still be sent on it.
+    pub(super) fn may_send(&self) -> bool {
+        self.is_open() && !self.finish
+    }
+
+    /// Wants a Finish after what waits; false when there is one already, or the stream has ended.
+    pub(super) fn finish(&mut self) -> bool {
+        let first = self.may_send();
+        self.finish |= first;
+        first
+    }
+
+    pub(super) fn finish_due(&self) -> bool {
+        self.finish && !self.finish_sent && !self.ended && self.waiting() == 0
+    }
+
+    pub(super) fn sent_finish(&mut self) {
+        self.finish_sent = true;
+    }
+
+    /// The peer's Finish; false when it is not its first.
+    pub(super) fn peer_finished(&mut self) -> bool {
+        !std::mem::replace(&mut self.finished, true)
+    }
+
+    /// Whether this is the answer to our dial.
+    pub(super) fn is_answer(&mut self) -> bool {
+        std::mem::take(&mut self.calling)
     }
 
     /// Bytes that wait for credit or room.
@@ -80,7 +134,11 @@ impl Stream {
 
     /// Whether the stream has something to send now and is to be put into the list; marks it as being there.
     pub(super) fn may_queue(&mut self) -> bool {
-        let due = if self.waiting() > 0 { self.credit > 0 } else { self.close_due().is_some() };
+        let due = if self.waiting() > 0 {
+            self.credit > 0
+        } else {
+            self.finish_due() || self.close_due().is_some()
+        };
         let queue = due && !self.queued;
         self.queued |= queue;
         queue
@@ -140,14 +198,14 @@ impl Stream {
         (credit > 0).then_some(credit)
     }
 
-    /// Bytes from the peer; false when it had no credit for them.
+    /// Bytes from the peer; false when it had no credit for them, or had said that none would come.
     pub(super) fn received(&mut self, bytes: u32) -> bool {
         match self.window.checked_sub(bytes) {
-            Some(left) => {
+            Some(left) if !self.finished => {
                 self.window = left;
                 true
             }
-            None => false,
+            _ => false,
         }
     }
 

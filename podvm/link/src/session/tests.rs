@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 
 use super::*;
-use crate::record::{self, BadRecord, Hello};
+use crate::record::{self, BadRecord, Hello, Target};
 
 const GUEST: SessionId = SessionId([7; 16]);
 
@@ -139,6 +139,9 @@ impl Pair {
                 }
                 Event::Closed(id, _) => end.seen.entry(id).or_default().closed += 1,
                 Event::Control(message) => end.control_seen.push(message.len()),
+                Event::Opened(_, StreamKind::Dial(_)) | Event::Connected(_) | Event::Finished(_) => {
+                    panic!("nobody dials here")
+                }
             }
         }
         end.carry = input.to_vec();
@@ -356,9 +359,47 @@ fn every_broken_rule_has_its_name() {
     let closed_twice = [one(Kind::Close, 1, 1, &[0]), one(Kind::Data, 1, 2, b"x")].concat();
     assert_eq!(after(&closed_twice), Violation::Stream(Kind::Data, 1));
     assert!(matches!(after(&[0xff; 28]), Violation::Record(BadRecord::Length(_))));
-    let version = Hello { versions: (2, 3), session: GUEST, epoch: 0, recv: 0, program: String::new() };
+    let version = Hello { versions: (3, 4), session: GUEST, epoch: 0, recv: 0, program: String::new() };
     let mut fresh = Session::new(Role::Relay, None, Limits::default());
-    assert_eq!(fresh.answer(&version, 1, "").unwrap_err(), Violation::Version(2, 3));
+    assert_eq!(fresh.answer(&version, 1, "").unwrap_err(), Violation::Version(3, 4));
+}
+
+#[test]
+fn a_dialled_stream_has_no_credit_before_its_answer_and_each_side_ends_once() {
+    let target = Target { v6: true, port: 8080 };
+    let mut session = opened();
+    assert!(session.speaks_dial());
+    let call = session.open(StreamKind::Dial(target)).unwrap();
+    assert_eq!(session.room(call), 0, "nobody is there yet");
+    drain(&mut session);
+    let answer = one(Kind::Credit, call, 1, &WINDOW.to_be_bytes());
+    let (header, payload) = record::split(&mut &answer[..]).unwrap().unwrap();
+    assert_eq!(session.receive(&header, payload).unwrap(), Event::Connected(call));
+    assert!(session.room(call) > 0);
+    session.finish(call);
+    assert_eq!(session.room(call), 0, "all is said");
+    assert!(drain(&mut session) > 0);
+    session.finish(call);
+    assert_eq!(drain(&mut session), 0, "once");
+    let finish = one(Kind::Finish, call, 2, b"");
+    let (header, payload) = record::split(&mut &finish[..]).unwrap().unwrap();
+    assert_eq!(session.receive(&header, payload).unwrap(), Event::Finished(call));
+    let again = feed(&mut session, &one(Kind::Finish, call, 3, b""));
+    assert_eq!(again, Err(Violation::Stream(Kind::Finish, call)));
+
+    let data_after_finish = [one(Kind::Finish, 1, 1, b""), one(Kind::Data, 1, 2, b"x")].concat();
+    assert_eq!(feed(&mut opened(), &data_after_finish), Err(Violation::Window(1)));
+    let finish_with_words = one(Kind::Finish, 1, 1, b"x");
+    assert_eq!(feed(&mut opened(), &finish_with_words), Err(Violation::Payload(Kind::Finish)));
+    // Who is called gives no credit before it has answered.
+    let (payload, length) = StreamKind::Dial(target).encode();
+    let mut called = opened();
+    feed(&mut called, &one(Kind::Open, 2, 1, &payload[..length])).unwrap();
+    assert_eq!(feed(&mut called, &one(Kind::Data, 2, 2, b"x")), Err(Violation::Window(2)));
+    for payload in [&[2, 4, 0, 0][..], &[2, 5, 0, 80], &[2, 4, 0], &[2]] {
+        let opened = feed(&mut opened(), &one(Kind::Open, 2, 1, payload));
+        assert_eq!(opened, Err(Violation::Payload(Kind::Open)), "{payload:?}");
+    }
 }
 
 #[test]

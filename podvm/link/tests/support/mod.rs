@@ -17,7 +17,7 @@ use std::{
 use bytes::{Bytes, BytesMut};
 use futures_util::future::BoxFuture;
 use peerpod_link::{
-    endpoint::{Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role, Transport, tune},
+    endpoint::{Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role, Target, Transport, tune},
     frame::{self, HEADER_LEN, Header},
     tls,
 };
@@ -189,6 +189,10 @@ impl Handler for TestHandler {
                 None => Err(io::ErrorKind::Unsupported.into()),
             }
         })
+    }
+
+    fn dial_pod(&mut self, target: Target) -> BoxFuture<'static, io::Result<TcpStream>> {
+        Box::pin(TcpStream::connect(target.address()))
     }
 
     fn on_control(&mut self, message: Bytes) {

@@ -171,6 +171,11 @@ pub trait Effects: Send + Sync + 'static {
     /// Where guests find this node now, `address:port`.
     fn homes(&self) -> watch::Receiver<Homes>;
 
+    /// Has connections to the pod's localhost carried into its VM; again changes nothing. Taken back by `disconnect`.
+    async fn carry_localhost(&self, _netns: &NetnsRef, _id: &SandboxId) -> Result<(), NetworkError> {
+        Ok(())
+    }
+
     /// Takes back whatever of the two is there; gone is fine.
     async fn disconnect(
         &self,

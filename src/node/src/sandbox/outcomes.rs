@@ -61,6 +61,10 @@ impl Task {
                 self.later(Which::Relay, error.text);
                 Ok(())
             }
+            Outcome::Carried { version, result } => {
+                self.localhost_carried(version, result);
+                Ok(())
+            }
             Outcome::Greeted { session, digest, result: Ok(reply) } => {
                 self.greeted(session, digest, *reply).await
             }

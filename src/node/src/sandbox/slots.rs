@@ -44,6 +44,11 @@ pub(super) enum Outcome {
         version: u64,
         result: Result<(), RelayError>,
     },
+    /// The pod's localhost; `version`: of what the relay had been told.
+    Carried {
+        version: u64,
+        result: Result<(), NetworkError>,
+    },
     /// `digest`: which plan.
     Greeted {
         session: String,
@@ -158,6 +163,8 @@ pub(super) struct Slots {
     pub(super) network: Slot,
     /// PutSandbox.
     pub(super) relay: Slot,
+    /// The pod's localhost.
+    pub(super) localhost: Slot,
     /// Personalise.
     pub(super) guest: Slot,
     /// The way out.
@@ -170,6 +177,7 @@ pub(super) enum Which {
     Cloud,
     Network,
     Relay,
+    Localhost,
     Guest,
     Clear,
 }
@@ -180,6 +188,7 @@ impl Slots {
             Which::Cloud => &mut self.cloud,
             Which::Network => &mut self.network,
             Which::Relay => &mut self.relay,
+            Which::Localhost => &mut self.localhost,
             Which::Guest => &mut self.guest,
             Which::Clear => &mut self.clear,
         }
@@ -193,6 +202,7 @@ impl Slots {
             outcome = self.cloud.done() => (Which::Cloud, outcome),
             outcome = self.network.done() => (Which::Network, outcome),
             outcome = self.relay.done() => (Which::Relay, outcome),
+            outcome = self.localhost.done() => (Which::Localhost, outcome),
             outcome = self.guest.done() => (Which::Guest, outcome),
             outcome = self.clear.done() => (Which::Clear, outcome),
         }

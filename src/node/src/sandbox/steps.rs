@@ -30,11 +30,13 @@ impl Task {
                 self.locate();
                 self.weave();
                 self.tell_relay();
+                self.carry_localhost();
                 self.greet();
             }
             Action::Serve => {
                 self.weave();
                 self.tell_relay();
+                self.carry_localhost();
                 self.greet();
                 self.renew();
                 self.follow();
@@ -197,7 +199,9 @@ impl Task {
 
     /// Takes everything away, as soon as nothing more is being made.
     fn clear(&mut self) {
-        let quiet = self.slots.network.is_idle() && self.slots.relay.is_idle();
+        let quiet = self.slots.network.is_idle()
+            && self.slots.relay.is_idle()
+            && self.slots.localhost.is_idle();
         if !quiet || !self.slots.clear.is_idle() {
             return;
         }

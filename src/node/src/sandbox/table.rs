@@ -444,6 +444,7 @@ impl Sandboxes {
             network_given_up: false,
             put_wanted: 1,
             put_done: 0,
+            localhost_of: 0,
             deadline: None,
             leaving: None,
             left_ms: 0,

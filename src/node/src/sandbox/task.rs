@@ -112,6 +112,8 @@ pub(super) struct Task {
     /// What the relay must have been told, and what it was told.
     pub(super) put_wanted: u64,
     pub(super) put_done: u64,
+    /// What the relay had been told when the pod's localhost was last carried; 0: it is not.
+    pub(super) localhost_of: u64,
     /// When to give up on the boot.
     pub(super) deadline: Option<Instant>,
     pub(super) leaving: Option<Left>,
@@ -198,6 +200,7 @@ impl Task {
             // What runs goes on to its end, so that clearing finds all of it; what only waits does not.
             self.slots.network.wake();
             self.slots.relay.wake();
+            self.slots.localhost.wake();
             self.claims.refuse_all(&self.record);
             if matches!(self.record.phase, Phase::Leaving { .. }) {
                 // Only a look for addresses, or a pause, can be there: creates end in Unwanted.

@@ -12,7 +12,7 @@ use tracing::{debug, warn};
 use super::{Link, Scratch, Task, locals::Batch, random_epoch, random_id};
 use crate::{
     endpoint::{Handler, LinkEvent, Role, Transport, join::First},
-    record::{self, Hello},
+    record::{self, CloseReason, Hello, StreamKind},
     session::{
         Event, Joined, Violation,
         pool::{self, Size},
@@ -133,9 +133,26 @@ impl<H: Handler> Task<H> {
             };
             match self.session.receive(&header, payload) {
                 Ok(Event::Nothing) => {}
+                Ok(Event::Data(stream, data)) if self.dialled.has(stream) => {
+                    self.shared.counters.bytes_from_peer.fetch_add(data.len() as u64, Relaxed);
+                    self.dialled.data(cx, &mut self.session, stream, data);
+                }
                 Ok(Event::Data(stream, data)) => self.data(cx, scratch, &mut batch, stream, data),
                 Ok(Event::Control(message)) => self.handler.on_control(message),
-                Ok(Event::Opened(stream, _)) => self.opened(stream),
+                Ok(Event::Opened(stream, StreamKind::Agent)) => self.opened(stream),
+                Ok(Event::Opened(stream, StreamKind::Dial(_))) if self.role == Role::Relay => {
+                    self.session.close(stream, CloseReason::Refused);
+                }
+                Ok(Event::Opened(stream, StreamKind::Dial(target))) => {
+                    let handler = &mut self.handler;
+                    self.dialled.called(&mut self.session, stream, || handler.dial_pod(target));
+                }
+                Ok(Event::Connected(stream)) => self.dialled.connected(self.shared.shared(), stream),
+                // Only dialled streams end by halves.
+                Ok(Event::Finished(stream)) => self.dialled.finished(stream),
+                Ok(Event::Closed(stream, reason)) if self.dialled.has(stream) => {
+                    self.dialled.closed(stream, reason);
+                }
                 Ok(Event::Closed(stream, _)) => {
                     self.deliver(cx, scratch, &mut batch);
                     if let Some(at) = self.by_stream.remove(&stream) {

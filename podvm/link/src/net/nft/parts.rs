@@ -72,7 +72,7 @@ pub(super) fn frame(message: ControlMessage) -> NetfilterMessage {
     NetfilterMessage::new(NetfilterHeader::new(NetfilterProtoFamily::Unspec, 0, SUBSYSTEM), message)
 }
 
-pub(super) fn begin(generation: Option<u32>) -> NetfilterMessage {
+pub(in crate::net) fn begin(generation: Option<u32>) -> NetfilterMessage {
     frame(match generation {
         None => ControlMessage::BatchBegin,
         Some(id) => ControlMessage::Other {
@@ -82,11 +82,11 @@ pub(super) fn begin(generation: Option<u32>) -> NetfilterMessage {
     })
 }
 
-pub(super) fn end() -> NetfilterMessage {
+pub(in crate::net) fn end() -> NetfilterMessage {
     frame(ControlMessage::BatchEnd)
 }
 
-pub(super) fn inet(message: NfTablesMessage) -> NetfilterMessage {
+pub(in crate::net) fn inet(message: NfTablesMessage) -> NetfilterMessage {
     NetfilterMessage::new(NetfilterHeader::new(NetfilterProtoFamily::Inet, 0, 0), message)
 }
 
@@ -149,7 +149,7 @@ pub(super) fn keys_in(kind: u16, payload: &[u8]) -> Result<Vec<Vec<u8>>, netlink
     Ok(keys)
 }
 
-pub(super) fn equals(value: Vec<u8>) -> Expressions {
+pub(in crate::net) fn equals(value: Vec<u8>) -> Expressions {
     Expressions::Cmp(vec![
         Cmp::SourceRegister(Register::Reg1),
         Cmp::Op(Operator::Equal),
@@ -157,7 +157,7 @@ pub(super) fn equals(value: Vec<u8>) -> Expressions {
     ])
 }
 
-pub(super) fn load(base: u32, offset: u32, length: u32, register: Register) -> Expressions {
+pub(in crate::net) fn load(base: u32, offset: u32, length: u32, register: Register) -> Expressions {
     Expressions::Payload(vec![
         Payload::DestinationRegister(register),
         Payload::Base(base),
@@ -166,7 +166,7 @@ pub(super) fn load(base: u32, offset: u32, length: u32, register: Register) -> E
     ])
 }
 
-pub(super) fn verdict(code: u32) -> Expressions {
+pub(in crate::net) fn verdict(code: u32) -> Expressions {
     Expressions::Immediate(vec![
         Immediate::DestinationRegister(Register::Verdict),
         Immediate::Data(DataAttribute::Verdict(vec![VerdictAttribute::Code(Verdict::Other(code))])),

@@ -1,0 +1,92 @@
+//! Connects to ports of the pod's localhost, for streams that the relay dialled: what kubelet and probes connect to in
+//! the node's side of the pod's namespace listens here, in the namespace that containers join.
+
+use std::{
+    io,
+    net::TcpStream as Unconnected,
+    os::fd::OwnedFd,
+    path::PathBuf,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
+use peerpod_link::{endpoint::Target, net::netns::Netns};
+use tokio::{
+    net::{TcpSocket, TcpStream},
+    task::spawn_blocking,
+};
+
+/// The pod's namespace, kept open while it is the one at its path.
+#[derive(Debug)]
+pub(crate) struct Localhost {
+    podns: PathBuf,
+    open: Mutex<Option<Netns>>,
+}
+
+impl Localhost {
+    /// `podns` is the path of the namespace that containers join; it may not be there yet.
+    pub(crate) fn new(podns: PathBuf) -> Localhost {
+        Localhost { podns, open: Mutex::new(None) }
+    }
+
+    /// Connects in the pod's namespace. The link's bound on time is the only one; dropping it gives it up.
+    pub(crate) async fn connect(self: Arc<Localhost>, target: Target) -> io::Result<TcpStream> {
+        let socket = spawn_blocking(move || self.socket(target)).await.map_err(io::Error::other)??;
+        TcpSocket::from_std_stream(Unconnected::from(socket)).connect(target.address()).await
+    }
+
+    /// A socket is of the namespace of the thread that makes it, for its whole life.
+    fn socket(&self, target: Target) -> io::Result<OwnedFd> {
+        let family = if target.v6 { AddressFamily::Inet6 } else { AddressFamily::Inet };
+        let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
+        let made = self.netns()?.run(|| socket(family, SockType::Stream, flags, SockProtocol::Tcp))?;
+        Ok(made?)
+    }
+
+    fn netns(&self) -> io::Result<Netns> {
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*open {
+            Some(netns) if netns.is_still_there() => Ok(netns.clone()),
+            _ => {
+                let netns = Netns::open(&self.podns).map_err(io::Error::other)?;
+                Ok(open.insert(netns).clone())
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{io::ErrorKind, net::TcpListener};
+
+    use peerpod_link::net::netns::{create_named, delete_named};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn the_pods_localhost_is_another_one_than_the_vms_and_a_new_namespace_is_noticed() {
+        let path = PathBuf::from(format!("/run/netns/pplh{}", std::process::id()));
+        let localhost = Arc::new(Localhost::new(path.clone()));
+        let outside = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = outside.local_addr().unwrap().port();
+        let target = |v6| Target { v6, port };
+        assert!(localhost.clone().connect(target(false)).await.is_err(), "there is no namespace yet");
+        for round in 0..2 {
+            let netns = create_named(&path).unwrap();
+            let up = std::process::Command::new("ip")
+                .args(["-n", path.file_name().unwrap().to_str().unwrap(), "link", "set", "lo", "up"])
+                .status();
+            assert!(up.unwrap().success());
+            for (v6, address) in [(false, "127.0.0.1"), (true, "::1")] {
+                let refused = localhost.clone().connect(target(v6)).await.unwrap_err();
+                assert_eq!(refused.kind(), ErrorKind::ConnectionRefused, "round {round}");
+                let inside = netns.run(|| TcpListener::bind((address, port))).unwrap().unwrap();
+                let connected = localhost.clone().connect(target(v6)).await.unwrap();
+                let (_, peer) = inside.accept().unwrap();
+                assert_eq!(peer, connected.local_addr().unwrap());
+            }
+            drop(netns);
+            delete_named(&path).unwrap();
+        }
+    }
+}

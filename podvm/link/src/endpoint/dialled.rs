@@ -1,0 +1,544 @@
+//! Dialled streams: TCP connections of the node's side of the pod that are carried to the pod's localhost in the VM.
+//!
+//! The relay asks first ([`Dialled::call`]) and gets a local socket for the stream only when the guest's connection
+//! stands, so that a refusal there can be a refusal here. Bytes pass as they are; each side's end is a Finish, both
+//! ends together a Close. What does not end so is reset at both ends: nobody takes the half of a transfer for all of it.
+
+use std::{
+    fmt, io,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use bytes::{Buf, BytesMut};
+use futures_util::future::BoxFuture;
+use socket2::SockRef;
+use tokio::{
+    io::AsyncWrite,
+    net::TcpStream,
+    sync::oneshot,
+    time::{Instant, error::Elapsed},
+};
+
+use super::{
+    handle::{Command, Shared},
+    local::READ,
+    task::LOOK,
+    transport::poll_read,
+};
+use crate::{
+    record::{CloseReason, StreamKind, Target},
+    session::{
+        Session,
+        pool::{self, Size},
+    },
+};
+
+/// Why a call has no connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DialError {
+    /// Nobody listens there.
+    #[error("nobody listens there")]
+    Refused,
+    /// It could not be tried, or did not end well.
+    #[error("the guest could not connect")]
+    Failed,
+    /// No answer in time.
+    #[error("the guest did not answer in time")]
+    Late,
+    /// No session, or it was lost meanwhile.
+    #[error("no guest is connected")]
+    Away,
+    /// The guest is older than this.
+    #[error("the guest program does not know dialled streams; a newer VM image has one that does")]
+    Unknown,
+    /// The bound is reached.
+    #[error("too many connections are open")]
+    TooMany,
+}
+
+impl From<Elapsed> for DialError {
+    fn from(_: Elapsed) -> DialError {
+        DialError::Late
+    }
+}
+
+/// Which call: of which session, on which stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Call {
+    generation: u64,
+    stream: u32,
+}
+
+/// A connection that stands in the VM and waits for its local socket; dropping it closes it.
+pub struct Connected {
+    shared: Arc<Shared>,
+    call: Option<Call>,
+}
+
+impl fmt::Debug for Connected {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connected").field("call", &self.call).finish_non_exhaustive()
+    }
+}
+
+impl Connected {
+    /// Joins the two. A socket that comes too late is reset.
+    pub fn join(mut self, socket: TcpStream) {
+        if let Some(call) = self.call.take() {
+            self.shared.push(Command::Join(call, socket));
+        }
+    }
+}
+
+impl Drop for Connected {
+    fn drop(&mut self) {
+        if let Some(call) = self.call.take() {
+            self.shared.push(Command::Hang(call));
+        }
+    }
+}
+
+pub(super) type Answer = oneshot::Sender<Result<Connected, DialError>>;
+
+/// Bounds of [`super::Limits`] that matter here.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Bounds {
+    pub(super) connections: usize,
+    pub(super) call: Duration,
+    pub(super) park: Duration,
+    pub(super) connect: Duration,
+}
+
+/// All of one endpoint.
+pub(super) struct Dialled {
+    bounds: Bounds,
+    /// By stream, ascending.
+    conns: Vec<Conn>,
+    /// Counts sessions: stream numbers begin anew with each.
+    generation: u64,
+    /// Which is polled first.
+    turn: usize,
+    look_at: Option<Instant>,
+}
+
+struct Conn {
+    stream: u32,
+    state: State,
+    /// The session still has the stream.
+    alive: bool,
+    /// Bytes that the socket did not take yet, and those whose credit was not given back.
+    out: BytesMut,
+    owed: usize,
+    /// The socket was read to its end.
+    read_done: bool,
+    /// The peer said Finish; and the socket was told.
+    finished: bool,
+    shut: bool,
+}
+
+enum State {
+    Calling(Option<Answer>, Instant),
+    Parked(Instant),
+    Dialling(BoxFuture<'static, io::Result<TcpStream>>, Instant),
+    Open(TcpStream),
+}
+
+/// Whether a connection goes on.
+#[derive(PartialEq, Eq)]
+enum Next {
+    Goes,
+    /// Everything was delivered.
+    Done,
+    Broken,
+}
+
+impl Dialled {
+    pub(super) fn new(bounds: Bounds) -> Dialled {
+        Dialled { bounds, conns: Vec::new(), generation: 0, turn: 0, look_at: None }
+    }
+
+    /// How many there are.
+    pub(super) fn len(&self) -> usize {
+        self.conns.len()
+    }
+
+    pub(super) fn waiting(&self) -> usize {
+        self.conns.iter().map(|conn| conn.out.len()).sum()
+    }
+
+    /// Whether the stream is one of them.
+    pub(super) fn has(&self, stream: u32) -> bool {
+        !self.conns.is_empty() && self.at(stream).is_some()
+    }
+
+    fn at(&self, stream: u32) -> Option<usize> {
+        self.conns.binary_search_by_key(&stream, |conn| conn.stream).ok()
+    }
+
+    /// When deadlines are looked at; `None`: there are none.
+    pub(super) fn look_at(&self) -> Option<Instant> {
+        self.look_at
+    }
+
+    fn add(&mut self, stream: u32, state: State) {
+        // Numbers ascend within a session, and what is left of the one before has none any more that could be asked for.
+        let at = self.conns.partition_point(|conn| conn.stream < stream);
+        self.conns.insert(at, Conn::new(stream, state));
+        self.look_at.get_or_insert_with(|| Instant::now() + LOOK);
+    }
+
+    /// Relay: asks the guest to connect.
+    pub(super) fn call(&mut self, session: &mut Session, target: Target, answer: Answer) {
+        // The caller may have left; then nobody wants to know.
+        let refuse = |answer: Answer, why| drop(answer.send(Err(why)));
+        if session.epoch() == 0 {
+            return refuse(answer, DialError::Away);
+        }
+        if !session.speaks_dial() {
+            return refuse(answer, DialError::Unknown);
+        }
+        if self.conns.len() >= self.bounds.connections {
+            return refuse(answer, DialError::TooMany);
+        }
+        match session.open(StreamKind::Dial(target)) {
+            Some(stream) => {
+                self.add(stream, State::Calling(Some(answer), Instant::now() + self.bounds.call));
+            }
+            None => refuse(answer, DialError::TooMany),
+        }
+    }
+
+    /// Guest: the relay called.
+    pub(super) fn called(
+        &mut self,
+        session: &mut Session,
+        stream: u32,
+        dial: impl FnOnce() -> BoxFuture<'static, io::Result<TcpStream>>,
+    ) {
+        if self.conns.len() >= self.bounds.connections {
+            return session.close(stream, CloseReason::Refused);
+        }
+        self.add(stream, State::Dialling(dial(), Instant::now() + self.bounds.connect));
+    }
+
+    /// Relay: the guest connected.
+    pub(super) fn connected(&mut self, shared: &Arc<Shared>, stream: u32) {
+        let Some(at) = self.at(stream) else { return };
+        let conn = &mut self.conns[at];
+        let State::Calling(answer, _) = &mut conn.state else { return };
+        let answer = answer.take();
+        conn.state = State::Parked(Instant::now() + self.bounds.park);
+        let call = Some(Call { generation: self.generation, stream });
+        if let Some(answer) = answer {
+            // A caller that left drops it, which hangs up.
+            drop(answer.send(Ok(Connected { shared: shared.clone(), call })));
+        }
+    }
+
+    /// Relay: the local socket of a call.
+    pub(super) fn join(&mut self, call: Call, socket: TcpStream) {
+        let at = self.at(call.stream).filter(|_| call.generation == self.generation);
+        match at.map(|at| &mut self.conns[at]) {
+            Some(conn) if matches!(conn.state, State::Parked(_)) => {
+                prepare(&socket);
+                conn.state = State::Open(socket);
+            }
+            _ => reset(socket),
+        }
+    }
+
+    /// Relay: nobody wants the call any more.
+    pub(super) fn hang(&mut self, session: &mut Session, call: Call) {
+        let at = self.at(call.stream).filter(|_| call.generation == self.generation);
+        if let Some(at) = at
+            && matches!(self.conns[at].state, State::Parked(_))
+        {
+            session.close(call.stream, CloseReason::Failed);
+            self.conns.remove(at);
+        }
+    }
+
+    /// Bytes of a stream.
+    pub(super) fn data(&mut self, cx: &mut Context<'_>, session: &mut Session, stream: u32, data: &[u8]) {
+        let Some(at) = self.at(stream) else { return };
+        let conn = &mut self.conns[at];
+        conn.owed += data.len();
+        let mut written = 0;
+        if let (State::Open(socket), true) = (&mut conn.state, conn.out.is_empty()) {
+            // An error is met again when the rest is written.
+            if let Poll::Ready(Ok(n)) = Pin::new(socket).poll_write(cx, data) {
+                written = n;
+            }
+        }
+        conn.out.extend_from_slice(&data[written..]);
+        session.consumed(stream, conn.take_credit());
+    }
+
+    /// The peer sends no more on this stream.
+    pub(super) fn finished(&mut self, stream: u32) {
+        if let Some(at) = self.at(stream) {
+            self.conns[at].finished = true;
+        }
+    }
+
+    /// The peer closed a stream.
+    pub(super) fn closed(&mut self, stream: u32, reason: CloseReason) {
+        let Some(at) = self.at(stream) else { return };
+        let why = if reason == CloseReason::Refused { DialError::Refused } else { DialError::Failed };
+        if self.conns[at].ended(why) {
+            self.conns.remove(at).reset();
+        }
+    }
+
+    /// The session is lost, and all streams with it.
+    pub(super) fn lost(&mut self) {
+        self.generation += 1;
+        for mut conn in std::mem::take(&mut self.conns) {
+            if conn.ended(DialError::Away) {
+                conn.reset();
+            } else {
+                // What is left to be written is; nothing asks for its stream's number any more.
+                conn.stream = 0;
+                self.conns.push(conn);
+            }
+        }
+    }
+
+    /// Moves bytes; returns whether any moved.
+    pub(super) fn poll(&mut self, cx: &mut Context<'_>, session: &mut Session) -> Moved {
+        let (mut moved, many) = (Moved::default(), self.conns.len());
+        if many == 0 {
+            return moved;
+        }
+        self.turn = if self.turn + 1 < many { self.turn + 1 } else { 0 };
+        let mut over = Vec::new();
+        for at in (self.turn..many).chain(0..self.turn) {
+            let next = self.conns[at].poll(cx, session, &mut moved);
+            if next != Next::Goes {
+                over.push((at, next));
+            }
+        }
+        over.sort_unstable_by_key(|(at, _)| std::cmp::Reverse(*at));
+        for (at, next) in over {
+            moved.any = true;
+            let conn = self.conns.remove(at);
+            match next {
+                Next::Broken => conn.reset(),
+                _ => conn.let_go(),
+            }
+        }
+        moved
+    }
+
+    /// Looks at deadlines.
+    pub(super) fn look(&mut self, session: &mut Session, now: Instant) {
+        if self.look_at.is_none_or(|at| at > now) {
+            return;
+        }
+        let mut timed = false;
+        self.conns.retain_mut(|conn| {
+            let (late, left) = match &conn.state {
+                State::Calling(answer, deadline) => {
+                    (*deadline <= now, answer.as_ref().is_none_or(oneshot::Sender::is_closed))
+                }
+                State::Parked(deadline) | State::Dialling(_, deadline) => (*deadline <= now, false),
+                State::Open(_) => return true,
+            };
+            if !(late || left) {
+                timed = true;
+                return true;
+            }
+            if let State::Calling(answer, _) = &mut conn.state
+                && let Some(answer) = answer.take()
+            {
+                drop(answer.send(Err(DialError::Late))); // The caller may have left.
+            }
+            session.close(conn.stream, CloseReason::Failed);
+            false
+        });
+        self.look_at = timed.then(|| now + LOOK);
+    }
+
+    /// The endpoint ends.
+    pub(super) fn end(&mut self) {
+        std::mem::take(&mut self.conns).into_iter().for_each(Conn::reset);
+    }
+}
+
+/// What one poll moved.
+#[derive(Default)]
+pub(super) struct Moved {
+    pub(super) any: bool,
+    /// Bytes read from sockets.
+    pub(super) to_peer: u64,
+}
+
+impl Conn {
+    fn new(stream: u32, state: State) -> Conn {
+        Conn {
+            stream,
+            state,
+            alive: true,
+            out: BytesMut::new(),
+            owed: 0,
+            read_done: false,
+            finished: false,
+            shut: false,
+        }
+    }
+
+    fn take_credit(&mut self) -> usize {
+        let credit = self.owed.saturating_sub(self.out.len());
+        self.owed -= credit;
+        credit
+    }
+
+    /// The stream is gone; whether the connection is to be reset now. One whose peer had said all waits for its socket
+    /// to take it.
+    fn ended(&mut self, why: DialError) -> bool {
+        self.alive = false;
+        match &mut self.state {
+            State::Calling(answer, _) => {
+                if let Some(answer) = answer.take() {
+                    drop(answer.send(Err(why))); // The caller may have left.
+                }
+                true
+            }
+            State::Parked(_) | State::Dialling(..) => true,
+            State::Open(_) if self.finished => false,
+            State::Open(socket) => {
+                // What came before the end is still for the reader, as far as the socket takes it at once.
+                drop(socket.try_write(&self.out));
+                true
+            }
+        }
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>, session: &mut Session, moved: &mut Moved) -> Next {
+        if let State::Dialling(dial, _) = &mut self.state {
+            match dial.as_mut().poll(cx) {
+                Poll::Pending => return Next::Goes,
+                Poll::Ready(Ok(socket)) => {
+                    prepare(&socket);
+                    self.state = State::Open(socket);
+                    session.accept(self.stream);
+                    moved.any = true;
+                }
+                Poll::Ready(Err(error)) => {
+                    let refused = error.kind() == io::ErrorKind::ConnectionRefused;
+                    let reason = if refused { CloseReason::Refused } else { CloseReason::Failed };
+                    tracing::debug!(%error, "the pod's localhost was dialled in vain");
+                    session.close(self.stream, reason);
+                    return Next::Done;
+                }
+            }
+        }
+        let next = self.exchange(cx, session, moved);
+        if self.alive {
+            match next {
+                Next::Goes => {}
+                Next::Done => session.close(self.stream, CloseReason::Closed),
+                Next::Broken => session.close(self.stream, CloseReason::Failed),
+            }
+        }
+        next
+    }
+
+    fn exchange(&mut self, cx: &mut Context<'_>, session: &mut Session, moved: &mut Moved) -> Next {
+        match self.write(cx) {
+            Ok(wrote) => moved.any |= wrote,
+            Err(_) => return Next::Broken,
+        }
+        let State::Open(socket) = &mut self.state else { return Next::Goes };
+        if self.alive {
+            let credit = self.owed.saturating_sub(self.out.len());
+            self.owed -= credit;
+            session.consumed(self.stream, credit);
+        }
+        if self.finished && self.out.is_empty() && !self.shut {
+            match Pin::new(&mut *socket).poll_shutdown(cx) {
+                Poll::Ready(Ok(())) => self.shut = true,
+                Poll::Ready(Err(_)) => return Next::Broken,
+                Poll::Pending => {}
+            }
+        }
+        let room = if self.alive && !self.read_done { session.room(self.stream).min(READ) } else { 0 };
+        if room > 0 {
+            let mut buffer = pool::take(Size::Read);
+            let read = poll_read(socket, cx, &mut buffer[..room]);
+            match read {
+                Poll::Ready(Ok(0)) => {
+                    self.read_done = true;
+                    session.finish(self.stream);
+                    moved.any = true;
+                }
+                Poll::Ready(Ok(n)) => {
+                    session.send(self.stream, &buffer[..n]);
+                    moved.any = true;
+                    moved.to_peer += n as u64;
+                }
+                _ => {}
+            }
+            pool::give(buffer);
+            if let Poll::Ready(Err(_)) = read {
+                return Next::Broken;
+            }
+        }
+        if self.shut && (self.read_done || !self.alive) { Next::Done } else { Next::Goes }
+    }
+
+    /// Writes what waits; whether some of it went.
+    fn write(&mut self, cx: &mut Context<'_>) -> io::Result<bool> {
+        let State::Open(socket) = &mut self.state else { return Ok(false) };
+        let mut wrote = false;
+        while !self.out.is_empty() {
+            match Pin::new(&mut *socket).poll_write(cx, &self.out) {
+                Poll::Ready(Ok(0)) => return Err(io::ErrorKind::WriteZero.into()),
+                Poll::Ready(Ok(n)) => {
+                    self.out.advance(n);
+                    wrote = true;
+                }
+                Poll::Ready(Err(error)) => return Err(error),
+                Poll::Pending => break,
+            }
+        }
+        if wrote && self.out.is_empty() {
+            self.out = BytesMut::new(); // an empty buffer is not kept
+        }
+        Ok(wrote)
+    }
+
+    /// Everything is delivered to the socket, which may still be sending it.
+    fn let_go(self) {
+        if let State::Open(socket) = self.state {
+            linger(&socket, None);
+        }
+    }
+
+    fn reset(self) {
+        if let State::Open(socket) = self.state {
+            reset(socket);
+        }
+    }
+}
+
+/// No delay; and a program of ours that dies resets the connection instead of ending it as if all had been said.
+fn prepare(socket: &TcpStream) {
+    linger(socket, Some(Duration::ZERO));
+    if let Err(error) = socket.set_nodelay(true) {
+        tracing::debug!(%error, "a dialled connection keeps its delay");
+    }
+}
+
+fn reset(socket: TcpStream) {
+    linger(&socket, Some(Duration::ZERO));
+}
+
+fn linger(socket: &TcpStream, time: Option<Duration>) {
+    if let Err(error) = SockRef::from(socket).set_linger(time) {
+        tracing::debug!(%error, "how a dialled connection ends is not set");
+    }
+}

@@ -1,0 +1,343 @@
+//! The pod's `localhost`: connections to 127.0.0.1 and ::1 in the node's side of a pod's namespace (port-forward, probes)
+//! are carried to the same port in the VM. A refusal there is a refusal here: the client's SYN is not answered before
+//! the guest's own connection stands, and that very connection is the one that is then used.
+//!
+//! How SYNs get here and back without any right of ours: [`peerpod_link::net::localhost`]. The node hands the sockets
+//! in; they go with the sandbox. Touches nothing else.
+
+mod packet;
+
+use std::{
+    collections::HashMap,
+    io,
+    net::TcpListener as StdListener,
+    os::fd::{AsRawFd, OwnedFd},
+    sync::{Arc, Weak},
+    time::{Duration, Instant},
+};
+
+use async_trait::async_trait;
+use nix::sys::socket::{MsgFlags, SockaddrIn, SockaddrIn6, recv, sendto};
+use peerpod_link::{
+    endpoint::{Connected, DialError, EndpointHandle},
+    net::localhost::{INJECT, LISTEN, LOG, Way},
+    reactor,
+};
+use rustix::net::{AddressFamily, SocketType};
+use serde_json::Value;
+use tokio::{
+    io::{Interest, unix::AsyncFd},
+    net::{TcpListener, TcpStream},
+    task::{JoinHandle, JoinSet},
+};
+
+use self::packet::{Key, Syn, logged};
+use crate::{
+    handin::{Handed, Kind, Wanted},
+    id::SandboxId,
+    metrics::Metrics,
+    sandboxes::Sandboxes,
+};
+
+/// The word in a hand-in's header.
+const KIND: &str = "localhost";
+const IPPROTO_TCP: u32 = 6;
+const IPPROTO_RAW: u32 = 255;
+const NETLINK_NETFILTER: u32 = 12;
+/// Connections of one sandbox that are being made.
+const PENDING: usize = 512;
+/// How long a SYN that was sent again may take to become a connection.
+const PARKED: Duration = Duration::from_secs(3);
+/// A message of the kernel's log.
+const ROOM: usize = 16 << 10;
+
+/// Takes the sockets for a sandbox that is served here.
+pub(crate) struct Localhost {
+    /// The table holds what is taken, and ends it with the sandbox.
+    pub(crate) sandboxes: Weak<Sandboxes>,
+    pub(crate) metrics: Arc<Metrics>,
+}
+
+#[async_trait]
+impl Kind for Localhost {
+    fn name(&self) -> &'static str {
+        KIND
+    }
+
+    async fn held(&self, sandbox: Option<&SandboxId>) -> Option<Value> {
+        let way = self.sandboxes.upgrade()?.localhost(sandbox?).await?;
+        serde_json::to_value(way).ok()
+    }
+
+    async fn take(&self, sandbox: Option<&SandboxId>, mut handed: Handed) -> Result<Value, String> {
+        let stops = || "the relay stops".to_owned();
+        let sandbox = sandbox.ok_or("a pod's localhost without its sandbox")?;
+        let way: Way = serde_json::from_value(handed.detail.clone())
+            .map_err(|error| format!("the ways cannot be read: {error}"))?;
+        let sandboxes = self.sandboxes.upgrade().ok_or_else(stops)?;
+        if sandboxes.get(sandbox).is_none() {
+            return Err(format!("sandbox {sandbox} is not served here; put it first"));
+        }
+        let sockets = Sockets::take(&mut handed).map_err(|why| format!("sandbox {sandbox}: {why}"))?;
+        handed.finish()?;
+        // Asked for each time: an endpoint that failed is another one afterwards.
+        let (table, id) = (self.sandboxes.clone(), sandbox.clone());
+        let endpoint = move || Some(table.upgrade()?.get(&id)?.endpoint);
+        let serving = Serving::start(sandbox.clone(), way, sockets, endpoint, self.metrics.clone());
+        sandboxes.keep_localhost(sandbox, serving).await?;
+        serde_json::to_value(way).map_err(|error| error.to_string())
+    }
+}
+
+/// One family's.
+struct Family {
+    listener: TcpListener,
+    inject: OwnedFd,
+}
+
+struct Sockets {
+    log: AsyncFd<OwnedFd>,
+    /// v4, v6; what the kernel has not is missing.
+    families: [Option<Family>; 2],
+}
+
+impl Sockets {
+    fn take(handed: &mut Handed) -> Result<Sockets, String> {
+        let family = AddressFamily::NETLINK;
+        let log = Wanted { family, kind: SocketType::DGRAM, protocol: NETLINK_NETFILTER, listens: false };
+        let log = handed.socket(LOG, log)?;
+        let log = reactor::register(log, Interest::READABLE).map_err(|error| error.to_string())?;
+        let mut families = [None, None];
+        for (at, family) in [AddressFamily::INET, AddressFamily::INET6].into_iter().enumerate() {
+            if !handed.has(LISTEN[at]) {
+                continue;
+            }
+            let wanted = Wanted { family, kind: SocketType::STREAM, protocol: IPPROTO_TCP, listens: true };
+            let listener = StdListener::from(handed.socket(LISTEN[at], wanted)?);
+            let wanted = Wanted { family, kind: SocketType::RAW, protocol: IPPROTO_RAW, listens: false };
+            let inject = handed.socket(INJECT[at], wanted)?;
+            let listener = listener
+                .set_nonblocking(true)
+                .and_then(|()| TcpListener::from_std(listener))
+                .map_err(|error| format!("descriptor {}: {error}", LISTEN[at]))?;
+            families[at] = Some(Family { listener, inject });
+        }
+        Ok(Sockets { log, families })
+    }
+}
+
+/// A running one; dropping it ends it, with its sockets.
+#[derive(Debug)]
+pub(crate) struct Serving {
+    pub(crate) way: Way,
+    task: JoinHandle<()>,
+}
+
+impl Serving {
+    fn start(
+        id: SandboxId,
+        way: Way,
+        sockets: Sockets,
+        endpoint: impl Fn() -> Option<EndpointHandle> + Send + 'static,
+        metrics: Arc<Metrics>,
+    ) -> Serving {
+        let Sockets { log, families: [v4, v6] } = sockets;
+        let door = Door {
+            id,
+            endpoint: Box::new(endpoint),
+            metrics,
+            inject: [None, None],
+            pending: HashMap::new(),
+            asking: JoinSet::new(),
+        };
+        Serving { way, task: tokio::spawn(door.run(log, v4, v6)) }
+    }
+
+    /// Whether it still works; a part of ours that failed does not.
+    pub(crate) fn is_running(&self) -> bool {
+        !self.task.is_finished()
+    }
+
+    /// Ends it; its sockets are closed on return.
+    pub(crate) async fn stop(mut self) {
+        self.task.abort();
+        // Only that it is over matters.
+        drop((&mut self.task).await);
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// A connection between its SYN and its acceptance.
+enum Pending {
+    /// The guest was asked.
+    Asking,
+    /// The guest's connection stands, the SYN was sent again.
+    Parked(Connected, Instant),
+}
+
+struct Door {
+    id: SandboxId,
+    endpoint: Box<dyn Fn() -> Option<EndpointHandle> + Send>,
+    metrics: Arc<Metrics>,
+    inject: [Option<OwnedFd>; 2],
+    pending: HashMap<Key, Pending>,
+    asking: JoinSet<(Syn, Result<Connected, DialError>)>,
+}
+
+impl Door {
+    async fn run(mut self, log: AsyncFd<OwnedFd>, v4: Option<Family>, v6: Option<Family>) {
+        let mut listeners = [None, None];
+        for (at, family) in [v4, v6].into_iter().enumerate() {
+            if let Some(Family { listener, inject }) = family {
+                listeners[at] = Some(listener);
+                self.inject[at] = Some(inject);
+            }
+        }
+        let [v4, v6] = listeners;
+        let mut sweep = tokio::time::interval(PARKED);
+        loop {
+            tokio::select! {
+                syns = read(&log) => match syns {
+                    Ok(syns) => syns.into_iter().for_each(|syn| self.ask(syn)),
+                    Err(error) => {
+                        tracing::warn!(sandbox = %self.id, %error, "the pod's localhost is not heard");
+                        tokio::time::sleep(Duration::from_millis(100)).await;
+                    }
+                },
+                Some(answered) = self.asking.join_next() => {
+                    // A task of ours neither panics nor is cut off; its SYN comes again.
+                    if let Ok((syn, result)) = answered {
+                        self.answered(&syn, result);
+                    }
+                }
+                accepted = accept(v4.as_ref()) => self.accepted(accepted).await,
+                accepted = accept(v6.as_ref()) => self.accepted(accepted).await,
+                _ = sweep.tick(), if !self.pending.is_empty() => self.sweep(),
+            }
+        }
+    }
+
+    /// A client wants to connect.
+    fn ask(&mut self, syn: Syn) {
+        match self.pending.get(&syn.key) {
+            // It asks again because the answer takes long.
+            Some(Pending::Asking) => return,
+            // Its SYN got lost, however that was.
+            Some(Pending::Parked(..)) => return self.send(&syn.key, &syn.again()),
+            None => {}
+        }
+        if self.pending.len() >= PENDING {
+            return self.refuse(&syn, DialError::TooMany);
+        }
+        let Some(endpoint) = (self.endpoint)() else { return self.refuse(&syn, DialError::Away) };
+        self.pending.insert(syn.key, Pending::Asking);
+        self.asking.spawn(async move {
+            let result = endpoint.dial(syn.key.target).await;
+            (syn, result)
+        });
+    }
+
+    /// What the guest said.
+    fn answered(&mut self, syn: &Syn, result: Result<Connected, DialError>) {
+        match result {
+            Ok(connected) => {
+                self.pending.insert(syn.key, Pending::Parked(connected, Instant::now()));
+                self.send(&syn.key, &syn.again());
+            }
+            Err(why) => {
+                self.pending.remove(&syn.key);
+                self.refuse(syn, why);
+            }
+        }
+    }
+
+    fn refuse(&self, syn: &Syn, why: DialError) {
+        let (port, client) = (syn.key.target.port, syn.key.client);
+        tracing::debug!(sandbox = %self.id, port, %client, %why, "a connection to the pod's localhost is refused");
+        self.metrics.localhost(if why == DialError::Refused { "refused" } else { "failed" });
+        self.send(&syn.key, &syn.reset());
+    }
+
+    fn send(&self, key: &Key, packet: &[u8]) {
+        let Some(inject) = &self.inject[usize::from(key.target.v6)] else { return };
+        let fd = inject.as_raw_fd();
+        let to = key.target.v6;
+        let sent = if to {
+            let to = SockaddrIn6::from(std::net::SocketAddrV6::new(std::net::Ipv6Addr::LOCALHOST, 0, 0, 0));
+            sendto(fd, packet, &to, MsgFlags::MSG_DONTWAIT)
+        } else {
+            let to = SockaddrIn::from(std::net::SocketAddrV4::new(std::net::Ipv4Addr::LOCALHOST, 0));
+            sendto(fd, packet, &to, MsgFlags::MSG_DONTWAIT)
+        };
+        if let Err(error) = sent {
+            // The client sends its SYN again by itself.
+            tracing::warn!(sandbox = %self.id, %error, "a packet for the pod's localhost is not sent");
+        }
+    }
+
+    /// A client's connection stands.
+    async fn accepted(&mut self, accepted: io::Result<TcpStream>) {
+        let named = accepted.and_then(|socket| {
+            let key = Key::of(socket.peer_addr()?, socket.local_addr()?);
+            Ok((socket, key))
+        });
+        let (socket, key) = match named {
+            Ok(named) => named,
+            Err(error) => {
+                tracing::warn!(sandbox = %self.id, %error, "a connection to the pod's localhost is not accepted");
+                tokio::time::sleep(Duration::from_millis(20)).await;
+                return;
+            }
+        };
+        match self.pending.remove(&key) {
+            Some(Pending::Parked(connected, _)) => {
+                self.metrics.localhost("carried");
+                connected.join(socket);
+            }
+            // Nobody asked for it: what stands there belongs to a SYN that was never here.
+            other => {
+                tracing::warn!(sandbox = %self.id, client = %key.client, asking = other.is_some(), "a connection to the pod's localhost that nobody was asked for is reset");
+                reset(&socket);
+            }
+        }
+    }
+
+    /// Forgets connections whose client went away.
+    fn sweep(&mut self) {
+        let now = Instant::now();
+        self.pending.retain(|_, pending| match pending {
+            Pending::Asking => true,
+            Pending::Parked(_, since) => now.duration_since(*since) < PARKED,
+        });
+    }
+}
+
+fn reset(socket: &TcpStream) {
+    if let Err(error) = rustix::net::sockopt::set_socket_linger(socket, Some(Duration::ZERO)) {
+        tracing::debug!(%error, "a connection is closed, not reset");
+    }
+}
+
+async fn accept(listener: Option<&TcpListener>) -> io::Result<TcpStream> {
+    match listener {
+        Some(listener) => listener.accept().await.map(|(socket, _)| socket),
+        None => std::future::pending().await,
+    }
+}
+
+async fn read(log: &AsyncFd<OwnedFd>) -> io::Result<Vec<Syn>> {
+    log.async_io(Interest::READABLE, |log| {
+        let mut datagram = [0; ROOM];
+        let length = recv(log.as_raw_fd(), &mut datagram, MsgFlags::MSG_DONTWAIT)?;
+        Ok(logged(datagram.get(..length).unwrap_or_default()))
+    })
+    .await
+}
+
+#[cfg(test)]
+mod tests;
