@@ -8,8 +8,8 @@
 //! What is not set, and why:
 //! * IPv6 tunnels keep their UDP checksum. Without it both ends need `udp6zerocsumrx`, one of the settings in which all
 //!   devices of a port must agree: a CNI's device on the same port would no longer come up, or ours would not.
-//! * GSO and GRO sizes stay the kernel's: a larger `gso_max_size` moves nothing while the underlay's is 64 KiB, and a
-//!   smaller one only costs.
+//! * The GSO size stays the kernel's 64 KiB: half of it costs 0.58 of the throughput of one TCP stream, and more than
+//!   that a VXLAN device refuses (measured on kernel 6.18, medians of 9 interleaved runs; the GRO size was not varied).
 
 use std::net::{IpAddr, Ipv6Addr};
 use std::os::fd::{AsFd, AsRawFd};
