@@ -1,5 +1,5 @@
-//! The life of a guest, with the real program as pid 1 of namespaces of its own, against a relay in this test: claim,
-//! personalise, agent calls, the guest program killed and back, flush, the lease.
+//! The life of a guest, with the real program as pid 1 of namespaces of its own, or as a service of somebody else who is,
+//! against a relay in this test: claim, personalise, agent calls, the guest program killed and back, flush, the lease.
 //!
 //! The test starts itself again in fresh namespaces (`inner`), so that nothing of it can stay behind, whatever
 //! happens: when that process ends the kernel ends all others. Needs root.
@@ -10,6 +10,7 @@ mod relay;
 
 use std::{
     io::{Read, Write},
+    os::fd::AsRawFd,
     os::unix::net::{UnixListener, UnixStream},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
@@ -32,18 +33,32 @@ use relay::Relay;
 
 const INNER: &str = "PEERPOD_GUEST_TEST_INNER";
 const AGENT: &str = "PEERPOD_GUEST_TEST_AGENT";
+/// What systemd does with the unit, in a shell: pid 1 of somebody else, which starts `serve` again when it ends. 70 is how
+/// `serve` says that the machine is to go off, where it may not switch it off itself.
+const SERVICE: &str = r#"ip link set lo up
+    while :; do end=0; "$GUEST" serve || end=$?; [ $end != 70 ] || exit 0; sleep 0.1; done"#;
 const NODE: &str = "10.98.0.1";
 const SANDBOX: &str = "sandbox-1";
 const PATIENCE: Duration = Duration::from_secs(30);
 
 #[test]
 fn a_guest_claims_serves_survives_its_own_death_and_ends_with_its_lease() {
+    in_namespaces("init");
+}
+
+/// As under systemd: `serve` is started, and started again when it ends, by a pid 1 that is not ours.
+#[test]
+fn a_guest_that_is_a_service_lives_the_same_life() {
+    in_namespaces("service");
+}
+
+fn in_namespaces(mode: &str) {
     assert!(nix::unistd::geteuid().is_root(), "this test makes namespaces: run it as root");
     let output = Command::new("unshare")
         .args(["--net", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc"])
         .arg(std::env::current_exe().unwrap())
         .args(["inner", "--exact", "--ignored", "--nocapture"])
-        .env(INNER, "1")
+        .env(INNER, mode)
         .stdin(Stdio::null())
         .output()
         .unwrap();
@@ -103,7 +118,7 @@ fn sh(script: &str) {
 }
 
 /// Starts the guest as pid 1 of a "VM" with an uplink, a tmpfs of its own where it writes, and user-data.
-fn start_guest(birth: &BirthData) -> Child {
+fn start_guest(birth: &BirthData, mode: &str) -> Child {
     let mount = "mount -t tmpfs tmpfs";
     sh(&format!(
         "ip link set lo up; {mount} /run; ip netns add vm
@@ -122,7 +137,8 @@ fn start_guest(birth: &BirthData) -> Child {
          mount --bind /tmp /tmp  # init leaves it alone then: this very program may lie below it
          printf %s \"$SETTINGS\" > /etc/peerpod/guest.json
          printf %s \"$USER_DATA\" > /media/cidata/user-data; mount -o remount,ro /media
-         unset SETTINGS USER_DATA; exec \"$GUEST\""
+         unset SETTINGS USER_DATA; {}",
+        if mode == "init" { "exec \"$GUEST\"" } else { SERVICE }
     );
     Command::new("ip")
         .args(["netns", "exec", "vm", "unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child"])
@@ -183,11 +199,9 @@ fn plan(lease_seconds: u32) -> Personalise {
 }
 
 #[test]
-#[ignore = "role: started by the test above in namespaces of its own"]
+#[ignore = "role: started by the tests above in namespaces of its own"]
 fn inner() {
-    if std::env::var(INNER).is_err() {
-        return;
-    }
+    let Ok(mode) = std::env::var(INNER) else { return };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().worker_threads(2).build().unwrap();
     let relay = Relay::new(SANDBOX);
     let birth = BirthData {
@@ -199,9 +213,9 @@ fn inner() {
         },
         lease_seconds: 60,
     };
-    let mut vm = start_guest(&birth);
+    let mut vm = start_guest(&birth, &mode);
     let mut relay = runtime.block_on(relay.listen(&format!("{NODE}:15151")));
-    life(&runtime, &mut relay);
+    life(&runtime, &mut relay, &mode);
 
     // Nobody is home any more: the lease (2 s) ends the VM.
     let since = Instant::now();
@@ -213,7 +227,7 @@ fn inner() {
     println!("inner is done");
 }
 
-fn life(runtime: &tokio::runtime::Runtime, relay: &mut Relay) {
+fn life(runtime: &tokio::runtime::Runtime, relay: &mut Relay, mode: &str) {
     // Claimed (the first answer is "not yet"), linked, with a certificate.
     let LinkEvent::Up { session: first, resumed: false, .. } = relay.up(runtime) else {
         panic!("not a new link")
@@ -234,8 +248,13 @@ fn life(runtime: &tokio::runtime::Runtime, relay: &mut Relay) {
     }
     assert!(reply.status.stages.iter().all(|stage| stage.at_us < 60_000_000), "the namespace's clock");
 
-    let init = process(env!("CARGO_BIN_EXE_peerpod-guest")).expect("the guest's pid 1");
-    let podns = PathBuf::from(format!("/proc/{init}/root/run/netns/podns"));
+    let guest = env!("CARGO_BIN_EXE_peerpod-guest");
+    // Our pid 1 starts `serve` under its short name; a service has its whole path.
+    let serve_line = if mode == "init" { "peerpod-guest serve".to_owned() } else { format!("{guest} serve") };
+    let its = process(if mode == "init" { guest } else { &serve_line }).expect("the guest");
+    // Whatever becomes of this process: the directory stays open.
+    let root = std::fs::File::open(format!("/proc/{its}/root")).unwrap();
+    let podns = PathBuf::from(format!("/proc/self/fd/{}/run/netns/podns", root.as_raw_fd()));
     has_network(&podns);
 
     // A call reaches the agent, with the pod's namespace in it; the connection lives on.
@@ -253,7 +272,7 @@ fn life(runtime: &tokio::runtime::Runtime, relay: &mut Relay) {
 
     // The guest program is killed: another session, the same agent, the same network.
     let agent_pid = process("be_an_agent --exact").expect("the agent");
-    let serve = process("peerpod-guest serve").expect("serve");
+    let serve = process(&serve_line).expect("serve");
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(serve as i32), nix::sys::signal::SIGKILL).unwrap();
     let LinkEvent::Up { session: second, resumed: false, .. } = relay.up(runtime) else { panic!("resumed") };
     assert_ne!(first, second);

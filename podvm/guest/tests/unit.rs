@@ -1,0 +1,73 @@
+//! The unit file for images that boot with systemd: what systemd itself says of it, and what must never be lost from it.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+fn unit() -> String {
+    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("peerpod-guest.service")).unwrap()
+}
+
+/// A folder that goes with the test.
+struct Folder(PathBuf);
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        drop(fs::remove_dir_all(&self.0));
+    }
+}
+
+#[test]
+fn systemd_finds_nothing_wrong_with_it() {
+    let folder = Folder(std::env::temp_dir().join(format!("peerpod-unit-{}", std::process::id())));
+    fs::create_dir_all(&folder.0).unwrap();
+    // The image's place of the program is not there where tests run.
+    let text = unit().replace("/usr/local/bin/peerpod-guest", env!("CARGO_BIN_EXE_peerpod-guest"));
+    assert_ne!(text, unit());
+    let file = folder.0.join("peerpod-guest.service");
+    fs::write(&file, text).unwrap();
+    let verified = Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&file).output();
+    let verified = verified.expect("systemd-analyze is the witness: apt-get install systemd");
+    let said = String::from_utf8_lossy(&verified.stderr);
+    // Units of the machine the tests run on may have faults of their own; they are named as others.
+    let ours: Vec<&str> = said.lines().filter(|line| line.contains("peerpod-guest")).collect();
+    assert!(ours.is_empty(), "{said}");
+}
+
+#[test]
+fn it_keeps_the_agent_alive_and_starts_the_guest_again() {
+    let unit = unit();
+    let settings: Vec<&str> = unit.lines().filter(|line| !line.starts_with('#')).collect();
+    for needed in [
+        "ExecStart=/usr/local/bin/peerpod-guest serve",
+        "KillMode=process",
+        "Restart=always",
+        "StartLimitIntervalSec=0",
+        "OOMPolicy=continue",
+        "Delegate=yes",
+    ] {
+        assert!(settings.contains(&needed), "{needed}");
+    }
+    // Children inherit these; each would break some pod.
+    for (setting, harmless) in [
+        ("NoNewPrivileges", "no"),
+        ("ProtectSystem", "no"),
+        ("PrivateMounts", "no"),
+        ("PrivateTmp", "no"),
+        ("PrivateDevices", "no"),
+        ("ProtectKernelTunables", "no"),
+        ("ProtectControlGroups", "no"),
+        ("RestrictNamespaces", "no"),
+        ("RestrictSUIDSGID", "no"),
+        ("SystemCallFilter", ""),
+        ("CapabilityBoundingSet", ""),
+        ("UMask", "0022"),
+    ] {
+        let given = settings.iter().filter_map(|line| line.strip_prefix(setting)?.strip_prefix('='));
+        assert!(given.into_iter().all(|value| value == harmless), "{setting}");
+    }
+}
