@@ -1,5 +1,7 @@
 //! Changes to the pod's namespace, each with what takes it back, so that the whole can be taken back.
 
+use std::collections::HashMap;
+
 use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REPLACE};
 use netlink_packet_route::RouteNetlinkMessage;
 use netlink_packet_route::route::{RouteAttribute, RouteFlags, RouteNextHopFlags};
@@ -152,10 +154,17 @@ fn additions(names: &Names<'_>, add: &Contents) -> Result<Additions, Error> {
             optional: false,
         });
     }
-    // What leads to an interface's own networks, then through gateways in them, then through several.
-    let far = |(device, route): &&(Option<String>, Route)| (device.is_none(), route.gateway.is_some());
+    // What leads to an interface's own networks, then through gateways in them, then through several. Those that only
+    // differ in where they lead stay in their order: the first one counts.
+    let same = |r: &Route| (r.destination, r.prefix, r.table, r.metric, r.tos);
+    let mut ranks = HashMap::new();
+    for (device, route) in &add.routes {
+        let rank = (device.is_none(), route.gateway.is_some());
+        let of_all = ranks.entry(same(route)).or_insert(rank);
+        *of_all = rank.max(*of_all);
+    }
     let mut sorted: Vec<&(Option<String>, Route)> = add.routes.iter().collect();
-    sorted.sort_by_key(far);
+    sorted.sort_by_key(|(_, route)| ranks.get(&same(route)).copied());
     let mut routes = Vec::with_capacity(sorted.len());
     for (device, route) in sorted {
         routes.push(route_step(names, device.as_deref(), route)?);
