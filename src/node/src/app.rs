@@ -24,6 +24,7 @@ use tracing::{error, info, warn};
 use ttrpc::asynchronous::transport::Listener;
 
 use crate::{
+    carry,
     config::NodeConfig,
     effects::{self, GuestAddresses, Real, Surroundings},
     ledger::{self, Inbox, Ledger, Loaded},
@@ -162,6 +163,9 @@ pub async fn build(
             relay.run().await;
             "relay client"
         });
+    }
+    if let Some(carrier) = tunnel.carrier() {
+        tasks.spawn(carry::run(relay.clone(), carrier, addresses.clone()));
     }
     let fx = Arc::new(Real {
         ledger,

@@ -16,8 +16,9 @@ use peerpod_providers::Context;
 use crate::{
     sandbox,
     tunnel::{
-        Classifier, Kind, Owner, TunnelConfig, Vnis,
+        Classifier, Kind, Owner, TunnelConfig, Vnis, WireguardConfig,
         external::{self, External},
+        netns_in,
     },
 };
 
@@ -115,7 +116,7 @@ impl NodeConfig {
             "node.ca-roll-over",
             "roll the node's CA over this often; when not set, in the last third of its ten years",
         );
-        let config = NodeConfig {
+        let mut config = NodeConfig {
             run_dir: reader.get("paths.run-dir", "/run/peerpod", "folder of the sockets"),
             state_dir: reader.get("paths.state-dir", "/var/lib/peerpod", "folder of what survives a restart"),
             relay_listen: reader.get(
@@ -191,6 +192,10 @@ impl NodeConfig {
                 "carry connections to 127.0.0.1 and ::1 of a pod's namespace (port-forward) into its VM",
             ),
         };
+        if let Some(wireguard) = &mut config.tunnel.wireguard {
+            wireguard.key_dir = config.state_dir.join("trust");
+            wireguard.netns = netns_in(&config.run_dir);
+        }
         config.check(reader);
         config
     }
@@ -294,7 +299,24 @@ impl NodeConfig {
 /// Section `tunnel`.
 fn tunnel(reader: &mut Reader) -> TunnelConfig {
     let defaults = TunnelConfig::default();
-    reader.choice("tunnel.kind", "vxlan", &["vxlan"], "what carries a pod's frames to its VM");
+    let choice = reader.choice(
+        "tunnel.kind",
+        "vxlan",
+        &["auto", "vxlan", "wireguard"],
+        "what carries a pod's frames to its VM: vxlan in clear, wireguard encrypted and through NAT; auto: vxlan where the \
+         VM is reached on its own private address, else wireguard",
+    );
+    let wireguard_port: u16 = reader.get(
+        "tunnel.wireguard-port",
+        "51820",
+        "UDP port of this node's encrypted tunnel; 0: the kernel chooses one, which is then kept",
+    );
+    // Folders are filled in when they are known.
+    let wireguard = (choice != "vxlan").then(|| WireguardConfig {
+        port: wireguard_port,
+        key_dir: PathBuf::new(),
+        netns: PathBuf::new(),
+    });
     let by = reader.choice(
         "tunnel.redirect",
         "auto",
@@ -308,6 +330,8 @@ fn tunnel(reader: &mut Reader) -> TunnelConfig {
         "16777215",
         "the largest VNI; set both where another VXLAN of the network must keep its own apart",
     );
+    // The encrypted tunnel's inner addresses are made of VNIs, and these three have a meaning of their own.
+    let (min, max) = if wireguard.is_some() { (min.max(2), max.min(0xff_fffe)) } else { (min, max) };
     let vnis = Vnis::new(min, max);
     if vnis.is_none() {
         reader.mistake("tunnel.vni-max", "no range with tunnel.vni-min; 1 to 16777215, the smaller first");
@@ -322,7 +346,9 @@ fn tunnel(reader: &mut Reader) -> TunnelConfig {
         reader.mistake("tunnel.source-ports", "not a range of ports; write it like 40000-40063");
     }
     TunnelConfig {
-        kind: Kind::Vxlan,
+        kind: if choice == "wireguard" { Kind::Wireguard } else { Kind::Vxlan },
+        auto: choice == "auto",
+        wireguard,
         port: reader.get("tunnel.port", "4789", "UDP port of the pods' tunnels; the same on all nodes"),
         udp_checksum: reader.get(
             "tunnel.udp-checksum",

@@ -13,7 +13,7 @@ use async_trait::async_trait;
 use peerpod_link::net::{Error as NetError, carrier};
 use peerpod_proto::{
     guest::{NetworkPlan, Reply, Request},
-    relay::PutSandboxRequest,
+    relay::{PutSandboxRequest, TunnelPeer},
 };
 use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, Provider};
 use serde::{Deserialize, Serialize};
@@ -239,6 +239,27 @@ impl Effects for Real {
         let reserved = self.tunnel.reserve(&netns, id.as_str(), &seen, v6, recorded.as_ref()).await;
         let reserved = reserved.map_err(within(&netns))?;
         Ok(Network { v6, tunnel: written(&Woven { seen, reserved, losses: None })? })
+    }
+
+    fn is_unsuited(&self, network: &Network, vm: IpAddr, addresses: &[IpAddr], from: Option<IpAddr>) -> bool {
+        woven(network).is_ok_and(|woven| self.tunnel.is_unsuited(&woven.reserved, vm, addresses, from))
+    }
+
+    async fn reserve_encrypted(
+        &self,
+        netns: &NetnsRef,
+        id: &SandboxId,
+        v6: bool,
+    ) -> Result<Network, NetworkError> {
+        let netns = self.open(netns).await?;
+        let seen = self.tunnel.look(&netns).await.map_err(within(&netns))?;
+        let reserved = self.tunnel.reserve_encrypted(&netns, id.as_str(), &seen, v6).await;
+        let reserved = reserved.map_err(within(&netns))?;
+        Ok(Network { v6, tunnel: written(&Woven { seen, reserved, losses: None })? })
+    }
+
+    fn tunnel_peer(&self, network: &Network, key: &[u8]) -> Option<TunnelPeer> {
+        self.tunnel.peer(&woven(network).ok()?.reserved, key)
     }
 
     async fn connect(

@@ -3,6 +3,7 @@
 
 pub mod app;
 pub mod birth;
+mod carry;
 pub mod config;
 pub mod effects;
 pub mod ledger;

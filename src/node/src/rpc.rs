@@ -194,6 +194,7 @@ impl Node for Door {
             csr: request.csr,
             peer: request.peer_address.chars().filter(|c| !c.is_control()).take(64).collect(),
             guest_version: request.guest_version.chars().filter(|c| !c.is_control()).take(64).collect(),
+            tunnel_key: request.tunnel_key,
         };
         let granted = self.sandboxes.claim(&request.ticket_id, claim).await?;
         Ok(ClaimResponse {

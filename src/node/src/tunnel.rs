@@ -15,6 +15,7 @@ pub use peerpod_link::net::netns::{Netns, NetnsId};
 pub use peerpod_link::net::redirect::Classifier;
 pub use peerpod_link::net::vxlan::Vnis;
 use peerpod_proto::guest::NetworkPlan;
+use peerpod_proto::relay::TunnelPeer;
 
 mod backend;
 pub mod external;
@@ -26,16 +27,22 @@ mod steps;
 #[cfg(test)]
 mod tests;
 mod vxlan;
+mod wireguard;
 
 pub use reconcile::{Live, Reconciled};
 pub use reserved::{Device, Kind, Reserved};
 use steps::Steps;
+pub use wireguard::{Carrier, HandIn, HandInDetail, WireguardConfig, netns_in};
 
 /// How this node's tunnels are made; the same on all nodes and fixed for a tunnel's life.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TunnelConfig {
     /// What new sandboxes' tunnels are.
     pub kind: Kind,
+    /// Whether a VM that needs it gets an encrypted tunnel although `kind` says otherwise.
+    pub auto: bool,
+    /// The encrypted tunnel; `None`: there is none.
+    pub wireguard: Option<WireguardConfig>,
     /// UDP port of the node and of the guests.
     pub port: u16,
     /// Whether IPv4 packets of the tunnel carry a UDP checksum. Off keeps the segmentation offload of many cloud NICs
@@ -59,6 +66,8 @@ impl Default for TunnelConfig {
     fn default() -> TunnelConfig {
         TunnelConfig {
             kind: Kind::default(),
+            auto: false,
+            wireguard: None,
             port: 4789,
             udp_checksum: false,
             anti_spoof: true,
@@ -75,6 +84,7 @@ impl Default for TunnelConfig {
 #[derive(Clone, Debug)]
 pub struct Tunnel {
     steps: Arc<Steps>,
+    auto: bool,
 }
 
 impl Tunnel {
@@ -85,7 +95,7 @@ impl Tunnel {
     /// [`Error::Port`] with the device that is in the way; [`Error::NoRedirect`], [`Error::NoFilter`] and
     /// [`Error::Kernel`] where the kernel lacks what is needed.
     pub fn open(config: TunnelConfig) -> Result<Tunnel, Error> {
-        Ok(Tunnel { steps: Arc::new(Steps::open(&config)?) })
+        Ok(Tunnel { auto: config.auto, steps: Arc::new(Steps::open(&config)?) })
     }
 
     /// Copies the pod's network.
@@ -116,6 +126,46 @@ impl Tunnel {
         let (steps, netns, sandbox) = (self.steps.clone(), netns.clone(), sandbox.to_owned());
         let (seen, recorded) = (seen.clone(), recorded.cloned());
         blocking(move || steps.reserve(&netns, &sandbox, &seen, v6_underlay, recorded.as_ref())).await
+    }
+
+    /// As [`Tunnel::reserve`] for a VM that a plain tunnel does not suit.
+    ///
+    /// # Errors
+    /// As there; [`Error::CannotCarry`] where this node has no encrypted tunnel.
+    pub async fn reserve_encrypted(
+        &self,
+        netns: &Netns,
+        sandbox: &str,
+        seen: &Seen,
+        v6_underlay: bool,
+    ) -> Result<Reserved, Error> {
+        let (steps, netns, sandbox) = (self.steps.clone(), netns.clone(), sandbox.to_owned());
+        let seen = seen.clone();
+        blocking(move || steps.reserve_as(Kind::Wireguard, &netns, &sandbox, &seen, v6_underlay, None)).await
+    }
+
+    /// Whether the tunnel does not suit a VM with these addresses, whose link comes from `from`: a plain one over a
+    /// public network, or through a NAT. Always false unless the kind is chosen by that.
+    pub fn is_unsuited(
+        &self,
+        reserved: &Reserved,
+        vm: IpAddr,
+        addresses: &[IpAddr],
+        from: Option<IpAddr>,
+    ) -> bool {
+        self.auto
+            && reserved.kind == Kind::Vxlan
+            && (is_public(vm) || from.is_some_and(|from| !addresses.contains(&from)))
+    }
+
+    /// The guest's end of an encrypted tunnel, as the relay is told it; `None` for a plain one.
+    pub fn peer(&self, reserved: &Reserved, key: &[u8]) -> Option<TunnelPeer> {
+        (reserved.kind == Kind::Wireguard).then(|| wireguard::Wireguard::peer(reserved, key)).flatten()
+    }
+
+    /// Whoever supplies the relay with the encrypted tunnel's descriptors, where there is one.
+    pub fn carrier(&self) -> Option<Carrier> {
+        self.steps.backends.wireguard().cloned().map(Carrier)
     }
 
     /// The node's address towards the VM, and the largest packet of a pod that fits on the way.
@@ -198,4 +248,15 @@ async fn blocking<T: Send + 'static>(
 
 fn lost(e: tokio::task::JoinError) -> Error {
     Error::Kernel { attempt: "work on a pod's network".to_owned(), source: std::io::Error::other(e).into() }
+}
+
+/// Whether an address is one of the public Internet, where others may listen.
+fn is_public(address: IpAddr) -> bool {
+    match address.to_canonical() {
+        IpAddr::V4(a) => {
+            let shared = a.octets()[0] == 100 && a.octets()[1] & 0xc0 == 64; // carriers' own NAT
+            !(a.is_private() || a.is_link_local() || a.is_loopback() || shared)
+        }
+        IpAddr::V6(a) => !(a.is_unique_local() || a.is_unicast_link_local() || a.is_loopback()),
+    }
 }

@@ -41,6 +41,8 @@ const ETC: [&str; 15] = [
 ];
 const DEVICES: [&str; 6] = ["null", "zero", "full", "random", "urandom", "tty"];
 
+const TUN: &str = "/dev/net/tun";
+
 /// Builds the root at the description's place.
 pub(super) fn build(description: &Description) -> anyhow::Result<()> {
     let root = description.root.as_path();
@@ -104,6 +106,13 @@ fn devices(root: &Path) -> anyhow::Result<()> {
         let node = dev.join(name);
         File::create(&node).with_context(|| format!("make /dev/{name}"))?;
         bind(&Path::new("/dev").join(name), &node)?;
+    }
+    // For the guest's encrypted tunnel; a host without it has VMs without it.
+    if Path::new(TUN).exists() {
+        let node = inside(root, TUN);
+        directory(&dev.join("net"))?;
+        File::create(&node).context("make /dev/net/tun")?;
+        bind(Path::new(TUN), &node)?;
     }
     let options = "newinstance,ptmxmode=0666,mode=0620,gid=5";
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC;

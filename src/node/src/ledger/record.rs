@@ -121,6 +121,12 @@ pub struct Binding {
     pub certificates_sha256: Vec<String>,
     /// The newest chain, DER in base64, leaf first: asked again, the same key gets the same.
     pub chain: Vec<String>,
+    /// The public half of the guest's tunnel key, hex; none from guests that make none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tunnel_key: Option<String>,
+    /// Where its connection came from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from: Option<IpAddr>,
 }
 
 /// A stage of a sandbox's life.

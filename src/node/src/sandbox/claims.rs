@@ -1,6 +1,8 @@
 //! A guest shows its ticket. The first use binds the ticket to the guest's key, durably, before anybody hears of it;
 //! the same key asked again gets the same certificate; another key gets nothing and is reported.
 
+use std::net::IpAddr;
+
 use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use peerpod_link::birth::to_hex;
 use tokio::sync::oneshot;
@@ -23,7 +25,23 @@ pub struct Claim {
     pub peer: String,
     /// The guest program's version.
     pub guest_version: String,
+    /// The public half of its tunnel key; empty: it has none.
+    pub tunnel_key: Vec<u8>,
 }
+
+impl Claim {
+    fn tunnel_key(&self) -> Option<String> {
+        // What the relay makes of it is its matter; here it only has a bound.
+        (self.tunnel_key.len() == TUNNEL_KEY).then(|| to_hex(&self.tunnel_key))
+    }
+
+    fn from(&self) -> Option<IpAddr> {
+        self.peer.parse().ok()
+    }
+}
+
+/// Bytes of a tunnel key.
+const TUNNEL_KEY: usize = 32;
 
 /// Bytes that no log shows.
 #[derive(Clone)]
@@ -108,6 +126,17 @@ impl Task {
             }
             let chain = decode(&bound.chain)
                 .ok_or_else(|| Error::Unavailable("the recorded certificate cannot be read".into()))?;
+            let now = (claim.tunnel_key(), claim.from());
+            if now != (bound.tunnel_key.clone(), bound.from) {
+                // The same guest: it proved that by its key and its ticket. It may have lost the tunnel's, or moved.
+                let mut record = self.record.clone();
+                if let Some(bound) = &mut record.binding {
+                    (bound.tunnel_key, bound.from) = now;
+                }
+                self.save(record).await?;
+                self.put_wanted += 1;
+                self.slots.relay.wake();
+            }
             return Ok(Granted { id: self.record.id.clone(), chain });
         }
         if ticket.is_expired(std::time::UNIX_EPOCH + std::time::Duration::from_millis(self.fx.now_ms())) {
@@ -121,6 +150,8 @@ impl Task {
             key_sha256: key,
             certificates_sha256: vec![to_hex(&signed.certificate_sha256)],
             chain: signed.chain.iter().map(|der| BASE64.encode(der)).collect(),
+            tunnel_key: claim.tunnel_key(),
+            from: claim.from(),
         });
         record.reached("claimed", self.fx.now_ms());
         self.save(record).await?;

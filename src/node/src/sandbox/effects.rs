@@ -8,7 +8,7 @@ use std::{net::IpAddr, path::Path, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use peerpod_proto::{
     guest::{NetworkPlan, Reply, Request},
-    relay::PutSandboxRequest,
+    relay::{PutSandboxRequest, TunnelPeer},
 };
 use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned};
 use tokio::sync::watch;
@@ -145,6 +145,32 @@ pub trait Effects: Send + Sync + 'static {
         v6: bool,
         recorded: Option<&Network>,
     ) -> Result<Network, NetworkError>;
+
+    /// Whether the reserved tunnel does not suit the VM, now that its addresses are known and where its link came from.
+    fn is_unsuited(
+        &self,
+        _network: &Network,
+        _vm: IpAddr,
+        _addresses: &[IpAddr],
+        _from: Option<IpAddr>,
+    ) -> bool {
+        false
+    }
+
+    /// Reserves a tunnel that is encrypted and passes NATs, where the other kind is undone.
+    async fn reserve_encrypted(
+        &self,
+        netns: &NetnsRef,
+        id: &SandboxId,
+        v6: bool,
+    ) -> Result<Network, NetworkError> {
+        self.reserve(netns, id, v6, None).await
+    }
+
+    /// What the relay must know of the guest with this tunnel key; `None` where the relay does not carry the tunnel.
+    fn tunnel_peer(&self, _network: &Network, _key: &[u8]) -> Option<TunnelPeer> {
+        None
+    }
 
     /// Gives the tunnel its remote and redirects the pod's traffic into it.
     async fn connect(

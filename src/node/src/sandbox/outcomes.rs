@@ -35,6 +35,8 @@ impl Task {
                 let mut record = self.record.clone();
                 record.network = Some(network);
                 record.reached("network_reserved", self.fx.now_ms());
+                // The relay may carry this tunnel, and then knows the guest by its networks.
+                self.put_wanted += u64::from(record.binding.is_some());
                 self.save(record).await.map_err(Unapplied::Disk)
             }
             Outcome::Connected(Ok(plan)) => {

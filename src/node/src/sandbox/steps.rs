@@ -4,7 +4,7 @@ use std::{net::IpAddr, time::Duration};
 
 use peerpod_proto::{
     guest::{Personalise, Request},
-    relay::PutSandboxRequest,
+    relay::{PutSandboxRequest, TunnelPeer},
 };
 use tracing::warn;
 
@@ -15,7 +15,7 @@ use super::{
     slots::Outcome,
     task::Task,
 };
-use crate::ledger::Record;
+use crate::ledger::{Network, Record};
 
 impl Task {
     /// Starts what is due. Cheap and without waiting: called after everything that happens.
@@ -134,6 +134,17 @@ impl Task {
                     })
                 });
             }
+            (Some(network), Some(vm)) if self.is_unsuited(&network, vm) => {
+                // Nothing went through it yet: the guest hears of its network only when it is there.
+                self.plan = None;
+                self.slots.network.start(async move {
+                    let undone = fx.disconnect(&netns, &id, Some(&network), Some(vm)).await;
+                    Outcome::Reserved(match undone {
+                        Ok(()) => fx.reserve_encrypted(&netns, &id, network.v6).await,
+                        Err(error) => Err(error),
+                    })
+                });
+            }
             (Some(network), Some(vm)) if self.plan.is_none() => {
                 self.slots.network.start(async move {
                     Outcome::Connected(fx.connect(&netns, &id, &network, vm).await.map(Box::new))
@@ -141,6 +152,17 @@ impl Task {
             }
             (Some(_), _) => {}
         }
+    }
+
+    fn is_unsuited(&self, network: &Network, vm: IpAddr) -> bool {
+        let from = self.record.binding.as_ref().and_then(|binding| binding.from);
+        self.record.session.is_none() && self.fx.is_unsuited(network, vm, &self.record.addresses, from)
+    }
+
+    fn tunnel_peer(&self) -> Option<TunnelPeer> {
+        let network = self.record.network.as_ref()?;
+        let key = self.record.binding.as_ref()?.tunnel_key.as_ref()?;
+        self.fx.tunnel_peer(network, &peerpod_link::birth::from_hex(key)?)
     }
 
     /// Tells the relay what it must know, whenever that changed or the relay is another one.
@@ -154,6 +176,7 @@ impl Task {
             agent_socket: self.settings.agent_socket(&self.record.id).to_string_lossy().into_owned(),
             guest_certificates: fingerprints(&self.record),
             pod: self.record.pod_name(),
+            tunnel_peer: self.tunnel_peer().into(),
             ..Default::default()
         };
         self.slots.relay.start(async move { Outcome::Put { version, result: fx.put(request).await } });

@@ -5,15 +5,17 @@
 
 use std::fmt::Debug;
 use std::net::IpAddr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use peerpod_link::net::netlink::{self, Client};
 use peerpod_link::net::netns::Netns;
 use peerpod_link::net::plan::Underlay;
 use peerpod_link::net::vxlan::Shape;
 use peerpod_link::net::{Error, nft::Peer};
+use peerpod_proto::guest::NetworkPlan;
 
 use super::vxlan::Vxlan;
+use super::wireguard::Wireguard;
 use super::{Kind, Reserved, TunnelConfig};
 
 /// Idle sockets that are kept.
@@ -90,6 +92,14 @@ pub(super) trait Backend: Debug + Send + Sync {
 
     /// What the guest is told of the node's end.
     fn underlay(&self, connected: &Connected, way: &Way) -> Underlay;
+
+    /// Adds to the plan what only this kind has.
+    ///
+    /// # Errors
+    /// [`Error::Path`] while the other end could not find us yet.
+    fn finish(&self, _plan: &mut NetworkPlan, _connected: &Connected, _way: &Way) -> Result<(), Error> {
+        Ok(())
+    }
 }
 
 /// The kinds that this node has.
@@ -97,7 +107,8 @@ pub(super) trait Backend: Debug + Send + Sync {
 pub(super) struct Backends {
     /// What new sandboxes get.
     chosen: Kind,
-    rows: Vec<(Kind, Box<dyn Backend>)>,
+    rows: Vec<(Kind, Arc<dyn Backend>)>,
+    wireguard: Option<Arc<Wireguard>>,
 }
 
 impl Backends {
@@ -106,8 +117,33 @@ impl Backends {
     /// # Errors
     /// Why the chosen kind cannot be used.
     pub(super) fn open(config: &TunnelConfig) -> Result<Backends, Error> {
-        let rows: Vec<(Kind, Box<dyn Backend>)> = vec![(Kind::Vxlan, Box::new(Vxlan::open(config)?))];
-        Ok(Backends { chosen: config.kind, rows })
+        let mut rows: Vec<(Kind, Arc<dyn Backend>)> = Vec::new();
+        match Vxlan::open(config) {
+            Ok(vxlan) => rows.push((Kind::Vxlan, Arc::new(vxlan))),
+            Err(e) if config.kind == Kind::Vxlan => return Err(e),
+            Err(error) => tracing::info!(%error, "pods of an earlier configuration have no plain tunnel now"),
+        }
+        let wireguard = match &config.wireguard {
+            None => None,
+            Some(own) => match Wireguard::open(own, config.port) {
+                Ok(wireguard) => Some(Arc::new(wireguard)),
+                // Asked for, and refused: never a plain tunnel instead.
+                Err(e) if config.kind == Kind::Wireguard => return Err(e),
+                Err(error) => {
+                    tracing::warn!(%error, "no encrypted tunnels here: a VM that needs one will fail to start");
+                    None
+                }
+            },
+        };
+        if let Some(wireguard) = &wireguard {
+            rows.push((Kind::Wireguard, wireguard.clone()));
+        }
+        Ok(Backends { chosen: config.kind, rows, wireguard })
+    }
+
+    /// The encrypted kind, where there is one.
+    pub(super) fn wireguard(&self) -> Option<&Arc<Wireguard>> {
+        self.wireguard.as_ref()
     }
 
     /// The kind of new sandboxes.

@@ -14,7 +14,7 @@ use peerpod_proto::guest::NetworkPlan;
 
 use super::backend::{Backend, Backends, Connected};
 use super::external::{External, own_addresses};
-use super::{Device, Reserved, TunnelConfig};
+use super::{Device, Kind, Reserved, TunnelConfig};
 
 #[derive(Debug)]
 pub(super) struct Steps {
@@ -54,6 +54,19 @@ impl Steps {
         recorded: Option<&Reserved>,
     ) -> Result<Reserved, Error> {
         let kind = recorded.map_or_else(|| self.backends.chosen(), |recorded| recorded.kind);
+        self.reserve_as(kind, netns, sandbox, seen, v6, recorded)
+    }
+
+    /// The same of a certain kind, which must be the recorded one where there is one.
+    pub(super) fn reserve_as(
+        &self,
+        kind: Kind,
+        netns: &Netns,
+        sandbox: &str,
+        seen: &Seen,
+        v6: bool,
+        recorded: Option<&Reserved>,
+    ) -> Result<Reserved, Error> {
         let backend = self.backends.of(kind)?;
         let recorded = recorded.filter(|recorded| recorded.v6 == v6);
         let shape = recorded.map_or_else(|| backend.shape(v6), |recorded| backend.shape_of(recorded));
@@ -149,6 +162,7 @@ impl Steps {
         let mut plan = plan::write(seen, &tunnels, &backend.underlay(&connected, &way));
         let external = self.external.as_ref();
         plan.external = external.map(|(external, own)| external.write(way.node, own)).into();
+        backend.finish(&mut plan, &connected, &way)?;
         Ok(plan)
     }
 
@@ -212,7 +226,6 @@ fn carried(reserved: &Reserved, carries: Vec<Carry>) -> Vec<(Carry, Device)> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Kind;
     use super::*;
 
     fn reserved(devices: &[(u32, u32)]) -> Reserved {

@@ -170,5 +170,6 @@ pub(super) fn claim(birth: &BirthData, csr: &[u8]) -> Claim {
         csr: csr.to_vec(),
         peer: "10.99.0.7".into(),
         guest_version: "test".into(),
+        tunnel_key: vec![7; 32],
     }
 }

@@ -1,0 +1,93 @@
+//! The encrypted tunnel for the network's figures: the node's real steps, and both data planes in this process, as the
+//! relay and the guest run them.
+
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use anyhow::Context;
+use base64::{Engine as _, prelude::BASE64_STANDARD};
+use peerpod_link::net::guest;
+use peerpod_node::tunnel::{HandIn, Kind, Netns, Tunnel, TunnelConfig, WireguardConfig};
+use peerpod_proto::guest::NetworkPlan;
+use peerpod_wireguard::{
+    DataPlane, Engine, Lane, NODE_INNER, OVERHEAD_V4, PeerConfig, PrivateKey, bind, inner::Inner, inner_of,
+    port_of,
+};
+use peerpod_world::{Namespace, World};
+use serde_json::{Value, json};
+
+/// What VXLAN adds inside.
+const VXLAN: u32 = 50;
+
+/// Both data planes; they end when dropped.
+pub(crate) struct Encrypted {
+    _node: DataPlane,
+    _guest: DataPlane,
+    _tunnel: Tunnel,
+}
+
+/// Gives the pod (its namespace on the node) an encrypted tunnel to `podns`, in the VM whose own namespace is `vm`.
+/// `node` is the node's address as the VM reaches it, `vm_address` the other way round, `mtu` what fits between them.
+pub(crate) async fn connect(
+    world: &World,
+    (pod, id): (&Netns, &str),
+    (vm, podns): (&Namespace, &Namespace),
+    (node, vm_address): (std::net::Ipv4Addr, std::net::Ipv4Addr),
+    mtu: u32,
+) -> anyhow::Result<Encrypted> {
+    let folder = world.folder().join("encrypted");
+    let wireguard = WireguardConfig { port: 0, key_dir: folder.clone(), netns: folder.join("node.netns") };
+    let config =
+        TunnelConfig { kind: Kind::Wireguard, wireguard: Some(wireguard), ..TunnelConfig::default() };
+    let tunnel = world.node().run(|| Tunnel::open(config))??;
+    let carrier = tunnel.carrier().context("the encrypted kind is there")?;
+    let seen = tunnel.look(pod).await?;
+    let reserved = tunnel.reserve(pod, id, &seen, false, None).await?;
+    let vni = reserved.vni().context("a pod has an interface")?;
+    let inner = inner_of(vni).context("an inner address")?;
+
+    // The relay's part.
+    let HandIn { detail, descriptors } = carrier.wanted(None)?.context("nobody carries it yet")?;
+    let mut fds = descriptors.into_iter().map(|(_, fd)| fd);
+    let (tun, socket) = (fds.next().context("a TUN device")?, fds.next().context("a socket")?);
+    let socket = std::net::UdpSocket::from(socket);
+    let port = port_of(&socket)?;
+    carrier.taken(&json!({ "port": port }));
+    let node_key = key_of(&detail.0)?;
+    let guest_key = PrivateKey::generate()?;
+    let lane = |ours, theirs| Lane { ours, theirs, port: reserved.port, vnis: vec![vni] };
+    let peer = |name: &str, key: &PrivateKey, lane, endpoints| PeerConfig {
+        name: name.to_owned(),
+        key: key.public(),
+        lane,
+        endpoints,
+        keepalive: Some(Duration::from_secs(15)),
+    };
+    let engine = Arc::new(Engine::new(node_key.clone()));
+    engine.put_peer(&peer("pod", &guest_key, lane(NODE_INNER, inner), Vec::new()))?;
+    let node_plane = DataPlane::start(engine, tun.into(), socket, "bench-node")?;
+
+    // The guest's.
+    let opened = Inner::open(&folder.join("vm.netns"), inner, mtu - OVERHEAD_V4)?;
+    let socket = vm.run(|| bind(0))??;
+    let engine = Arc::new(Engine::new(guest_key));
+    let endpoint = SocketAddr::from((node, port));
+    engine.put_peer(&peer("node", &node_key, lane(inner, NODE_INNER), vec![endpoint]))?;
+    let guest_plane = DataPlane::start(engine, opened.tun.context("a new device")?, socket, "bench-guest")?;
+    let plan = tunnel.connect(pod, id, &reserved, &seen, vm_address.into()).await?;
+    let mut host = opened.inner.netns().netlink()?;
+    guest::apply_from(&mut host, &inside(plan), None, &podns.path())?;
+    Ok(Encrypted { _node: node_plane, _guest: guest_plane, _tunnel: tunnel })
+}
+
+/// The plan as `peerpod-guest` reads it inside the tunnel.
+fn inside(mut plan: NetworkPlan) -> NetworkPlan {
+    let underlay = plan.underlay.mut_or_insert_default();
+    underlay.kind = "vxlan".to_owned();
+    underlay.overhead = VXLAN;
+    plan
+}
+
+fn key_of(detail: &Value) -> anyhow::Result<PrivateKey> {
+    let text = detail["private_key"].as_str().context("the key that the relay gets")?;
+    Ok(PrivateKey::from_bytes(&BASE64_STANDARD.decode(text)?)?)
+}

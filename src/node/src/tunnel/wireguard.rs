@@ -1,0 +1,347 @@
+//! The encrypted kind: VXLAN inside WireGuard, which works where the VM is behind a NAT or reached over a public
+//! network. The VXLAN devices' sockets are in a namespace of our own, whose only way out is a TUN device; its packets
+//! are carried by the relay, which survives this daemon. Here: the key, the namespace, the descriptors that the relay
+//! gets, and where each VM is inside.
+
+use std::collections::HashSet;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use base64::{Engine as _, prelude::BASE64_STANDARD};
+use peerpod_link::net::netns::Netns;
+use peerpod_link::net::nft::Peer;
+use peerpod_link::net::plan::Underlay;
+use peerpod_link::net::vxlan::Shape;
+use peerpod_link::net::{Error, netlink, tunnel};
+use peerpod_proto::guest::{NetworkPlan, WireGuard};
+use peerpod_proto::relay::TunnelPeer;
+use peerpod_wireguard::inner::{self, Inner};
+use peerpod_wireguard::{NODE_INNER, OVERHEAD_V4, OVERHEAD_V6, PublicKey, Tun, bind, inner_of, port_of};
+use serde_json::{Value, json};
+
+use super::Reserved;
+use super::backend::{Backend, Connected, Host, Way, lock};
+use key::Key;
+
+mod key;
+
+/// The word for it in plans and hand-ins.
+pub(super) const KIND: &str = "wireguard";
+/// What VXLAN adds inside, over IPv4.
+const VXLAN_OVERHEAD: u32 = 50;
+/// Where no route leads to the VM's own address, because it is behind a NAT: what every network carries.
+const UNKNOWN_PATH: u32 = 1280;
+/// The TUN device's: each VM has a route with what fits on its own way.
+const DEVICE_MTU: u32 = 65_000;
+/// The guests' sign of life, shorter than any NAT's memory.
+const KEEPALIVE_SECONDS: u32 = 15;
+
+/// Where it is and what it is told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WireguardConfig {
+    /// UDP port of the node; 0: the kernel chooses, once.
+    pub port: u16,
+    /// Folder of the key.
+    pub key_dir: PathBuf,
+    /// The file that the private namespace is bound to.
+    pub netns: PathBuf,
+}
+
+#[derive(Debug)]
+pub(super) struct Wireguard {
+    /// The private namespace.
+    host: Host,
+    /// The node's own, for the way to a VM.
+    outside: Host,
+    inner: Inner,
+    config: WireguardConfig,
+    vxlan_port: u16,
+    key: Key,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// What this process opened itself; handed in again to each relay.
+    tun: Option<Tun>,
+    socket: Option<UdpSocket>,
+    /// The port that the relay carries packets on.
+    port: Option<u16>,
+    /// Where guests find it.
+    endpoints: Vec<IpAddr>,
+    /// Inner addresses with a route.
+    routed: HashSet<Ipv4Addr>,
+}
+
+/// What the relay is to have.
+#[derive(Debug)]
+pub struct HandIn {
+    /// The private key among it.
+    pub detail: HandInDetail,
+    /// With their names.
+    pub descriptors: Vec<(String, OwnedFd)>,
+}
+
+/// What goes with the descriptors; holds a private key, and is not shown.
+pub struct HandInDetail(pub Value);
+
+impl std::fmt::Debug for HandInDetail {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("HandInDetail")
+    }
+}
+
+fn failed(attempt: impl Into<String>) -> impl FnOnce(io::Error) -> Error {
+    let attempt = attempt.into();
+    move |why| Error::Kernel { attempt, source: netlink::Error::Socket(why) }
+}
+
+impl Wireguard {
+    /// In the network namespace of the calling thread.
+    pub(super) fn open(config: &WireguardConfig, vxlan_port: u16) -> Result<Wireguard, Error> {
+        let key = Key::open(&config.key_dir)?;
+        let opened = Inner::open(&config.netns, NODE_INNER, DEVICE_MTU)?;
+        Ok(Wireguard {
+            host: Host::new(opened.inner.netns().clone()),
+            outside: Host::new(Netns::current()?),
+            inner: opened.inner,
+            config: config.clone(),
+            vxlan_port,
+            key,
+            state: Mutex::new(State { tun: opened.tun, ..State::default() }),
+        })
+    }
+
+    pub(super) fn public_key(&self) -> PublicKey {
+        self.key.private.public()
+    }
+
+    /// Our private namespace in words that the relay repeats: whether it carries packets of this one.
+    fn inside(&self) -> String {
+        let id = self.inner.netns().id();
+        format!("{}:{}", id.dev, id.inode)
+    }
+
+    /// Looks at what the relay holds. Returns what it is to be given instead, or `None` where all is well.
+    pub(super) fn hand_in(&self, held: Option<&Value>) -> Result<Option<HandIn>, Error> {
+        let text = |field: &str| held.and_then(|held| held.get(field)).and_then(Value::as_str);
+        if text("key") == Some(&self.public_key().to_string()) && text("inside") == Some(&self.inside()) {
+            self.carried(held.unwrap_or(&Value::Null));
+            return Ok(None);
+        }
+        let mut state = lock(&self.state);
+        if state.tun.is_none() {
+            state.tun = Inner::open(&self.config.netns, NODE_INNER, DEVICE_MTU)?.tun;
+        }
+        let copy = |fd: std::os::fd::BorrowedFd<'_>| {
+            fd.try_clone_to_owned().map_err(failed("copy a descriptor of the encrypted tunnel"))
+        };
+        let Some(tun) = &state.tun else {
+            let why = io::Error::new(
+                io::ErrorKind::ResourceBusy,
+                "another process holds it, and is no relay of ours",
+            );
+            return Err(failed(format!("open the TUN device in {}", self.config.netns.display()))(why));
+        };
+        let mut descriptors = vec![("tun".to_owned(), copy(tun.as_fd())?)];
+        if state.socket.is_none() {
+            match self.socket(&self.key) {
+                Ok(socket) => state.socket = Some(socket),
+                // The relay has it, from a node before us.
+                Err(e) if e.kind() == io::ErrorKind::AddrInUse && held.is_some() => {}
+                Err(e) => {
+                    let port = self.config.port;
+                    return Err(failed(format!(
+                        "open UDP port {port} for the encrypted tunnel; set tunnel.wireguard-port to a free one"
+                    ))(e));
+                }
+            }
+        }
+        if let Some(socket) = &state.socket {
+            descriptors.push(("udp".to_owned(), copy(socket.as_fd())?));
+        }
+        let private = self.key.private.expose();
+        let detail =
+            json!({ "private_key": BASE64_STANDARD.encode(private.as_slice()), "inside": self.inside() });
+        Ok(Some(HandIn { detail: HandInDetail(detail), descriptors }))
+    }
+
+    /// The relay said what it carries.
+    pub(super) fn carried(&self, held: &Value) {
+        let port = held.get("port").and_then(Value::as_u64).and_then(|port| u16::try_from(port).ok());
+        lock(&self.state).port = port;
+        if let Some(port) = port
+            && let Err(error) = self.key.keep_port(port)
+        {
+            tracing::warn!(%error, "the tunnel's port is not written down; guests look for it elsewhere after a restart");
+        }
+    }
+
+    fn socket(&self, key: &Key) -> io::Result<UdpSocket> {
+        let open = |port| self.outside.netns().run(|| bind(port)).and_then(|opened| opened);
+        match (self.config.port, key.port()) {
+            (0, Some(before)) => open(before).or_else(|_| open(0)),
+            (port, _) => open(port),
+        }
+        .and_then(|socket| port_of(&socket).map(|_| socket))
+    }
+
+    /// Where guests find the relay: addresses of the node, best first.
+    pub(super) fn found_at(&self, addresses: Vec<IpAddr>) {
+        lock(&self.state).endpoints = addresses;
+    }
+
+    /// The guest's end, as the relay is told it.
+    pub(super) fn peer(reserved: &Reserved, key: &[u8]) -> Option<TunnelPeer> {
+        let inner = inner_of(reserved.vni()?)?;
+        Some(TunnelPeer {
+            key: key.to_vec(),
+            inner_address: inner.to_string(),
+            vnis: reserved.devices.iter().map(|device| device.vni).collect(),
+            vxlan_port: reserved.port.into(),
+            ..TunnelPeer::default()
+        })
+    }
+
+    fn inner_of(reserved: &Reserved, vm: IpAddr) -> Result<Ipv4Addr, Error> {
+        reserved.vni().and_then(inner_of).ok_or_else(|| Error::Path {
+            peer: vm,
+            why: "its VNI has no address inside the encrypted tunnel".to_owned(),
+        })
+    }
+}
+
+/// What the path to the VM adds below VXLAN.
+fn outer_overhead(vm: IpAddr) -> u32 {
+    if vm.is_ipv6() { OVERHEAD_V6 } else { OVERHEAD_V4 }
+}
+
+impl Backend for Wireguard {
+    fn host(&self) -> &Host {
+        &self.host
+    }
+
+    fn shape(&self, _v6: bool) -> Shape {
+        // Inside there is IPv4 alone, whatever is outside.
+        Shape { port: self.vxlan_port, v6: false, udp_checksum: false }
+    }
+
+    fn shape_of(&self, reserved: &Reserved) -> Shape {
+        Shape { port: reserved.port, ..self.shape(false) }
+    }
+
+    fn source_ports(&self) -> Option<(u16, u16)> {
+        None
+    }
+
+    fn way(&self, reserved: &Reserved, vm: IpAddr) -> Result<Way, Error> {
+        let inner = Wireguard::inner_of(reserved, vm)?;
+        let shape = Shape { v6: vm.is_ipv6(), ..self.shape(false) };
+        let (node, path) = match self.outside.with(|client| tunnel::way(client, shape, vm)) {
+            Ok(way) => (way.source, way.room + shape.overhead()),
+            // Behind a NAT: the guest finds us.
+            Err(Error::Path { .. }) => {
+                let known = lock(&self.state).endpoints.first().copied();
+                (known.unwrap_or(IpAddr::V4(NODE_INNER)), UNKNOWN_PATH)
+            }
+            Err(e) => return Err(e),
+        };
+        let room = path.saturating_sub(outer_overhead(vm) + VXLAN_OVERHEAD);
+        Ok(Way { remote: inner.into(), local: NODE_INNER.into(), node, room })
+    }
+
+    fn admit(&self, connected: &Connected) -> Result<(), Error> {
+        let inner = Wireguard::inner_of(&connected.reserved, connected.vm)?;
+        let room = self.way(&connected.reserved, connected.vm)?.room;
+        self.inner.fit(inner, room + VXLAN_OVERHEAD)?;
+        lock(&self.state).routed.insert(inner);
+        Ok(())
+    }
+
+    fn dismiss(&self, reserved: Option<&Reserved>, _vm: Option<IpAddr>) -> Result<(), Error> {
+        let Some(inner) = reserved.and_then(Reserved::vni).and_then(inner_of) else { return Ok(()) };
+        self.inner.unfit(inner)?;
+        lock(&self.state).routed.remove(&inner);
+        Ok(())
+    }
+
+    fn reconcile(&self, connected: &[Connected], _stay: &[Peer]) -> Result<usize, Error> {
+        for connected in connected {
+            self.admit(connected)?;
+        }
+        Ok(0)
+    }
+
+    fn close(&self) -> Result<(), Error> {
+        if lock(&self.state).routed.is_empty() { inner::remove(&self.config.netns) } else { Ok(()) }
+    }
+
+    fn underlay(&self, connected: &Connected, way: &Way) -> Underlay {
+        let ip = |address: IpAddr| address;
+        Underlay {
+            node: ip(way.local),
+            vm: Some(way.remote),
+            port: connected.reserved.port,
+            udp_checksum: false,
+            overhead: outer_overhead(connected.vm) + VXLAN_OVERHEAD,
+        }
+    }
+
+    fn finish(&self, plan: &mut NetworkPlan, _connected: &Connected, way: &Way) -> Result<(), Error> {
+        let state = lock(&self.state);
+        let port = state.port.ok_or_else(|| Error::Path {
+            peer: way.remote,
+            why: "peerpod-relay does not carry the encrypted tunnel yet; it does when it runs".to_owned(),
+        })?;
+        let mut addresses = vec![way.node];
+        addresses.extend(state.endpoints.iter().filter(|address| **address != way.node));
+        let endpoints = addresses.into_iter().map(|ip| SocketAddr::new(ip, port).to_string()).collect();
+        let underlay = plan.underlay.mut_or_insert_default();
+        underlay.kind = KIND.to_owned();
+        underlay.wireguard = Some(WireGuard {
+            node_key: self.public_key().as_bytes().to_vec(),
+            endpoints,
+            keepalive_seconds: KEEPALIVE_SECONDS,
+            ..WireGuard::default()
+        })
+        .into();
+        Ok(())
+    }
+}
+
+/// Keeps the relay supplied: hands the descriptors in to each relay that has not got them.
+#[derive(Clone, Debug)]
+pub struct Carrier(pub(super) Arc<Wireguard>);
+
+impl Carrier {
+    /// What the relay is to be given, in view of what it says it holds; `None`: it has all it needs. Blocks.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`]: the device or the port belong to somebody else.
+    pub fn wanted(&self, held: Option<&Value>) -> Result<Option<HandIn>, Error> {
+        self.0.hand_in(held)
+    }
+
+    /// What the relay said when it took them.
+    pub fn taken(&self, detail: &Value) {
+        self.0.carried(detail);
+    }
+
+    /// The word for it in hand-ins.
+    pub fn kind(&self) -> &'static str {
+        KIND
+    }
+
+    /// Where guests find this node, best first.
+    pub fn found_at(&self, addresses: Vec<IpAddr>) {
+        self.0.found_at(addresses);
+    }
+}
+
+/// Where the private namespace has its name.
+pub fn netns_in(run_dir: &Path) -> PathBuf {
+    run_dir.join("wireguard.netns")
+}

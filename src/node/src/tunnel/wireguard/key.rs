@@ -1,0 +1,144 @@
+//! The node's private tunnel key and the port that was chosen once: one versioned JSON file, 0600, written whole.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use base64::{Engine as _, prelude::BASE64_STANDARD};
+use peerpod_link::net::{Error, netlink};
+use peerpod_wireguard::PrivateKey;
+use serde::{Deserialize, Serialize};
+use zeroize::Zeroizing;
+
+use crate::tunnel::backend::lock;
+
+const VERSION: u32 = 1;
+const FILE: &str = "tunnel.json";
+const MAX_FILE: u64 = 4096;
+
+#[derive(Serialize, Deserialize)]
+struct Kept {
+    version: u32,
+    private_key: Zeroizing<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    port: Option<u16>,
+}
+
+#[derive(Debug)]
+pub(super) struct Key {
+    pub(super) private: PrivateKey,
+    path: PathBuf,
+    port: Mutex<Option<u16>>,
+}
+
+fn failed(what: &str, path: &Path) -> impl FnOnce(io::Error) -> Error {
+    let attempt = format!("{what} the tunnel's key {}", path.display());
+    move |why| Error::Kernel { attempt, source: netlink::Error::Socket(why) }
+}
+
+impl Key {
+    /// Reads it, or makes one and writes it down before it is used.
+    pub(super) fn open(dir: &Path) -> Result<Key, Error> {
+        let path = dir.join(FILE);
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(dir)
+            .map_err(failed("make the folder of", &path))?;
+        if let Some(kept) = read(&path)? {
+            let bad = |why: &str| failed("read", &path)(io::Error::new(ErrorKind::InvalidData, why));
+            let bytes = BASE64_STANDARD.decode(kept.private_key.as_bytes()).map(Zeroizing::new);
+            let private = PrivateKey::from_bytes(&bytes.map_err(|_| bad("the key is not base64"))?)
+                .map_err(|e| bad(&e.to_string()))?;
+            return Ok(Key { private, path, port: Mutex::new(kept.port) });
+        }
+        let private = PrivateKey::generate().map_err(failed("make", &path))?;
+        let key = Key { private, path, port: Mutex::new(None) };
+        key.write(None)?;
+        Ok(key)
+    }
+
+    pub(super) fn port(&self) -> Option<u16> {
+        *lock(&self.port)
+    }
+
+    /// Writes down which port it is; does nothing where that is known.
+    pub(super) fn keep_port(&self, port: u16) -> Result<(), Error> {
+        if self.port() == Some(port) {
+            return Ok(());
+        }
+        self.write(Some(port))?;
+        *lock(&self.port) = Some(port);
+        Ok(())
+    }
+
+    fn write(&self, port: Option<u16>) -> Result<(), Error> {
+        let private_key = Zeroizing::new(BASE64_STANDARD.encode(self.private.expose().as_slice()));
+        let kept = Kept { version: VERSION, private_key, port };
+        let text = serde_json::to_vec(&kept).map(Zeroizing::new);
+        let text = text.map_err(|e| failed("write", &self.path)(e.into()))?;
+        write_whole(&self.path, &text).map_err(failed("write", &self.path))
+    }
+}
+
+fn read(path: &Path) -> Result<Option<Kept>, Error> {
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(failed("open", path)(e)),
+    };
+    let mut bytes = Zeroizing::new(Vec::new());
+    file.take(MAX_FILE).read_to_end(&mut bytes).map_err(failed("read", path))?;
+    // serde's text would repeat what it read, and that may be a key: only the place is told.
+    let kept: Kept = serde_json::from_slice(&bytes).map_err(|e| {
+        let why = format!("not as we write it, at line {}, column {}", e.line(), e.column());
+        failed("read", path)(io::Error::new(ErrorKind::InvalidData, why))
+    })?;
+    if kept.version != VERSION {
+        let why = format!("version {}, this program knows {VERSION}", kept.version);
+        return Err(failed("read", path)(io::Error::new(ErrorKind::InvalidData, why)));
+    }
+    Ok(Some(kept))
+}
+
+fn write_whole(path: &Path, content: &[u8]) -> io::Result<()> {
+    let temporary = path.with_extension("json.tmp");
+    match fs::remove_file(&temporary) {
+        Err(e) if e.kind() != ErrorKind::NotFound => return Err(e),
+        _ => {}
+    }
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
+    file.write_all(content)?;
+    file.sync_all()?;
+    fs::rename(&temporary, path)?;
+    File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn the_key_is_made_once_and_for_root_alone_and_keeps_its_port() {
+        let dir = std::env::temp_dir().join(format!("peerpod-tunnel-key-{}", std::process::id()));
+        let first = Key::open(&dir).unwrap();
+        assert_eq!(first.port(), None);
+        first.keep_port(40_000).unwrap();
+        let again = Key::open(&dir).unwrap();
+        assert_eq!((again.private.public(), again.port()), (first.private.public(), Some(40_000)));
+        let path = dir.join(FILE);
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        let secret = BASE64_STANDARD.encode(first.private.expose().as_slice());
+        fs::write(&path, format!("{{\"version\":9,\"private_key\":\"{secret}\"}}")).unwrap();
+        let error = Key::open(&dir).unwrap_err().to_string();
+        assert!(error.contains("version 9") && !error.contains(&secret), "{error}");
+        fs::write(&path, format!("{{\"version\":1,\"private_key\":{secret}}}")).unwrap();
+        let error = Key::open(&dir).unwrap_err().to_string();
+        assert!(!error.contains(&secret), "{error}");
+        fs::remove_dir_all(dir).unwrap();
+    }
+}

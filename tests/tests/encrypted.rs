@@ -1,0 +1,152 @@
+//! The main road with the pods' frames encrypted on their way: WireGuard below VXLAN.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use peerpod_tests::{PATIENCE, Sandbox};
+use peerpod_world::{Daemons, Namespace, Settings, World, eventually, ping::ping, road, traffic};
+
+fn encrypted() -> Settings {
+    Settings::none().set("tunnel.kind", "wireguard")
+}
+
+/// What the relay counts of the encrypted tunnel.
+fn counted(daemons: &Daemons, name: &str) -> f64 {
+    let metrics = daemons.metrics("relay").unwrap();
+    let line = metrics.lines().find(|line| line.starts_with(&format!("peerpod_relay_wireguard_{name}")));
+    line.and_then(|line| line.rsplit(' ').next()?.parse().ok()).unwrap_or(0.0)
+}
+
+/// Both families, from a pod beside it.
+fn reachable(from: &Namespace, sandbox: &Sandbox, patience: Duration) {
+    for address in sandbox.pod.addresses() {
+        ping(from, address, 56, patience).unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_whole_road_is_walked_through_the_encrypted_tunnel() {
+    road::walk(encrypted(), &mut road::Silent).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn pods_talk_through_the_encrypted_tunnel_and_nothing_goes_beside_it() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, encrypted()).await.unwrap();
+    let other = world.pod().unwrap();
+    let one = Sandbox::start(&world, &daemons, "one").await.unwrap();
+    let two = Sandbox::start(&world, &daemons, "two").await.unwrap();
+    reachable(other.namespace(), &one, PATIENCE);
+    reachable(other.namespace(), &two, PATIENCE);
+    let device = one.pod.namespace().shell("ip -d link show pp-vx0", &[]).unwrap();
+    assert!(device.contains("local 10.0.0.1"), "{device}");
+    let node = world.node().netns();
+    assert_eq!(traffic::tracked(node, 4789).unwrap(), 0, "VXLAN in the node's own namespace");
+    assert!(counted(&daemons, "packets_to_guest_total") > 0.0);
+    assert!(counted(&daemons, "peers") == 2.0);
+    one.stop(&daemons).await.unwrap();
+    assert!(counted(&daemons, "peers") == 1.0, "a stopped pod's guest is a peer");
+    reachable(other.namespace(), &two, PATIENCE);
+    two.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn traffic_goes_on_while_the_node_is_dead_and_comes_back_after_the_relay_was() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, encrypted()).await.unwrap();
+    let other = world.pod().unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "stays").await.unwrap();
+    reachable(other.namespace(), &sandbox, PATIENCE);
+
+    // Each answer within its second, however the node fares.
+    let (over, address, from) =
+        (Arc::new(AtomicBool::new(false)), sandbox.pod.v4(), other.namespace().clone());
+    let pinging = std::thread::spawn({
+        let over = over.clone();
+        move || {
+            let mut answers = 0;
+            while !over.load(Ordering::SeqCst) {
+                ping(&from, address, 1000, Duration::from_secs(1)).unwrap();
+                answers += 1;
+            }
+            answers
+        }
+    });
+    daemons.kill_node().unwrap();
+    for _ in 0..20 {
+        ping(other.namespace(), sandbox.pod.v6(), 56, Duration::from_secs(1)).unwrap();
+    }
+    daemons.start_node().unwrap();
+    daemons.ready().await.unwrap();
+    over.store(true, Ordering::SeqCst);
+    assert!(pinging.join().unwrap() > 0);
+    sandbox.lives().await.unwrap();
+
+    // With the relay the tunnel's sessions go; the node hands the descriptors to the next one, and the guest begins anew.
+    daemons.kill_relay().unwrap();
+    daemons.start_relay().unwrap();
+    let since = Instant::now();
+    reachable(other.namespace(), &sandbox, PATIENCE);
+    println!("healed {:?} after the relay was killed", since.elapsed());
+    assert!(since.elapsed() < Duration::from_secs(10), "{:?}", since.elapsed());
+
+    // And once more with a node that did not open the device itself.
+    daemons.kill_relay().unwrap();
+    daemons.kill_node().unwrap();
+    daemons.start_relay().unwrap();
+    daemons.start_node().unwrap();
+    reachable(other.namespace(), &sandbox, PATIENCE);
+}
+
+/// A NAT between the VMs and the node's own programs: what they send seems to come from an address nobody has.
+const NAT: &str = "add table ip nat
+add chain ip nat in { type nat hook input priority 100; }
+add rule ip nat in iifname pplocal0 snat to 10.99.200.200
+add table ip6 nat
+add chain ip6 nat in { type nat hook input priority 100; }
+add rule ip6 nat in iifname pplocal0 meta l4proto { tcp, udp } snat to fd99::c8c8";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_behind_a_nat_gets_an_encrypted_tunnel_by_itself() {
+    let world = World::new().unwrap();
+    let settings = Settings::none().set("tunnel.kind", "auto");
+    let daemons = Daemons::start(&world, settings).await.unwrap();
+    let other = world.pod().unwrap();
+    let near = Sandbox::start(&world, &daemons, "near").await.unwrap();
+    reachable(other.namespace(), &near, PATIENCE);
+    assert_eq!(counted(&daemons, "peers"), 0.0, "a VM on its own private address is reached plainly");
+
+    world.node().shell(&format!("nft -f - <<'END'\n{NAT}\nEND"), &[]).unwrap();
+    let far = Sandbox::start(&world, &daemons, "far").await.unwrap();
+    reachable(other.namespace(), &far, PATIENCE);
+    assert_eq!(counted(&daemons, "peers"), 1.0);
+    assert!(counted(&daemons, "packets_to_guest_total") > 0.0);
+    reachable(other.namespace(), &near, PATIENCE);
+    far.stop(&daemons).await.unwrap();
+    near.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_node_whose_port_is_taken_says_so_and_sends_nothing_in_clear() {
+    let world = World::new().unwrap();
+    // The port is somebody else's: nothing is carried, and nothing goes out in clear instead.
+    let taken = world.node().run(|| std::net::UdpSocket::bind("[::]:51820")).unwrap().unwrap();
+    let daemons = Daemons::start(&world, encrypted()).await.unwrap();
+    let log = daemons.log("node");
+    eventually("the node says why", PATIENCE, async || {
+        let text = std::fs::read_to_string(&log).ok()?;
+        text.contains("tunnel.wireguard-port").then_some(())
+    })
+    .await
+    .unwrap();
+    drop(taken);
+    let sandbox = Sandbox::start(&world, &daemons, "late").await.unwrap();
+    sandbox.stop(&daemons).await.unwrap();
+}
