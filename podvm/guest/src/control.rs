@@ -11,7 +11,9 @@ use peerpod_proto::guest::{Reply, Request, Rotate, request::Body};
 use protobuf::Message;
 use tokio::sync::{Semaphore, mpsc};
 
-use crate::{agent::Agent, identity::Identity, intercept::Notice, personalise, power, status::Status};
+use crate::{
+    agent::Agent, identity::Identity, intercept::Notice, network::Network, personalise, power, status::Status,
+};
 
 /// Requests under way; the node sends one at a time, and repeats what got no answer.
 const AT_ONCE: usize = 16;
@@ -127,6 +129,7 @@ fn send(handle: &EndpointHandle, reply: &Reply) {
 /// What requests to the agent mean to the guest.
 pub(crate) struct Notices {
     pub(crate) agent: Arc<Agent>,
+    pub(crate) network: Arc<Network>,
 }
 
 impl Notice for Notices {
@@ -136,6 +139,10 @@ impl Notice for Notices {
 
     fn bind_source(&self, source: &str) {
         personalise::make_bind_source(source);
+    }
+
+    fn network_admin(&self) {
+        self.network.pod_may_change();
     }
 
     /// Begins to write back while the agent still ends the containers; the node's Flush, which always follows, has

@@ -34,6 +34,8 @@ pub trait Notice: Send + Sync {
     fn container(&self);
     /// The container binds this path of the VM, which may have to be made first.
     fn bind_source(&self, source: &str);
+    /// The container may change the pod's network.
+    fn network_admin(&self) {}
     /// The shim ends the sandbox.
     fn sandbox_ends(&self);
 }
@@ -154,9 +156,7 @@ impl Intercept {
         match std::mem::replace(&mut self.state, State::Between) {
             State::Holding { head, method, have } => {
                 let payload = match method {
-                    Method::CreateContainer => rewrite::create_container(have, &self.podns, &mut |source| {
-                        self.notice.bind_source(source);
-                    }),
+                    Method::CreateContainer => rewrite::create_container(have, &self.podns, &*self.notice),
                     Method::CreateSandbox => rewrite::create_sandbox(have),
                 };
                 match payload {

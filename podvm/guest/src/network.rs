@@ -10,14 +10,23 @@ use std::{
     },
 };
 
-use peerpod_link::net::{self, external, guest::Applied, room};
+use peerpod_link::net::{self, events::Events, external, guest::Applied, netns::Netns, room};
 use peerpod_proto::guest::NetworkPlan;
+use protobuf::Message;
 use tokio::sync::watch;
 
 use crate::{
+    config::Settings,
     encrypted::{self, Encrypted},
+    files,
     status::Status,
 };
+
+const FILE: &str = "network.pb";
+/// As much as a plan may have, and nothing besides.
+const MAX_LEN: u64 = 2 << 20;
+
+const ADMIN: &str = "network-admin";
 
 /// Why there is no network.
 #[derive(Debug, thiserror::Error)]
@@ -33,25 +42,35 @@ pub(crate) enum Error {
 /// What is known of the pod's network and its way home.
 pub(crate) struct Network {
     podns: PathBuf,
+    /// There when a container may change the pod's network itself; outlives this program.
+    admin: PathBuf,
     encrypted: Arc<Encrypted>,
     status: Arc<Status>,
     /// The largest packet on the way to the node, in bytes; 0 = only the kernel's routes say.
     path: AtomicU32,
     /// The node's end of the tunnel, once a plan came.
     node: watch::Sender<Option<IpAddr>>,
-    /// What was made last, in this life of the program.
+    /// Where [`Network::previous`] is kept over a restart of the program.
+    file: PathBuf,
+    /// What was made last: what a new plan has no more is removed.
     previous: tokio::sync::Mutex<Option<NetworkPlan>>,
 }
 
 impl Network {
-    pub(crate) fn new(podns: PathBuf, encrypted: Arc<Encrypted>, status: Arc<Status>) -> Network {
+    pub(crate) fn new(settings: &Settings, encrypted: Arc<Encrypted>, status: Arc<Status>) -> Network {
+        let file = settings.state_dir.join(FILE);
+        // One that cannot be read is as good as none: then nothing is removed.
+        let bytes = files::read_bounded(&file, MAX_LEN).ok().flatten();
+        let previous = bytes.and_then(|bytes| NetworkPlan::parse_from_bytes(&bytes).ok());
         Network {
-            podns,
+            podns: settings.podns.clone(),
+            admin: settings.state_dir.join(ADMIN),
+            file,
             encrypted,
             status,
             path: AtomicU32::new(0),
             node: watch::Sender::new(None),
-            previous: Default::default(),
+            previous: tokio::sync::Mutex::new(previous),
         }
     }
 
@@ -65,6 +84,38 @@ impl Network {
         self.encrypted.linked();
     }
 
+    /// A container of the pod has the capability to change the pod's network.
+    pub(crate) fn pod_may_change(&self) {
+        if !self.is_pods_own()
+            && let Err(error) = files::write_private(&self.admin, &[])
+        {
+            tracing::warn!(%error, "cannot note that the pod may change its network");
+        }
+    }
+
+    /// Whether the pod may change its network, so that what is missing may be as the pod wants it.
+    pub(crate) fn is_pods_own(&self) -> bool {
+        self.admin.exists()
+    }
+
+    /// An ear in the pod's namespace, once there is one.
+    pub(crate) fn listen(&self) -> Option<Events> {
+        let events = Netns::open(&self.podns).and_then(|netns| Events::of_pod(&netns));
+        events.inspect_err(|error| tracing::debug!(%error, "cannot watch the pod's network yet")).ok()
+    }
+
+    /// What the pod's network lacks of the last plan, in words.
+    pub(crate) async fn drift(&self) -> Vec<String> {
+        let previous = self.previous.lock().await;
+        let Some(plan) = previous.clone() else { return Vec::new() };
+        let podns = self.podns.clone();
+        match tokio::task::spawn_blocking(move || net::drift::drift(&plan, &podns)).await {
+            Ok(Ok(lacks)) => lacks,
+            Ok(Err(error)) => vec![error.to_string()],
+            Err(_) => Vec::new(),
+        }
+    }
+
     /// What passes between VM and node; true when it is another figure than before.
     pub(crate) fn set_path(&self, bytes: u32) -> bool {
         self.path.swap(bytes, Relaxed) != bytes
@@ -73,7 +124,7 @@ impl Network {
     /// Makes the pod's network as planned, with what is known now.
     pub(crate) async fn make(&self, plan: &NetworkPlan) -> Result<Applied, Error> {
         let node = tunnel_end(plan);
-        self.node.send_if_modified(|known| std::mem::replace(known, node) != node);
+        self.node.send_replace(node); // also when it is the same: there is a plan now
         let path = self.path.load(Relaxed);
         let mut previous = self.previous.lock().await;
         let (podns, plan, before) = (self.podns.clone(), plan.clone(), previous.clone());
@@ -81,11 +132,20 @@ impl Network {
         // Netlink is synchronous, and the link's heartbeat must not wait for it.
         let made = tokio::task::spawn_blocking(move || make(plan, path, before.as_ref(), &podns, &encrypted));
         let Made { plan, applied, path_note, external_note } = made.await.map_err(|_| Error::Ending)??;
+        // After it was made: until then the one before says more of what is there.
+        if previous.as_ref() != Some(&plan) {
+            let kept = plan.write_to_bytes().map_err(std::io::Error::other);
+            if let Err(error) = kept.and_then(|bytes| files::write_private(&self.file, &bytes)) {
+                tracing::warn!(%error, "cannot keep what was made of the pod's network");
+            }
+        }
         *previous = Some(plan);
         self.status.note("path", path_note);
         self.status.note("external", external_note);
         self.status.pod_mtu(applied.mtu);
         self.status.note("filter", applied.unfiltered.clone());
+        let left_out = Some(applied.left_out.join("; ")).filter(|text| !text.is_empty());
+        self.status.note("settings", left_out);
         Ok(applied)
     }
 }

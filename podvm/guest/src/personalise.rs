@@ -90,7 +90,7 @@ impl Person {
             .and_then(|bytes| Personalise::parse_from_bytes(&bytes).ok());
         let new = current.is_none();
         Person {
-            network: Arc::new(Network::new(settings.podns.clone(), encrypted, status.clone())),
+            network: Arc::new(Network::new(settings, encrypted, status.clone())),
             file,
             status,
             agent,

@@ -119,7 +119,7 @@ async fn home(
         lease.set_length(Duration::from_secs(u64::from(birth.lease_seconds)));
     }
 
-    let notice = Arc::new(Notices { agent: agent.clone() });
+    let notice = Arc::new(Notices { agent: agent.clone(), network: control.person.network() });
     let podns = settings.podns.display().to_string();
     let (handler, events) = Home::new(agent.clone(), notice, podns);
     let limits = Limits {

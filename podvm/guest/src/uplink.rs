@@ -41,6 +41,8 @@ const EVERY: Duration = Duration::from_secs(600);
 /// DHCP and router advertisements come in several messages.
 const QUIET: Duration = Duration::from_millis(250);
 const AT_MOST: Duration = Duration::from_secs(2);
+/// So often is the pod's network put right between two tries of the path; then somebody else is stronger.
+const RESTORATIONS: u32 = 20;
 /// After something that did not work.
 const AGAIN: Duration = Duration::from_secs(5);
 
@@ -82,8 +84,10 @@ impl Watcher {
         self.status.uplinks(addresses(&seen));
         let mut tried: Option<IpAddr> = None;
         let mut next = Instant::now() + EVERY;
+        let mut pod: Option<Events> = None;
+        let mut restorations = 0;
         loop {
-            let (mut probe, mut looked) = (false, false);
+            let (mut probe, mut looked, mut pod_changed) = (false, false, false);
             tokio::select! {
                 changed = linked.changed() => match changed {
                     Ok(()) => {
@@ -94,9 +98,18 @@ impl Watcher {
                 },
                 changed = node.changed() => match changed {
                     // The link's end and the tunnel's are mostly one.
-                    Ok(()) => probe = *node.borrow_and_update() != tried,
+                    Ok(()) => {
+                        let peer = linked.borrow().as_ref().map(|link| link.peer.ip().to_canonical());
+                        probe = node.borrow_and_update().or(peer) != tried;
+                    }
                     Err(_) => return,
                 },
+                heard = heard(&mut pod) => {
+                    pod_changed = true;
+                    if !heard {
+                        pod = None;
+                    }
+                }
                 heard = heard(&mut events) => {
                     looked = true;
                     if !heard {
@@ -106,13 +119,25 @@ impl Watcher {
                 }
                 () = sleep_until(next) => {
                     next = Instant::now() + EVERY;
-                    (probe, looked) = (true, true);
+                    (probe, looked, pod_changed) = (true, true, true);
+                    restorations = 0;
                     if events.is_none() {
                         events = listen();
                     }
                 }
             }
-            let mut again = false;
+            let (mut again, mut tell) = (false, false);
+            if pod.is_none() {
+                pod = self.network.listen();
+                pod_changed = pod.is_some();
+            }
+            if pod_changed {
+                let lacks = self.network.drift().await;
+                again = !lacks.is_empty() && !self.network.is_pods_own() && restorations < RESTORATIONS;
+                restorations += u32::from(again);
+                tell = !lacks.is_empty();
+                self.note_pod(&lacks, again);
+            }
             if looked
                 && let Some(now) = look().await
                 && now != seen
@@ -131,10 +156,24 @@ impl Watcher {
             if again && !self.follow().await {
                 next = next.min(Instant::now() + AGAIN);
             }
-            if again || probe {
+            if again || probe || tell {
                 control::tell(&self.status, &self.handle);
             }
         }
+    }
+
+    /// Says what became of the pod's network, and why it stays so or does not.
+    fn note_pod(&self, lacks: &[String], again: bool) {
+        let lacks = lacks.join(", ");
+        let note = match (lacks.is_empty(), again) {
+            (true, _) => return,
+            (false, true) => format!("the pod's network was put right: {lacks}"),
+            (false, false) if self.network.is_pods_own() => {
+                format!("the pod may change its network, and it is not as planned: {lacks}")
+            }
+            (false, false) => format!("the pod's network is taken apart again and again: {lacks}"),
+        };
+        self.status.note("pod", Some(note));
     }
 
     /// Makes the pod's network again; whether that worked.

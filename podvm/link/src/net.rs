@@ -10,6 +10,7 @@ use std::io;
 use std::path::PathBuf;
 
 pub mod carrier;
+pub mod drift;
 pub mod events;
 pub mod external;
 pub mod guest;

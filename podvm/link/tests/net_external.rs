@@ -10,6 +10,7 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
 
 use net_world::{SHAPE4, World};
+use peerpod_link::net::drift::drift;
 use peerpod_link::net::{external, guest};
 use peerpod_proto::guest as wire;
 
@@ -197,4 +198,30 @@ fn without_it_the_pods_namespace_has_no_way_to_the_uplink() {
     }
     let forwarding = || std::fs::read_to_string("/proc/sys/net/ipv4/conf/all/forwarding").unwrap();
     assert_eq!(world.within("vm", forwarding).trim(), "0");
+}
+
+#[test]
+fn what_the_pods_network_lacks_is_named_and_put_right() {
+    let mut world = world();
+    let (_pod, _seen, _held, mut plan) = world.whole(SHAPE4);
+    let podns = world.path("podns");
+    let lacks = |plan: &wire::NetworkPlan| drift(plan, &podns).unwrap();
+    assert_eq!(lacks(&plan), Vec::<String>::new());
+    world.ip("podns", "route del 10.96.0.0/16");
+    world.ip("podns", "addr del fd10:244:1::7/64 dev eth0");
+    let named = lacks(&plan);
+    assert!(named.iter().any(|text| text.contains("10.96.0.0/16")), "{named:?}");
+    assert!(named.iter().any(|text| text.contains("fd10:244:1::7")), "{named:?}");
+    world.within("vm", || guest::apply(&plan, Some(&plan), &podns).unwrap());
+    assert_eq!(lacks(&plan), Vec::<String>::new());
+    world.ip("podns", "link del eth0");
+    assert!(!lacks(&plan).is_empty());
+    world.within("vm", || guest::apply(&plan, Some(&plan), &podns).unwrap());
+    assert_eq!(lacks(&plan), Vec::<String>::new());
+    // The external network's own device is no stranger, and what left the tunnel is not missed.
+    leave_by_vm(&mut world, &plan, &[]);
+    plan.external = Some(wanted(&[])).into();
+    let external = external::read(&plan).unwrap().unwrap();
+    external::split(&mut plan, &external, |_| true);
+    assert_eq!(lacks(&plan), Vec::<String>::new());
 }

@@ -8,6 +8,11 @@ use peerpod_proto::{
 };
 use protobuf::Message;
 
+use super::Notice;
+
+/// Who has it may change the pod's network.
+const NETWORK_ADMIN: &str = "CAP_NET_ADMIN";
+
 /// Why a request cannot be passed on.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Error {
@@ -19,13 +24,9 @@ pub(super) enum Error {
     TooLarge(usize),
 }
 
-/// Puts the pod's network namespace into the container's and tells the sources of its bind mounts.
+/// Puts the pod's network namespace into the container's and tells what the container binds and may do.
 /// A request without an OCI spec passes unchanged: the agent has the right words for it.
-pub(super) fn create_container(
-    payload: Vec<u8>,
-    podns: &str,
-    bind_source: &mut dyn FnMut(&str),
-) -> Result<Vec<u8>, Error> {
+pub(super) fn create_container(payload: Vec<u8>, podns: &str, notice: &dyn Notice) -> Result<Vec<u8>, Error> {
     let mut request = Request::parse_from_bytes(&payload)?;
     let mut container = CreateContainerRequest::parse_from_bytes(&request.payload)?;
     let Some(spec) = container.OCI.as_mut() else { return Ok(payload) };
@@ -34,7 +35,14 @@ pub(super) fn create_container(
         mount.type_ == "bind" || mount.options.iter().any(|option| option == "bind" || option == "rbind")
     };
     for mount in spec.Mounts.iter().filter(is_bind) {
-        bind_source(&mount.source);
+        notice.bind_source(&mount.source);
+    }
+    if let Some(capabilities) = spec.Process.as_ref().and_then(|process| process.Capabilities.as_ref()) {
+        let mut all =
+            capabilities.Bounding.iter().chain(&capabilities.Effective).chain(&capabilities.Permitted);
+        if all.any(|capability| capability == NETWORK_ADMIN) {
+            notice.network_admin();
+        }
     }
 
     let namespaces = &mut spec.Linux.mut_or_insert_default().Namespaces;

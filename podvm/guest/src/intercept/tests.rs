@@ -20,6 +20,9 @@ impl Notice for Seen {
     fn bind_source(&self, source: &str) {
         self.0.lock().unwrap().push(source.into());
     }
+    fn network_admin(&self) {
+        self.0.lock().unwrap().push("network admin".into());
+    }
     fn sandbox_ends(&self) {
         self.0.lock().unwrap().push("sandbox ends".into());
     }
@@ -237,12 +240,18 @@ fn fields_that_kata_may_add_survive_at_every_depth() {
     let mut mount = peerpod_proto::intercept::Mount::new();
     add(mount.mut_special_fields(), "mount");
     spec.Mounts.push(mount);
+    let process = spec.Process.mut_or_insert_default();
+    add(process.mut_special_fields(), "process");
+    let capabilities = process.Capabilities.mut_or_insert_default();
+    capabilities.Effective = ["CAP_CHOWN", "CAP_NET_ADMIN"].map(str::to_owned).into();
+    add(capabilities.mut_special_fields(), "capabilities");
+    let seen = Seen::default();
     let mut envelope = ttrpc_frame::Request::new();
     (envelope.service, envelope.method) = (SERVICE.into(), "CreateContainer".into());
     envelope.payload = container.write_to_bytes().unwrap();
     add(envelope.mut_special_fields(), "envelope");
 
-    let out = rewrite::create_container(envelope.write_to_bytes().unwrap(), PODNS, &mut |_| {}).unwrap();
+    let out = rewrite::create_container(envelope.write_to_bytes().unwrap(), PODNS, &seen).unwrap();
     let envelope = ttrpc_frame::Request::parse_from_bytes(&out).unwrap();
     let container =
         peerpod_proto::intercept::CreateContainerRequest::parse_from_bytes(&envelope.payload).unwrap();
@@ -256,6 +265,10 @@ fn fields_that_kata_may_add_survive_at_every_depth() {
     has(container.OCI.special_fields(), "spec");
     has(container.OCI.Linux.special_fields(), "linux");
     has(container.OCI.Mounts[0].special_fields(), "mount");
+    has(container.OCI.Process.special_fields(), "process");
+    has(container.OCI.Process.Capabilities.special_fields(), "capabilities");
+    assert_eq!(container.OCI.Process.Capabilities.Effective.len(), 2);
+    assert!(seen.0.lock().unwrap().contains(&"network admin".to_owned()));
 }
 
 #[test]

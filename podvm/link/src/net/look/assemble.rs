@@ -13,11 +13,13 @@ use crate::net::plan::MAX_INTERFACES;
 const MAX_LEFT_OUT: usize = 32;
 /// What our own devices in a pod's namespace are called.
 const OURS: &str = "pp-vx";
+/// The pod's way out by its VM (`external`), and nothing of the pod either.
+const WAY_OUT: &str = "pp-ext0";
 const RTPROT_KERNEL: u8 = 2;
 
 /// Whether this is one of our tunnels' devices, which is no part of a pod's network.
 fn is_ours(link: &Link) -> bool {
-    link.name.starts_with(OURS)
+    link.name.starts_with(OURS) || link.name == WAY_OUT
 }
 
 /// What is the pod's. `values` are the namespace's sysctls, `None` where they could not be read.

@@ -1,0 +1,54 @@
+//! What the pod's network in the VM lacks of its plan, in words: somebody in the pod (or the VM) took it away. Reads
+//! over netlink and changes nothing; who wants it back calls `guest::apply`.
+
+use std::path::Path;
+
+use peerpod_proto::guest::NetworkPlan;
+
+use super::look::{Address, Route, look};
+use super::netns::Netns;
+use super::{Error, plan};
+
+/// More are not listed.
+const MOST: usize = 16;
+
+/// Interfaces, addresses and routes that are planned and not there. What is there besides is the pod's own affair.
+///
+/// # Errors
+/// [`Error::Plan`], [`Error::Netns`], [`Error::Kernel`].
+pub fn drift(wire: &NetworkPlan, podns: &Path) -> Result<Vec<String>, Error> {
+    let planned = plan::read(wire)?.as_seen();
+    let seen = match look(&Netns::open(podns)?) {
+        Ok(seen) => seen,
+        // Nothing that could be a pod's network.
+        Err(Error::CannotCarry(why)) => return Ok(vec![why]),
+        Err(e) => return Err(e),
+    };
+    let mut lacks = Vec::new();
+    for wanted in &planned.interfaces {
+        let Some(has) = seen.interfaces.iter().find(|interface| interface.name == wanted.name) else {
+            lacks.push(format!("{} is gone", wanted.name));
+            continue;
+        };
+        if has.down && !wanted.down {
+            lacks.push(format!("{} is down", wanted.name));
+        }
+        // Lifetimes, MTUs and the like may differ by right: the VM's own path narrows them.
+        let has_address =
+            |a: &Address| has.addresses.iter().any(|b| (b.address, b.prefix) == (a.address, a.prefix));
+        let has_route = |a: &Route| has.routes.iter().any(|b| key(b) == key(a));
+        for address in wanted.addresses.iter().filter(|address| !has_address(address)) {
+            lacks.push(format!("{} lacks the address {}/{}", wanted.name, address.address, address.prefix));
+        }
+        for route in wanted.routes.iter().filter(|route| !has_route(route)) {
+            lacks.push(format!("{} lacks the route to {}/{}", wanted.name, route.destination, route.prefix));
+        }
+    }
+    lacks.truncate(MOST);
+    Ok(lacks)
+}
+
+/// What makes a route another one.
+fn key(route: &Route) -> impl PartialEq {
+    (route.destination, route.prefix, route.gateway, route.metric, route.table, route.kind, route.tos)
+}
