@@ -67,7 +67,7 @@ pub struct Record {
     #[serde(default)]
     pub session: Option<String>,
     /// Digest of the network plan that this session carried out.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub told: Option<String>,
     /// Why it was stopped or failed, in words.
     #[serde(default)]
