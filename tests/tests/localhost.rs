@@ -13,7 +13,7 @@ use std::{
 
 use network_common::Vm;
 use peerpod_link::net::netns::Netns;
-use peerpod_tests::{PATIENCE, nothing_beyond};
+use peerpod_tests::{PATIENCE, nothing_beyond, stop_in_time};
 use peerpod_world::{
     Daemons, Settings, Sight, World, eventually,
     traffic::{self, ECHO_PORT, Echo},
@@ -60,7 +60,8 @@ fn sockets(netns: &Netns) -> usize {
     netns
         .run(|| {
             let listening = ["tcp", "tcp6"].map(of);
-            let listening = listening.iter().flat_map(|text| text.lines()).filter(|line| line.contains(" 0A "));
+            let listening =
+                listening.iter().flat_map(|text| text.lines()).filter(|line| line.contains(" 0A "));
             let raw = ["raw", "raw6"].map(|file| of(file).lines().count() - 1);
             listening.count() + raw.iter().sum::<usize>()
         })
@@ -121,7 +122,10 @@ async fn the_nodes_side_reaches_the_pods_localhost_in_its_vm_whatever_the_daemon
     let running = Sight::of(&world, &[pod.namespace()], &daemons).unwrap();
     assert_eq!(sockets(here), 4, "a listener and a raw socket of each family");
     assert!(!running.containing("peerpod-localhost").is_empty(), "the witness sees the rules");
-    vm.stop(&daemons).await.unwrap();
+    // The shim's own connection ended with the relay.
+    let shim = daemons.shim().await.unwrap();
+    stop_in_time(&shim, &vm.id).await.unwrap();
+    daemons.gone(&vm.id, PATIENCE).await.unwrap();
     refused(here, ECHO_PORT).await;
     nothing_beyond(&world, &[pod.namespace()], &daemons, &before, &running).await.unwrap();
     assert_eq!(sockets(here), 0, "sockets keep a namespace alive that has no name any more");
