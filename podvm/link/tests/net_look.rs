@@ -7,8 +7,10 @@ mod net_world;
 use std::net::IpAddr;
 
 use net_world::{World, run};
-use peerpod_link::net::Error;
+use netlink_packet_route::RouteNetlinkMessage;
+use netlink_packet_route::route::RouteMessage;
 use peerpod_link::net::look::{Neighbour, Route, Seen, look};
+use peerpod_link::net::{Error, netlink};
 
 fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
@@ -173,4 +175,21 @@ fn a_thousand_routes_reach_the_vm() {
     assert!(world.apply(&plan).unwrap().changed);
     assert!(!world.apply(&plan).unwrap().changed);
     assert!(world.ip("podns", "route show").lines().count() >= 1000);
+}
+
+#[test]
+fn a_socket_is_usable_after_a_dump_that_was_too_long() {
+    let mut world = World::new();
+    world.pod("pod", 7);
+    let lines: String = (0..3000)
+        .map(|n| format!("route add 10.{}.{}.0/24 via 10.244.1.1\n", 100 + (n >> 8), n & 255))
+        .collect();
+    world.batch("pod", &lines, false);
+    let mut client = world.open("pod").netlink().unwrap();
+    let request = RouteNetlinkMessage::GetRoute(RouteMessage::default());
+    for limit in [10, 1000, 5] {
+        let error = client.dump(&request, limit, Some).unwrap_err();
+        assert!(matches!(error, netlink::Error::TooMany(_)), "{error}");
+    }
+    assert!(client.dump(&request, 4096, Some).unwrap().len() > 3000);
 }

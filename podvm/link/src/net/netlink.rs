@@ -9,10 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use netlink_packet_core::{
-    NLM_F_ACK, NLM_F_ACK_TLVS, NLM_F_CAPPED, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkSerializable,
-    ParseableParametrized,
-};
+use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkSerializable};
 use netlink_packet_route::RouteNetlinkMessage;
 use netlink_sys::Socket;
 use netlink_sys::protocols::{NETLINK_NETFILTER, NETLINK_ROUTE};
@@ -23,11 +20,15 @@ use nix::sys::socket::{
 };
 use nix::sys::time::TimeVal;
 
+mod parse;
+
+pub(crate) use parse::parse_route;
+use parse::{has_end, next_message, parse_answer, refusal};
+
 /// The header of every netlink message: length u32, type u16, flags u16, sequence u32, port u32, host order.
 const HEADER: usize = 16;
 const NLMSG_ERROR: u16 = 2;
 const NLMSG_DONE: u16 = 3;
-const NLMSGERR_ATTR_MSG: u16 = 1;
 /// Messages per datagram: the kernel queues one answer for each before we read the first, and the queue is finite.
 const BATCH: usize = 64;
 /// The kernel never answers with more than 32 KiB at once; what is longer is refused as cut off.
@@ -426,118 +427,6 @@ impl Client {
             Ok(length) => Ok(Some(length)),
             Err(Errno::EAGAIN) => Ok(None),
             Err(e) => Err(Error::Socket(e.into())),
-        }
-    }
-}
-
-struct Header {
-    kind: u16,
-    flags: u16,
-    sequence: u32,
-}
-
-/// Whether the end of the dump with this sequence number is among these messages.
-fn has_end(mut messages: &[u8], dump: u32) -> Result<bool, Error> {
-    while let Some((header, _)) = next_message(&mut messages)? {
-        if header.sequence == dump && matches!(header.kind, NLMSG_ERROR | NLMSG_DONE) {
-            return Ok(true);
-        }
-    }
-    Ok(false)
-}
-
-/// Takes the next message off `rest`.
-fn next_message<'a>(rest: &mut &'a [u8]) -> Result<Option<(Header, &'a [u8])>, Error> {
-    if rest.is_empty() {
-        return Ok(None);
-    }
-    let garbled = || Error::Garbled("a message with a wrong length".to_owned());
-    let (header, _) = rest.split_first_chunk::<HEADER>().ok_or_else(garbled)?;
-    let [l0, l1, l2, l3, k0, k1, f0, f1, s0, s1, s2, s3, ..] = *header;
-    let length = u32::from_ne_bytes([l0, l1, l2, l3]) as usize;
-    let payload = rest.get(HEADER..length).ok_or_else(garbled)?;
-    *rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
-    let header = Header {
-        kind: u16::from_ne_bytes([k0, k1]),
-        flags: u16::from_ne_bytes([f0, f1]),
-        sequence: u32::from_ne_bytes([s0, s1, s2, s3]),
-    };
-    Ok(Some((header, payload)))
-}
-
-pub(crate) fn parse_route(kind: u16, payload: &[u8]) -> Result<RouteNetlinkMessage, Error> {
-    RouteNetlinkMessage::parse_with_param(payload, kind).map_err(|e| Error::Garbled(e.to_string()))
-}
-
-/// Reads an NLMSG_ERROR: a code (0 = done), the request's header (with its body unless capped), then attributes.
-fn parse_answer(flags: u16, payload: &[u8]) -> Result<Answer, Error> {
-    let garbled = || Error::Garbled("a cut-off acknowledgement".to_owned());
-    let (code, rest) = payload.split_first_chunk::<4>().ok_or_else(garbled)?;
-    let code = i32::from_ne_bytes(*code);
-    let mut text = None;
-    if flags & NLM_F_ACK_TLVS != 0 {
-        let request = if flags & NLM_F_CAPPED != 0 {
-            HEADER
-        } else {
-            let (length, _) = rest.split_first_chunk::<4>().ok_or_else(garbled)?;
-            (u32::from_ne_bytes(*length) as usize).next_multiple_of(4)
-        };
-        text = kernels_words(rest.get(request..).unwrap_or_default());
-    }
-    Ok(refusal(code, text))
-}
-
-fn refusal(code: i32, text: Option<String>) -> Answer {
-    match code {
-        0 => Ok(()),
-        code => Err(Refusal { errno: Errno::from_raw(code.wrapping_neg()), text }),
-    }
-}
-
-/// The text attribute among those of an extended ACK.
-fn kernels_words(mut attributes: &[u8]) -> Option<String> {
-    while let Some(([l0, l1, k0, k1], _)) = attributes.split_first_chunk::<4>() {
-        let length = usize::from(u16::from_ne_bytes([*l0, *l1]));
-        let value = attributes.get(4..length)?;
-        if u16::from_ne_bytes([*k0, *k1]) == NLMSGERR_ATTR_MSG {
-            let text = value.split(|b| *b == 0).next().unwrap_or_default();
-            return Some(String::from_utf8_lossy(text).into_owned());
-        }
-        attributes = attributes.get(length.next_multiple_of(4)..)?;
-    }
-    None
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    #[test]
-    fn a_refusal_carries_the_kernels_words() {
-        // -EEXIST, the request's header alone (capped), then attributes: an offset (2) and the text (1).
-        let mut payload = (-17_i32).to_ne_bytes().to_vec();
-        payload.extend([0; HEADER]);
-        payload.extend([8, 0, 2, 0, 1, 2, 3, 4]);
-        payload.extend([9, 0, 1, 0]);
-        payload.extend(b"taken\0\0\0");
-        let answer = parse_answer(NLM_F_CAPPED | NLM_F_ACK_TLVS, &payload).unwrap();
-        let refusal = answer.unwrap_err();
-        assert_eq!((refusal.errno, refusal.text.as_deref()), (Errno::EEXIST, Some("taken")));
-        assert_eq!(refusal.to_string(), "File exists (EEXIST): taken");
-        assert_eq!(parse_answer(0, &[0; 20]).unwrap(), Ok(()));
-        assert!(parse_answer(0, &[1, 2]).is_err());
-    }
-
-    proptest! {
-        #[test]
-        fn no_answer_makes_the_reader_panic(bytes: Vec<u8>, flags: u16) {
-            drop(parse_answer(flags, &bytes));
-            let mut rest = bytes.as_slice();
-            while let Ok(Some((header, payload))) = next_message(&mut rest) {
-                drop(parse_route(header.kind, payload));
-            }
         }
     }
 }
