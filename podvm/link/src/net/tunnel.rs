@@ -87,8 +87,18 @@ pub fn connect(netns: &Netns, connection: &Connection<'_>) -> Result<(), Error> 
     let mut pod = netns.netlink()?;
     let maker = Maker { by: connection.by, tag: connection.mark.tag() };
     let ways: Vec<(u32, u32)> = connection.pairs.iter().map(|p| (p.interface, p.held.ifindex)).collect();
-    let mut messages = Vec::with_capacity(7 * connection.pairs.len());
+    let attempt = || Error::kernel(format!("connect the tunnel in {}", netns.path().display()));
+    // A device that is told what it is already makes news all the same, and whoever follows the pod's network would come
+    // here again for that, for ever.
+    let mut due = Vec::with_capacity(connection.pairs.len());
     for pair in connection.pairs {
+        let there = link::by_index(&mut pod, pair.held.ifindex).map_err(attempt())?;
+        if !there.is_some_and(|link| is_connected(&link, pair, connection)) {
+            due.push(pair);
+        }
+    }
+    let mut messages = Vec::with_capacity(7 * connection.pairs.len());
+    for pair in &due {
         messages.push((0, vxlan::with_mtu(pair.held.ifindex, pair.mtu)));
         // Said at the reservation already; but an MTU that was too small for IPv6 made the kernel forget it. Refused
         // where there is no IPv6.
@@ -99,7 +109,6 @@ pub fn connect(netns: &Netns, connection: &Connection<'_>) -> Result<(), Error> 
     // The programs among them must stay open until the kernel has taken the filters.
     let mut redirects = maker.messages(&ways)?;
     messages.append(&mut redirects.messages);
-    let attempt = || Error::kernel(format!("connect the tunnel in {}", netns.path().display()));
     for left in (0..BUSY_TRIES).rev() {
         let answers = pod.batch(&messages).map_err(attempt())?;
         let (devices, redirects) = answers.split_at(own.min(answers.len()));
@@ -109,7 +118,7 @@ pub fn connect(netns: &Netns, connection: &Connection<'_>) -> Result<(), Error> 
             Some((at, no)) => {
                 Maker::abandon(&mut pod, &ways, redirects);
                 // Gone, or another device has its index now (then the kernel refuses to change kind or VNI).
-                if let Some(pair) = connection.pairs.get(at / PER_PAIR) {
+                if let Some(pair) = due.get(at / PER_PAIR) {
                     let there = link::by_index(&mut pod, pair.held.ifindex).map_err(attempt())?;
                     if there.is_none_or(|l| l.vxlan.is_none_or(|v| v.vni != pair.held.vni)) {
                         return Err(Error::Gone { netns: netns.path().to_owned(), vni: pair.held.vni });
@@ -120,6 +129,14 @@ pub fn connect(netns: &Netns, connection: &Connection<'_>) -> Result<(), Error> 
         }
     }
     Ok(())
+}
+
+fn is_connected(link: &link::Link, pair: &Pair, connection: &Connection<'_>) -> bool {
+    let ends = |vxlan: &link::Vxlan| {
+        vxlan.vni == pair.held.vni
+            && (vxlan.remote, vxlan.local) == (Some(connection.remote), Some(connection.local))
+    };
+    link.up && link.mtu == pair.mtu && link.vxlan.as_ref().is_some_and(ends)
 }
 
 fn first_refusal(answers: &[Answer]) -> Option<(usize, &netlink::Refusal)> {

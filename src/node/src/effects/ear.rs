@@ -1,10 +1,13 @@
 //! Hears what changes around one running pod: in its network namespace, and on the way to its VM. Says only that
 //! something did; the sandbox looks.
 
-use std::{net::IpAddr, time::Duration};
+use std::{net::IpAddr, sync::Arc, time::Duration};
 
 use peerpod_link::net::events::Events;
-use tokio::{sync::watch, time::sleep};
+use tokio::{
+    sync::{Semaphore, watch},
+    time::sleep,
+};
 use tracing::debug;
 
 use super::{Surroundings, open};
@@ -29,7 +32,7 @@ pub(super) fn listen_to(
     surroundings: &Surroundings,
 ) -> watch::Receiver<Heard> {
     let (sender, receiver) = watch::channel(0);
-    let ear = Ear { boot_id, netns, tunnel, way, sender };
+    let ear = Ear { boot_id, netns, tunnel, way, turns: surroundings.turns(), sender };
     let underlay = surroundings.underlay();
     tokio::spawn(async move {
         tokio::select! {
@@ -47,6 +50,7 @@ struct Ear {
     tunnel: Tunnel,
     /// The tunnel and the VM that it goes to.
     way: Option<(Reserved, IpAddr)>,
+    turns: Arc<Semaphore>,
     sender: watch::Sender<Heard>,
 }
 
@@ -90,6 +94,7 @@ impl Ear {
     /// The node's address towards the VM and what fits there; `None` where there is no way.
     async fn find_way(&self) -> Option<(IpAddr, u32)> {
         let (reserved, vm) = self.way.as_ref()?;
+        let _turn = self.turns.acquire().await.ok()?;
         self.tunnel.way(reserved, *vm).await.ok()
     }
 }

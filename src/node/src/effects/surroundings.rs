@@ -4,7 +4,10 @@
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use peerpod_link::net::{events::Events, netns::Netns};
-use tokio::{sync::watch, time::sleep};
+use tokio::{
+    sync::{Semaphore, watch},
+    time::sleep,
+};
 use tracing::warn;
 
 use super::GuestAddresses;
@@ -15,6 +18,8 @@ const QUIET: Duration = Duration::from_millis(300);
 const AT_MOST: Duration = Duration::from_secs(3);
 /// Between two looks.
 const PAUSE: Duration = Duration::from_secs(1);
+/// Sandboxes that look at a time; a look takes some microseconds.
+const TURNS: usize = 2;
 /// Before the next try, when the node cannot be heard.
 const RETRY: Duration = Duration::from_secs(10);
 
@@ -23,6 +28,7 @@ const RETRY: Duration = Duration::from_secs(10);
 pub struct Surroundings {
     underlay: watch::Receiver<u64>,
     homes: watch::Receiver<Homes>,
+    turns: Arc<Semaphore>,
 }
 
 impl Surroundings {
@@ -44,12 +50,18 @@ impl Surroundings {
             }
         });
         tokio::spawn(keep_homes(addresses, listening, underlay.clone(), homes_sender));
-        Surroundings { underlay, homes }
+        Surroundings { underlay, homes, turns: Arc::new(Semaphore::new(TURNS)) }
     }
 
     /// Ticks when something changed.
     pub(super) fn underlay(&self) -> watch::Receiver<u64> {
         self.underlay.clone()
+    }
+
+    /// To be held while looking: all sandboxes hear the same news at once, and a thousand looks at a time would be a
+    /// thousand threads.
+    pub(super) fn turns(&self) -> Arc<Semaphore> {
+        self.turns.clone()
     }
 
     /// Where guests find the node.

@@ -1,5 +1,8 @@
 //! What goes wrong while pods are set up, run and are torn down.
 
+use peerpod_link::net::events::Events;
+use tokio::time::timeout;
+
 use super::*;
 
 #[tokio::test]
@@ -56,6 +59,25 @@ async fn connecting_again_mends_whatever_is_broken() {
     let filters = run(&format!("tc -n {name} filter show dev eth0 ingress"));
     assert!(filters.matches("mirred").count() >= 1, "{filters}");
     world.ping("other", "10.244.1.7", 56);
+}
+
+#[tokio::test]
+async fn connecting_again_makes_no_news_in_the_pods_network() {
+    let mut world = World::new();
+    let tunnel = open(&world);
+    let pod = world.pod("pod", 7);
+    let (seen, reserved, _) = whole(&tunnel, &pod, "sandbox", ip(VM)).await;
+    let mut events = Events::of_pod(&pod).unwrap();
+    let moment = Duration::from_millis(500);
+    // What the set-up left behind is over.
+    while timeout(moment, events.settled(moment, 4 * moment)).await.is_ok() {}
+    for _ in 0..3 {
+        tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();
+    }
+    let news = timeout(moment, events.settled(Duration::ZERO, Duration::ZERO)).await;
+    assert!(news.is_err(), "who follows the pod's network would connect for ever");
+    world.ip("pod", "link set pp-vx0 down");
+    timeout(10 * moment, events.settled(Duration::ZERO, Duration::ZERO)).await.unwrap().unwrap();
 }
 
 #[tokio::test]
