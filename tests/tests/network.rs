@@ -36,7 +36,7 @@ async fn replay_with(shape: &str, settings: Settings, room: u64) {
     };
     // The CNI's work alone: what fails here is not about VMs.
     let outside = pod.namespace.netns();
-    company.converse(outside, shape.mtu, false).await.unwrap_or_else(|e| panic!("the shape itself: {e:#}"));
+    company.converse(outside, shape.mtu).await.unwrap_or_else(|e| panic!("the shape itself: {e:#}"));
 
     let node = world.node().netns();
     let left_by_cni = Picture::of(outside, shape.sysctls).unwrap();
@@ -49,7 +49,7 @@ async fn replay_with(shape: &str, settings: Settings, room: u64) {
     let untouched = left_by_cni.differences(&Picture::of(outside, shape.sysctls).unwrap(), u64::MAX);
     assert!(untouched.is_empty(), "the node's half changed:\n{}", untouched.join("\n"));
 
-    let talked = company.converse(&vm.inside, room.min(shape.mtu), true).await;
+    let talked = company.converse(&vm.inside, room.min(shape.mtu)).await;
     talked.unwrap_or_else(|e| panic!("in the VM: {e:#}\n{}", daemons.log_tails()));
     assert!(traffic::tracked(node, traffic::ECHO_PORT).unwrap() > 0, "the node tracks connections");
     assert_eq!(traffic::tracked(node, shape.port).unwrap(), 0, "the tunnel is in the node's conntrack");
@@ -67,7 +67,7 @@ async fn replay_with(shape: &str, settings: Settings, room: u64) {
     let after: Vec<_> = after.into_iter().filter(|line| !line.contains("pplocal0")).collect();
     assert!(after.is_empty(), "the node is another than before:\n{}", after.join("\n"));
     // The pod's namespace serves again as the CNI made it.
-    company.converse(outside, shape.mtu, false).await.unwrap_or_else(|e| panic!("afterwards: {e:#}"));
+    company.converse(outside, shape.mtu).await.unwrap_or_else(|e| panic!("afterwards: {e:#}"));
 }
 
 macro_rules! replays {

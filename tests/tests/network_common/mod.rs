@@ -98,7 +98,7 @@ pub struct Company<'a> {
 impl Company<'_> {
     /// Everybody with everybody: in all families, by address and by service, small, exactly as large as a packet may be
     /// and larger, one and many at once. `inside` is where the pod's programs are, in its VM or not; `room` is its MTU.
-    pub async fn converse(&self, inside: &Netns, room: u64, in_vm: bool) -> anyhow::Result<()> {
+    pub async fn converse(&self, inside: &Netns, room: u64) -> anyhow::Result<()> {
         let all = |pod: &Attached| pod.addresses.iter().map(|(_, address)| *address).collect::<Vec<_>>();
         let _echoes = [
             Echo::start(inside, &all(self.pod)).context("in the pod")?,
@@ -114,9 +114,7 @@ impl Company<'_> {
         }
         for (service, own) in [(self.own, true), (self.others, false)] {
             for service in service {
-                if !(own && in_vm && self.cluster.shape.reflects) {
-                    talks.tcp(&format!("the pod asks {service}"), inside, *service, None);
-                }
+                talks.tcp(&format!("the pod asks {service}"), inside, *service, None);
                 talks.tcp(
                     &format!("a neighbour asks {service}"),
                     self.near.namespace.netns(),

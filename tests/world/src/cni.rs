@@ -28,9 +28,6 @@ pub struct Shape {
     pub underlay_mtu: u64,
     /// The port of our tunnels on such nodes; another than 4789 where the CNI has that one.
     pub port: u16,
-    /// Whether what a pod sends to its own service is reflected by the bridge, with the pod's MAC as its source and its
-    /// destination. The VM's VXLAN device takes such a frame for a loop and drops it, so this does not work in a VM.
-    pub reflects: bool,
     /// Whether who asks a service is hidden behind the node's address. So where the bridge stands for a switch that
     /// routes: what is answered must come back to the node.
     pub masquerade_all: bool,

@@ -19,7 +19,7 @@ mod bpf;
 mod filter;
 mod undo;
 
-pub use filter::Classifier;
+pub use filter::{Classifier, Classifiers};
 pub(crate) use undo::{Taken, tagged, take_back};
 
 use super::Error;
@@ -27,7 +27,7 @@ use super::link;
 use super::mark::{Mark, Owner, Tag};
 use super::netlink::{self, Answer, Client};
 use super::netns::Netns;
-use filter::{FIRST, Filter, INGRESS_SIDE, make};
+use filter::{FIRST, Filter, INGRESS_SIDE, Way, make};
 
 const QDISC: TcHandle = TcHandle { major: 0xffff, minor: 0 };
 const MAX_ENTRIES: usize = 1024;
@@ -37,11 +37,12 @@ const BUSY_PAUSE: Duration = Duration::from_millis(10);
 /// Every namespace's loopback device.
 const LOOPBACK: u32 = 1;
 
-/// Finds out which classifier this kernel has, by trying in a throw-away namespace: `wanted`, or the best there is.
+/// Finds out which classifiers this kernel has, by trying in a throw-away namespace: `wanted` for both ways; or the best
+/// there is, and into the tunnel `bpf` where that can be had.
 ///
 /// # Errors
 /// [`Error::NoRedirect`] with what the kernel said of each.
-pub fn choose(wanted: Option<Classifier>) -> Result<Classifier, Error> {
+pub fn choose(wanted: Option<Classifier>) -> Result<Classifiers, Error> {
     let scratch = Netns::scratch()?;
     let mut client = scratch.netlink()?;
     let tag = Mark { owner: Owner::of(&["trial"]), sandbox: "trial" }.tag();
@@ -49,12 +50,13 @@ pub fn choose(wanted: Option<Classifier>) -> Result<Classifier, Error> {
     if let Err(no) = client.tell(new, RouteNetlinkMessage::NewQueueDiscipline(qdisc(LOOPBACK))) {
         return Err(Error::NoRedirect(format!("ingress: {no}")));
     }
-    let mut refused = Vec::new();
-    for by in Classifier::ALL {
+    let way = Way { from: LOOPBACK, to: LOOPBACK, into: true };
+    let (mut there, mut refused) = (Vec::new(), Vec::new());
+    for (by, preference) in Classifier::ALL.into_iter().zip(FIRST..) {
         if wanted.is_some_and(|wanted| wanted != by) {
             continue;
         }
-        let made = match make(by, tag, (LOOPBACK, LOOPBACK), FIRST, by.first_handle()) {
+        let made = match make(by, tag, way, preference, by.first_handle()) {
             Ok(made) => made,
             Err(no) => {
                 refused.push(format!("{}: {no}", by.name()));
@@ -62,17 +64,19 @@ pub fn choose(wanted: Option<Classifier>) -> Result<Classifier, Error> {
             }
         };
         match client.tell(new, RouteNetlinkMessage::NewTrafficFilter(made.message)) {
-            Ok(()) => return Ok(by),
+            Ok(()) => there.push(by),
             Err(no) => refused.push(format!("{}: {no}", by.name())),
         }
     }
-    Err(Error::NoRedirect(refused.join("; ")))
+    let Some(best) = there.first().copied() else { return Err(Error::NoRedirect(refused.join("; "))) };
+    let into = if there.contains(&Classifier::Bpf) { Classifier::Bpf } else { best };
+    Ok(Classifiers { into, back: best })
 }
 
 /// How redirects are made, and whose they are.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Maker {
-    pub(crate) by: Classifier,
+    pub(crate) by: Classifiers,
     pub(crate) tag: Tag,
 }
 
@@ -82,11 +86,16 @@ pub(crate) struct Prepared {
     _programs: Vec<OwnedFd>,
 }
 
+/// Both redirects of a pair: the pod's interface, and its tunnel.
+fn ways((interface, tunnel): (u32, u32)) -> [Way; 2] {
+    [Way { from: interface, to: tunnel, into: true }, Way { from: tunnel, to: interface, into: false }]
+}
+
 /// Messages of one pair of devices.
 const PER_PAIR: usize = 4;
 
 impl Maker {
-    /// The messages that redirect both ways between the devices of each pair; to be sent together with what else the
+    /// The messages that redirect both ways between each pair of interface and tunnel; to be sent together with what else the
     /// pod needs.
     pub(crate) fn messages(&self, pairs: &[(u32, u32)]) -> Result<Prepared, Error> {
         let new = NLM_F_CREATE | NLM_F_EXCL;
@@ -95,9 +104,9 @@ impl Maker {
             for device in [one, other] {
                 messages.push((new, RouteNetlinkMessage::NewQueueDiscipline(qdisc(device))));
             }
-            for way in [(one, other), (other, one)] {
-                let made =
-                    make(self.by, self.tag, way, FIRST, self.by.first_handle()).map_err(program(way))?;
+            for way in ways((one, other)) {
+                let by = self.by(way);
+                let made = make(by, self.tag, way, FIRST, by.first_handle()).map_err(program(way))?;
                 messages.push((new, RouteNetlinkMessage::NewTrafficFilter(made.message)));
                 programs.extend(made.program);
             }
@@ -118,13 +127,12 @@ impl Maker {
                     "answers are missing".to_owned(),
                 )));
             };
-            for (way, qdisc, filter) in
-                [((one, other), qdisc_one, filter_one), ((other, one), qdisc_other, filter_other)]
-            {
+            let answered = [(qdisc_one, filter_one), (qdisc_other, filter_other)];
+            for (way, (qdisc, filter)) in ways((one, other)).into_iter().zip(answered) {
                 match (qdisc, filter) {
                     (Ok(()), Ok(())) => {}
                     (Err(no), _) if !matches!(no.errno, Errno::EEXIST | Errno::EBUSY) => {
-                        return Err(Error::kernel(format!("add the ingress qdisc of device {}", way.0))(
+                        return Err(Error::kernel(format!("add the ingress qdisc of device {}", way.from))(
                             no.clone().into(),
                         ));
                     }
@@ -153,7 +161,8 @@ impl Maker {
     }
 
     /// Makes sure that device `from` has exactly our redirect to `to`.
-    fn ensure(&self, client: &mut Client, (from, to): (u32, u32), no_qdisc: bool) -> Result<(), Error> {
+    fn ensure(&self, client: &mut Client, way: Way, no_qdisc: bool) -> Result<(), Error> {
+        let (Way { from, to, .. }, by) = (way, self.by(way));
         let attempt = || Error::kernel(format!("redirect device {from} to device {to}"));
         if no_qdisc {
             let new = RouteNetlinkMessage::NewQueueDiscipline(qdisc(from));
@@ -178,7 +187,7 @@ impl Maker {
         let keep = ours
             .iter()
             .position(|filter| filter.target == Some(to))
-            .or_else(|| ours.iter().position(|filter| filter.classifier() == Some(self.by)));
+            .or_else(|| ours.iter().position(|filter| filter.classifier() == Some(by)));
         let kept = keep.map(|at| ours.swap_remove(at));
         for more in &ours {
             let message = RouteNetlinkMessage::DelTrafficFilter(more.deletion(from));
@@ -188,10 +197,10 @@ impl Maker {
             Some(right) if right.target == Some(to) => Ok(()),
             Some(wrong) => {
                 let place = (wrong.preference(), wrong.handle);
-                self.put(client, (from, to), place, NLM_F_CREATE | NLM_F_REPLACE)
+                self.put(client, way, place, NLM_F_CREATE | NLM_F_REPLACE)
             }
             None => {
-                let preference = free(&others, self.by);
+                let preference = free(&others, by);
                 if preference != FIRST {
                     tracing::warn!(
                         device = from,
@@ -200,7 +209,7 @@ impl Maker {
                     );
                 }
                 // Handle 0: another u32 table may have come first, and then ours has another number.
-                self.put(client, (from, to), (preference, 0), NLM_F_CREATE | NLM_F_EXCL)
+                self.put(client, way, (preference, 0), NLM_F_CREATE | NLM_F_EXCL)
             }
         }
     }
@@ -208,14 +217,18 @@ impl Maker {
     fn put(
         &self,
         client: &mut Client,
-        way: (u32, u32),
+        way: Way,
         (preference, handle): (u32, u32),
         flags: u16,
     ) -> Result<(), Error> {
-        let made = make(self.by, self.tag, way, preference, handle).map_err(program(way))?;
+        let made = make(self.by(way), self.tag, way, preference, handle).map_err(program(way))?;
         let message = RouteNetlinkMessage::NewTrafficFilter(made.message);
         patient(client, flags, &message, &[])
-            .map_err(Error::kernel(format!("redirect device {} to device {}", way.0, way.1)))
+            .map_err(Error::kernel(format!("redirect device {} to device {}", way.from, way.to)))
+    }
+
+    fn by(&self, way: Way) -> Classifier {
+        if way.into { self.by.into } else { self.by.back }
     }
 
     /// Ours by its mark; or by what it does, from a version that left no mark: then its target is `to`, or gone.
@@ -244,9 +257,9 @@ fn free(others: &[Filter], by: Classifier) -> u32 {
         .unwrap_or(FIRST)
 }
 
-fn program(way: (u32, u32)) -> impl Fn(io::Error) -> Error {
+fn program(way: Way) -> impl Fn(io::Error) -> Error {
     move |e| {
-        let attempt = format!("load the program that redirects device {} to device {}", way.0, way.1);
+        let attempt = format!("load the program that redirects device {} to device {}", way.from, way.to);
         Error::kernel(attempt)(netlink::Error::Socket(e))
     }
 }

@@ -13,7 +13,7 @@ use super::link::{self, Link};
 use super::mark::Mark;
 use super::netlink::{self, Answer, Client};
 use super::netns::Netns;
-use super::redirect::{self, Classifier, Maker, Taken};
+use super::redirect::{self, Classifiers, Maker, Taken};
 use super::vxlan::{self, Held, Shape};
 
 /// A namespace that is being torn down or a qdisc in use answers "busy" for a moment.
@@ -66,7 +66,7 @@ pub struct Connection<'a> {
     /// The node's address.
     pub local: IpAddr,
     /// What carries the redirects that are not there yet.
-    pub by: Classifier,
+    pub by: Classifiers,
     /// The devices.
     pub pairs: &'a [Pair],
 }

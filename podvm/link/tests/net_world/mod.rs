@@ -22,7 +22,7 @@ use peerpod_link::net::mark::{Mark, Owner};
 use peerpod_link::net::netns::{self, Netns};
 use peerpod_link::net::nft::{Filter, Peer};
 use peerpod_link::net::plan::{self, Underlay};
-use peerpod_link::net::redirect::Classifier;
+use peerpod_link::net::redirect::{Classifier, Classifiers};
 use peerpod_link::net::tunnel::{self, Connection, Pair, Undo};
 use peerpod_link::net::vxlan::{self, Held, Shape, Slot, Vnis, Wanted};
 use peerpod_link::net::{Error, guest};
@@ -279,7 +279,7 @@ impl World {
             mark: self.mark("sandbox"),
             remote: vm,
             local: way.source,
-            by: Classifier::U32,
+            by: Classifiers::both(Classifier::U32),
             pairs: &pairs,
         };
         tunnel::connect(pod, &connection)?;

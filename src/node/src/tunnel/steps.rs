@@ -7,7 +7,7 @@ use peerpod_link::net::look::{Seen, look};
 use peerpod_link::net::mark::{Mark, Owner};
 use peerpod_link::net::netns::Netns;
 use peerpod_link::net::plan::{self, Carry};
-use peerpod_link::net::redirect::{self, Classifier};
+use peerpod_link::net::redirect::{self, Classifiers};
 use peerpod_link::net::tunnel::{self, Connection, Pair, Undo};
 use peerpod_link::net::vxlan::{self, Held, Slot, Vnis, Wanted};
 use peerpod_proto::guest::NetworkPlan;
@@ -21,7 +21,7 @@ pub(super) struct Steps {
     pub(super) owner: Owner,
     pub(super) backends: Backends,
     vnis: Vnis,
-    by: Classifier,
+    by: Classifiers,
     /// The pods' way out of the cluster, where it is not the tunnel, and the node's own addresses.
     external: Option<(External, Vec<IpAddr>)>,
 }
@@ -30,7 +30,7 @@ impl Steps {
     pub(super) fn open(config: &TunnelConfig) -> Result<Steps, Error> {
         let by = redirect::choose(config.redirect)?;
         let backends = Backends::open(config)?;
-        tracing::debug!(owner = %config.owner, redirect = by.name(), "pods' tunnels can be made");
+        tracing::debug!(owner = %config.owner, into = by.into.name(), back = by.back.name(), "pods' tunnels can be made");
         // In the calling thread's namespace, as the sockets.
         let external = config.external.clone().map(|external| (external, own_addresses()));
         Ok(Steps { owner: config.owner, backends, vnis: config.vnis, by, external })

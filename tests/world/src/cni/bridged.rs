@@ -8,7 +8,6 @@ pub(super) const BRIDGE: Shape = Shape {
     mtu: 1500,
     underlay_mtu: 1500,
     port: 4789,
-    reflects: true,
     masquerade_all: false,
     sysctls: &[],
     node: r#"
@@ -30,7 +29,6 @@ pub(super) const FLANNEL: Shape = Shape {
     mtu: 1450,
     underlay_mtu: 1500,
     port: 4789,
-    reflects: true,
     masquerade_all: false,
     sysctls: &[],
     node: r#"
@@ -57,7 +55,6 @@ pub(super) const OPENSHIFT_SDN: Shape = Shape {
     mtu: 1450,
     underlay_mtu: 1500,
     port: 4790,
-    reflects: false,
     masquerade_all: true,
     sysctls: &[],
     node: r#"
@@ -97,7 +94,6 @@ pub(super) const OVN_KUBERNETES: Shape = Shape {
     mtu: 1400,
     underlay_mtu: 1500,
     port: 4789,
-    reflects: false,
     masquerade_all: true,
     sysctls: &[],
     node: r#"
@@ -140,7 +136,6 @@ pub(super) const MULTUS: Shape = Shape {
     mtu: 1450,
     underlay_mtu: 1500,
     port: 4789,
-    reflects: true,
     masquerade_all: false,
     sysctls: &["ipv4/conf/net1/arp_notify", "ipv4/conf/net2/rp_filter"],
     node: r#"

@@ -9,7 +9,6 @@ pub(super) const AWS: Shape = Shape {
     mtu: 9001,
     underlay_mtu: 9001,
     port: 4789,
-    reflects: false,
     masquerade_all: false,
     sysctls: &[],
     node: r#"
@@ -35,7 +34,6 @@ pub(super) const AZURE: Shape = Shape {
     mtu: 1500,
     underlay_mtu: 1500,
     port: 4789,
-    reflects: false,
     masquerade_all: false,
     sysctls: &[],
     node: "ip route add $FAR4 via $OTHER4",
@@ -55,7 +53,6 @@ pub(super) const GKE: Shape = Shape {
     mtu: 1460,
     underlay_mtu: 1460,
     port: 4789,
-    reflects: false,
     masquerade_all: false,
     sysctls: &[],
     node: "ip route add $FAR4 via $OTHER4",

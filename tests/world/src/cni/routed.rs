@@ -8,7 +8,6 @@ pub(super) const PTP: Shape = Shape {
     mtu: 1500,
     underlay_mtu: 1500,
     port: 4789,
-    reflects: false,
     masquerade_all: false,
     sysctls: &[],
     node: r#"
@@ -30,7 +29,6 @@ pub(super) const V6_ONLY: Shape = Shape {
     mtu: 1500,
     underlay_mtu: 1500,
     port: 4789,
-    reflects: false,
     masquerade_all: false,
     sysctls: &[],
     node: "ip route add $FAR6 via $OTHER6",
@@ -49,7 +47,6 @@ pub(super) const CALICO_IPIP: Shape = Shape {
     mtu: 1480,
     underlay_mtu: 1500,
     port: 4789,
-    reflects: false,
     masquerade_all: false,
     sysctls: &[],
     node: r#"
@@ -74,7 +71,6 @@ pub(super) const CALICO_VXLAN: Shape = Shape {
     mtu: 1430,
     underlay_mtu: 1500,
     port: 4790,
-    reflects: false,
     masquerade_all: false,
     sysctls: &[],
     node: r#"
@@ -133,7 +129,6 @@ pub(super) const CILIUM: Shape = Shape {
     mtu: 1450,
     underlay_mtu: 1500,
     port: 4789,
-    reflects: false,
     masquerade_all: false,
     sysctls: &[],
     node: r#"
@@ -176,7 +171,6 @@ pub(super) const EVERYTHING: Shape = Shape {
     mtu: 1400,
     underlay_mtu: 1500,
     port: 4789,
-    reflects: false,
     masquerade_all: false,
     sysctls: &[
         "ipv4/conf/eth0/rp_filter",

@@ -1,5 +1,5 @@
-//! The program that redirects every packet to one device: four instructions, built in memory and loaded with bpf(2).
-//! For kernels that have neither u32 nor matchall.
+//! The programs that redirect every packet to one device, built in memory and loaded with bpf(2). The short one is for
+//! kernels that have neither u32 nor matchall. The other one also lets a pod's own frames come back to it.
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
@@ -8,12 +8,39 @@ use nix::libc;
 
 const BPF_PROG_LOAD: libc::c_long = 5;
 const BPF_PROG_TYPE_SCHED_CLS: u32 = 3;
-/// `r1 = imm` is 0xb7 with 1 in the low half of the register byte, and so on (see the kernel's instruction set page).
+// The instruction set is the kernel's (Documentation/bpf/standardization/instruction-set.rst).
 const MOVE: u8 = 0xb7;
+const MOVE_REGISTER: u8 = 0xbf;
+const ADD: u8 = 0x07;
+const XOR: u8 = 0xa7;
+const LOAD_WORD: u8 = 0x61;
+const LOAD_HALF: u8 = 0x69;
+const LOAD_BYTE: u8 = 0x71;
+const STORE_BYTE: u8 = 0x73;
+const JUMP_IF_GREATER: u8 = 0x2d;
+const JUMP_IF_OTHER: u8 = 0x5d;
 const CALL: u8 = 0x85;
 const EXIT: u8 = 0x95;
 /// The kernel's number of `bpf_redirect(ifindex, flags)`.
 const REDIRECT: i32 = 23;
+/// Where `struct __sk_buff` has the packet's beginning and its end.
+const DATA: i16 = 76;
+const DATA_END: i16 = 80;
+/// The addresses of an Ethernet header: destination, then source.
+const SOURCE: i16 = 6;
+const ADDRESSES: i32 = 12;
+/// The bit of a MAC address's first byte that says "made up here".
+const LOCAL: i32 = 2;
+
+/// What a program does besides redirecting.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Also {
+    /// Nothing.
+    Nothing,
+    /// A frame from the pod to itself gets another source address. A bridge reflects such frames (hairpin: the pod
+    /// asked a service and was chosen itself), and a VXLAN device drops what seems to come from its own address.
+    TellsReflectedApart,
+}
 
 /// One instruction as the kernel reads it.
 #[repr(C)]
@@ -37,9 +64,39 @@ struct Load {
     log: u64,
 }
 
-fn program(target: u32) -> [Instruction; 4] {
-    let step = |code, registers, value| Instruction { code, registers, offset: 0, value };
-    [step(MOVE, 1, target.cast_signed()), step(MOVE, 2, 0), step(CALL, 0, REDIRECT), step(EXIT, 0, 0)]
+fn program(target: u32, also: Also) -> Vec<Instruction> {
+    let step = |code, registers: (u8, u8), offset, value| Instruction {
+        code,
+        registers: registers.0 | registers.1 << 4,
+        offset,
+        value,
+    };
+    let redirect = [
+        step(MOVE, (1, 0), 0, target.cast_signed()),
+        step(MOVE, (2, 0), 0, 0),
+        step(CALL, (0, 0), 0, REDIRECT),
+        step(EXIT, (0, 0), 0, 0),
+    ];
+    let tell_apart = [
+        step(LOAD_WORD, (2, 1), DATA, 0),
+        step(LOAD_WORD, (3, 1), DATA_END, 0),
+        step(MOVE_REGISTER, (4, 2), 0, 0),
+        step(ADD, (4, 0), 0, ADDRESSES),
+        step(JUMP_IF_GREATER, (4, 3), 9, 0), // too short: to the redirect, as all jumps
+        step(LOAD_WORD, (4, 2), 0, 0),
+        step(LOAD_WORD, (5, 2), SOURCE, 0),
+        step(JUMP_IF_OTHER, (4, 5), 6, 0),
+        step(LOAD_HALF, (4, 2), 4, 0),
+        step(LOAD_HALF, (5, 2), SOURCE + 4, 0),
+        step(JUMP_IF_OTHER, (4, 5), 3, 0),
+        step(LOAD_BYTE, (4, 2), SOURCE, 0),
+        step(XOR, (4, 0), 0, LOCAL),
+        step(STORE_BYTE, (2, 4), SOURCE, 0),
+    ];
+    match also {
+        Also::Nothing => redirect.to_vec(),
+        Also::TellsReflectedApart => [&tell_apart[..], &redirect[..]].concat(),
+    }
 }
 
 /// Loads the program; it may be closed once a filter has it.
@@ -47,11 +104,11 @@ fn program(target: u32) -> [Instruction; 4] {
 /// # Errors
 /// What the kernel says: EPERM without CAP_BPF (or CAP_SYS_ADMIN), ENOSYS or EINVAL without BPF.
 #[allow(unsafe_code)] // no crate of ours has bpf(2), and one for a call of a dozen lines would bring a loader
-pub(super) fn load(target: u32) -> io::Result<OwnedFd> {
-    let instructions = program(target);
+pub(super) fn load(target: u32, also: Also) -> io::Result<OwnedFd> {
+    let instructions = program(target, also);
     let load = Load {
         kind: BPF_PROG_TYPE_SCHED_CLS,
-        count: 4,
+        count: instructions.len() as u32,
         instructions: instructions.as_ptr() as u64,
         license: c"Dual MIT/GPL".as_ptr() as u64,
         log_level: 0,

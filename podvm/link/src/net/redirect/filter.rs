@@ -12,7 +12,7 @@ use netlink_packet_route::tc::{
     TcMirrorActionType, TcOption, TcU32Key, TcU32Selector, TcU32SelectorFlags,
 };
 
-use super::bpf;
+use super::bpf::{self, Also};
 use crate::net::mark::Tag;
 use crate::net::netlink;
 
@@ -33,6 +33,30 @@ pub enum Classifier {
     Matchall,
     /// `bpf`, a program of four instructions; needs no action, but CAP_BPF or CAP_SYS_ADMIN.
     Bpf,
+}
+
+/// What carries the two redirects of a pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Classifiers {
+    /// From the pod's interface into the tunnel. With `bpf`, frames of the pod that a bridge reflects reach it.
+    pub into: Classifier,
+    /// Back.
+    pub back: Classifier,
+}
+
+impl Classifiers {
+    /// The same for both.
+    pub fn both(by: Classifier) -> Classifiers {
+        Classifiers { into: by, back: by }
+    }
+}
+
+/// One redirect: from which device to which, and whether it leads into the tunnel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Way {
+    pub(super) from: u32,
+    pub(super) to: u32,
+    pub(super) into: bool,
 }
 
 impl Classifier {
@@ -63,11 +87,11 @@ pub(super) struct Made {
     pub(super) program: Option<OwnedFd>,
 }
 
-/// The filter that redirects what comes in on `from` to `to`.
+/// The filter that redirects what comes in on one device to the other.
 pub(super) fn make(
     by: Classifier,
     tag: Tag,
-    (from, to): (u32, u32),
+    Way { from, to, into }: Way,
     preference: u32,
     handle: u32,
 ) -> io::Result<Made> {
@@ -87,7 +111,8 @@ pub(super) fn make(
             vec![TcOption::MatchAll(TcFilterMatchAllOption::Action(vec![redirect_to(to, tag)]))]
         }
         Classifier::Bpf => {
-            let loaded = bpf::load(to)?;
+            let also = if into { Also::TellsReflectedApart } else { Also::Nothing };
+            let loaded = bpf::load(to, also)?;
             let descriptor = loaded.as_raw_fd().cast_unsigned();
             program = Some(loaded);
             vec![
@@ -267,7 +292,7 @@ mod tests {
     fn a_filter_is_read_as_it_is_made() {
         let tag = Mark { owner: Owner::of(&["a"]), sandbox: "web-1" }.tag();
         for by in [Classifier::U32, Classifier::Matchall] {
-            let made = make(by, tag, (2, 1 << 20), 1, by.first_handle()).unwrap();
+            let made = make(by, tag, Way { from: 2, to: 1 << 20, into: true }, 1, by.first_handle()).unwrap();
             let mut bytes = vec![0; made.message.buffer_len()];
             made.message.emit(&mut bytes);
             let read = Filter::read(NEW_FILTER, &bytes).unwrap();
