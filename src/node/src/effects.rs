@@ -10,7 +10,7 @@ use std::{
 };
 
 use async_trait::async_trait;
-use peerpod_link::net::{Error as NetError, carrier};
+use peerpod_link::net::{Error as NetError, carrier, uplink};
 use peerpod_proto::{
     guest::{NetworkPlan, Reply, Request},
     relay::{PutSandboxRequest, TunnelPeer},
@@ -300,11 +300,14 @@ impl Effects for Real {
         let recorded = woven(network)?;
         let now = self.tunnel.look(&open).await.map_err(within(&open))?;
         let losses = self.losses(&open).await?;
-        let fell =
-            |index| recorded.losses.as_ref().is_some_and(|then| then.get(&index) != losses.get(&index));
-        let Merged { seen, changes, left } = merge(&recorded.seen, now, &fell);
+        let before = recorded.losses.clone().unwrap_or_default();
+        let fell = |index| before.get(&index).is_some_and(|then| Some(then) != losses.get(&index));
+        let Merged { seen, changes, left, kept } = merge(&recorded.seen, now, &fell);
+        // What a link lost by going down must not be taken away at the next look either: its old count stays.
+        let old = |index: &u32| before.get(index).filter(|_| kept.contains(index));
+        let losses = losses.iter().map(|(index, count)| (*index, *old(index).unwrap_or(count))).collect();
         let mut followed = None;
-        if !changes.is_empty() || recorded.losses.is_none() {
+        if !changes.is_empty() || recorded.losses.as_ref() != Some(&losses) {
             let reserved = match recorded.reserved {
                 same if same.carries(&seen) => same,
                 other => {
@@ -313,13 +316,19 @@ impl Effects for Real {
                     again.map_err(within(&open))?
                 }
             };
-            // What a link lost by going down must not be taken away at the next look either.
-            let losses = recorded.losses.or(Some(losses));
-            let woven = Woven { seen, reserved, losses };
+            let woven = Woven { seen, reserved, losses: Some(losses) };
             followed = Some(Network { v6: network.v6, tunnel: written(&woven)? });
         }
         let plan = self.connect(netns, id, followed.as_ref().unwrap_or(network), vm).await?;
         Ok(Followed { network: followed, plan, changes, left })
+    }
+
+    async fn is_one_way(&self, one: IpAddr, other: IpAddr) -> bool {
+        let ask = move || -> Result<bool, NetError> {
+            let mut node = Netns::current()?.netlink()?;
+            Ok(uplink::towards(&mut node, one)? == uplink::towards(&mut node, other)?)
+        };
+        matches!(on_thread(ask).await, Ok(Ok(true)))
     }
 
     fn ear(&self, netns: &NetnsRef, network: &Network, vm: IpAddr) -> watch::Receiver<Heard> {

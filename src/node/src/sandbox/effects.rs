@@ -191,6 +191,9 @@ pub trait Effects: Send + Sync + 'static {
         vm: IpAddr,
     ) -> Result<Followed, NetworkError>;
 
+    /// Whether packets to both leave the node by the same interface.
+    async fn is_one_way(&self, one: IpAddr, other: IpAddr) -> bool;
+
     /// Hears of changes in the pod's network namespace and of the way to the VM, until the receiver is dropped.
     fn ear(&self, netns: &NetnsRef, network: &Network, vm: IpAddr) -> watch::Receiver<Heard>;
 

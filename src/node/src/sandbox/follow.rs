@@ -62,6 +62,8 @@ pub(super) struct Following {
     done: Option<Heard>,
     /// A guest's address that the cloud was asked about.
     asked: Option<IpAddr>,
+    /// What was not followed, as it was last said.
+    left: Vec<String>,
 }
 
 impl Following {
@@ -90,7 +92,8 @@ impl Task {
                 let mut ear = self.fx.ear(&netns, &network, vm);
                 let heard = *ear.borrow_and_update();
                 // The first look is for what happened before anybody listened.
-                self.following = Following { ear: Some((vm, ear)), done: None, asked: self.following.asked };
+                self.following.ear = Some((vm, ear));
+                self.following.done = None;
                 heard
             }
         };
@@ -114,11 +117,19 @@ impl Task {
             let mut record = self.record.clone();
             record.network = Some(network);
             self.save(record).await.map_err(Unapplied::Disk)?;
+            // The relay lets in what the record has, where the tunnels go through it.
+            if !followed.changes.is_empty() {
+                self.put_wanted += 1;
+                self.slots.relay.wake();
+            }
         }
         self.following.done = Some(heard);
         self.slots.network.worked();
-        for what in &followed.left {
-            warn!(what, "the pod's network changed in a way that the VM does not follow");
+        if self.following.left != followed.left {
+            for what in &followed.left {
+                warn!(what, "the pod's network changed in a way that the VM does not follow");
+            }
+            self.following.left = followed.left;
         }
         let told = Told::new(followed.plan);
         if self.plan.as_ref().is_none_or(|plan| plan.digest != told.digest) {
@@ -154,15 +165,23 @@ impl Task {
         if self.following.asked == Some(from) || !self.slots.cloud.is_idle() {
             return;
         }
-        let (fx, vm) = (self.fx.clone(), vm.clone());
-        self.slots.cloud.start(async move { Outcome::Traced { from, result: fx.addresses(&vm).await } });
+        let (fx, vm, known) = (self.fx.clone(), vm.clone(), address(&self.record));
+        self.slots.cloud.start(async move {
+            let near = match known {
+                Some(known) => fx.is_one_way(known, from).await,
+                None => false,
+            };
+            Outcome::Traced { from, near, result: fx.addresses(&vm).await }
+        });
     }
 
-    /// What the cloud says. The address counts where the cloud names it, or where the guest, whom its certificate
-    /// proves, has it on its own interface: then no NAT is between.
+    /// What the cloud says. The address counts where the cloud names it; or where the guest, whom its certificate
+    /// proves, has it on its own interface (then no NAT is between) and it lies the same way as the one that is known:
+    /// a guest can also come through its own pod, and a tunnel to the pod's address would end in itself.
     pub(super) async fn traced(
         &mut self,
         from: IpAddr,
+        near: bool,
         result: Result<Vec<IpAddr>, CloudError>,
     ) -> Result<(), Unapplied> {
         let cloud = match result {
@@ -178,7 +197,7 @@ impl Task {
             let status = Status::parse_from_bytes(&self.guest.borrow().status).unwrap_or_default();
             status.uplink_addresses.iter().any(|text| text.parse() == Ok(from))
         };
-        if !cloud.contains(&from) && !own() {
+        if !cloud.contains(&from) && !(near && own()) {
             info!(%from, "the guest comes from an address that is not the VM's own: a NAT is between");
             return Ok(());
         }
@@ -203,8 +222,9 @@ impl Task {
         let digest = plan.digest(&self.homes.borrow());
         // Where the node is may not be known yet after its start; what was told before still holds.
         let same = |told: &str| told.starts_with(&digest);
+        // Nothing told: a record of an earlier version, whose guest has what it was given then.
         let told =
-            self.record.session.as_deref() == Some(session) && self.record.told.as_deref().is_some_and(same);
+            self.record.session.as_deref() == Some(session) && self.record.told.as_deref().is_none_or(same);
         let refused = self.refused.as_ref().is_some_and(|(who, what)| who == session && same(what));
         told || refused
     }

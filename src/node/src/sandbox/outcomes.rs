@@ -49,7 +49,7 @@ impl Task {
                 self.not_followed(heard, error);
                 Ok(())
             }
-            Outcome::Traced { from, result } => self.traced(from, result).await,
+            Outcome::Traced { from, near, result } => self.traced(from, near, result).await,
             Outcome::Reserved(Err(error)) | Outcome::Connected(Err(error)) => {
                 self.no_network(error.text, error.permanent).await
             }

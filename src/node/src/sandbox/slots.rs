@@ -38,6 +38,8 @@ pub(super) enum Outcome {
     /// What the cloud says of the VM's addresses, asked because its guest comes from this one.
     Traced {
         from: IpAddr,
+        /// Whether it lies the same way as the address that is known.
+        near: bool,
         result: Result<Vec<IpAddr>, CloudError>,
     },
     Put {

@@ -21,19 +21,25 @@ pub struct Merged {
     pub changes: Vec<String>,
     /// What is different now and stays as it was in the VM, in words.
     pub left: Vec<String>,
+    /// Interfaces that lost something by losing their carrier, by index.
+    pub kept: Vec<u32>,
 }
 
 /// Follows from `recorded` to `now`. `fell`: whether the interface of this index lost its carrier meanwhile.
 pub fn merge(recorded: &Seen, now: Seen, fell: &dyn Fn(u32) -> bool) -> Merged {
     let mut changes = Changes::default();
     let mut left = Changes::default();
-    let mut interfaces = Vec::with_capacity(now.interfaces.len());
+    let (mut interfaces, mut kept) = (Vec::with_capacity(now.interfaces.len()), Vec::new());
     for before in &recorded.interfaces {
         let is_primary = before.index == recorded.primary().index;
         match now.interfaces.iter().find(|interface| interface.index == before.index) {
             Some(after) => {
                 let fell = after.down || fell(before.index);
-                interfaces.push(interface(before, after, fell, &mut changes, &mut left));
+                let merged = interface(before, after, fell, &mut changes, &mut left);
+                if fell && (after.down || !has_all(after, before)) {
+                    kept.push(before.index);
+                }
+                interfaces.push(merged);
             }
             None if is_primary => {
                 left.note(|| format!("interface {} is gone", before.name));
@@ -61,7 +67,14 @@ pub fn merge(recorded: &Seen, now: Seen, fell: &dyn Fn(u32) -> bool) -> Merged {
             left.note(|| what.clone());
         }
     }
-    Merged { seen, changes: changes.words(), left: left.words() }
+    Merged { seen, changes: changes.words(), left: left.words(), kept }
+}
+
+/// Whether nothing of what was recorded is missing.
+fn has_all(now: &Interface, recorded: &Interface) -> bool {
+    recorded.addresses.iter().all(|old| now.addresses.iter().any(|new| old.is_same(new)))
+        && recorded.routes.iter().all(|old| now.routes.iter().any(|new| old.is_same(new)))
+        && recorded.neighbours.iter().all(|old| now.neighbours.contains(old))
 }
 
 fn interface(
@@ -204,7 +217,7 @@ mod tests {
     #[test]
     fn the_same_again_is_no_change() {
         let merged = merge(&seen(), seen(), &stayed);
-        assert_eq!(merged, Merged { seen: seen(), changes: vec![], left: vec![] });
+        assert_eq!(merged, Merged { seen: seen(), changes: vec![], left: vec![], kept: vec![] });
     }
 
     #[test]
@@ -233,8 +246,15 @@ mod tests {
         now.interfaces[0].down = false;
         now.interfaces[0].addresses = vec![address("10.1.0.2"), address("10.1.0.3")];
         let merged = merge(&seen(), now, &|index| index == 2);
+        assert_eq!(merged.kept, [2], "its routes are still missing");
         assert_eq!(merged.seen.primary().routes, seen().primary().routes);
         assert_eq!(merged.changes, ["eth0: address 10.1.0.3/24 is new"]);
+    }
+
+    #[test]
+    fn a_link_that_went_down_and_has_everything_again_is_as_any_other() {
+        let merged = merge(&seen(), seen(), &|_| true);
+        assert_eq!(merged, Merged { seen: seen(), changes: vec![], left: vec![], kept: vec![] });
     }
 
     #[test]
@@ -245,7 +265,7 @@ mod tests {
         now.interfaces[0].addresses[0].valid = Some(40);
         assert_eq!(
             merge(&before, now.clone(), &stayed),
-            Merged { seen: before.clone(), changes: vec![], left: vec![] }
+            Merged { seen: before.clone(), changes: vec![], left: vec![], kept: vec![] }
         );
         now.interfaces[0].addresses.clear();
         let merged = merge(&before, now, &stayed);

@@ -94,6 +94,12 @@ async fn an_address_that_the_guest_itself_has_needs_no_word_of_the_cloud() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
+    // It has every address it says it has, and this one lies elsewhere: in the pod's own network, say.
+    let pod = IpAddr::V4(Ipv4Addr::new(10, 244, 1, 7));
+    node.fx.has_address("a", pod);
+    node.fx.comes_from("a", pod);
+    settled(&node, &world).await;
+    assert_eq!((world.greetings(), world.tunnel_to("a")), (1, Some("10.99.0.7".into())));
     node.fx.has_address("a", MOVED);
     node.fx.comes_from("a", MOVED);
     node.until("told", |_| world.greetings() == 2).await;

@@ -593,6 +593,11 @@ impl Effects for Fake {
         Ok(Followed { network: None, plan, changes: vec!["all".into()], left: vec![] })
     }
 
+    async fn is_one_way(&self, one: IpAddr, other: IpAddr) -> bool {
+        let network = |ip: IpAddr| ip.to_string().rsplit_once('.').map(|(network, _)| network.to_owned());
+        network(one) == network(other)
+    }
+
     fn ear(&self, _: &NetnsRef, _: &Network, _: IpAddr) -> watch::Receiver<u64> {
         self.world.noise.subscribe()
     }
