@@ -366,7 +366,8 @@ impl Engine {
     fn proved(&self, peer: &Peer, state: &mut State, path: &Path) {
         if state.proved(path) == Roamed(true) {
             self.stats.roam();
-            tracing::info!(peer = peer.name, at = %path.peer, "tunnel peer is found at another address");
+            // It is counted; a hostile guest can do it with every packet.
+            tracing::debug!(peer = peer.name, at = %path.peer, "tunnel peer is found at another address");
         }
     }
 

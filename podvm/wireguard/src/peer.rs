@@ -138,9 +138,10 @@ impl State {
         self.begins() && !asked_lately && (silent || !self.answered)
     }
 
-    /// Begins a handshake, at the next place where the peer may be if the last one was silent.
+    /// Begins a handshake, at the next place where the peer may be if the last beginning stayed without an answer. A
+    /// peer that only has nothing to say is asked where it is.
     pub(crate) fn begin<'b>(&mut self, now: Instant, elsewhere: bool, out: &'b mut [u8]) -> TunnResult<'b> {
-        if elsewhere && self.endpoints.len() > 1 {
+        if elsewhere && !self.answered && self.endpoints.len() > 1 {
             let at = self.path.and_then(|path| self.endpoints.iter().position(|e| *e == path.peer));
             let next = at.map_or(0, |at| (at + 1) % self.endpoints.len());
             self.path = self.endpoints.get(next).map(|peer| Path { peer: *peer, local: None });
