@@ -138,23 +138,33 @@ impl Person {
     pub(crate) async fn personalise(&self, ours: &str, plan: Personalise) -> Result<(), Error> {
         check(ours, &plan)?;
         let mut current = self.current.lock().await;
+        let before = current.clone();
         if current.as_ref() != Some(&plan) {
-            let keep = |source| Error::Keep { path: self.file.clone(), source };
-            let bytes = plan.write_to_bytes().map_err(|error| keep(io::Error::other(error)))?;
             // Before the plan: a guest that is killed between the two must not take the plan for carried out.
             if !plan.initdata.is_empty() {
                 let path = self.file.with_file_name(INITDATA);
                 let keep = |source| Error::Keep { path: path.clone(), source };
                 files::write_private(&path, plan.initdata.as_bytes()).map_err(keep)?;
             }
-            files::write_private(&self.file, &bytes).map_err(keep)?;
+            self.keep(&plan)?;
             *current = Some(plan.clone());
         }
         let applied = self.apply(&plan).await;
         if let Err(error) = &applied {
             self.status.error(&error.to_string());
+            // The pod goes on with what it has, also after a restart of this program.
+            if let (Error::Network(_), Some(before)) = (error, before) {
+                self.keep(&before)?;
+                *current = Some(before);
+            }
         }
         applied
+    }
+
+    fn keep(&self, plan: &Personalise) -> Result<(), Error> {
+        let keep = |source| Error::Keep { path: self.file.clone(), source };
+        let bytes = plan.write_to_bytes().map_err(|error| keep(io::Error::other(error)))?;
+        files::write_private(&self.file, &bytes).map_err(keep)
     }
 
     async fn apply(&self, plan: &Personalise) -> Result<(), Error> {

@@ -85,7 +85,9 @@ impl Watcher {
         let mut tried: Option<IpAddr> = None;
         let mut next = Instant::now() + EVERY;
         let mut pod: Option<Events> = None;
-        let mut restorations = 0;
+        let (mut restorations, mut counted_from) = (0, Instant::now());
+        // A follow that did not work is repeated, whether or not something changes again.
+        let mut pending = false;
         loop {
             let (mut probe, mut looked, mut pod_changed) = (false, false, false);
             tokio::select! {
@@ -120,7 +122,9 @@ impl Watcher {
                 () = sleep_until(next) => {
                     next = Instant::now() + EVERY;
                     (probe, looked, pod_changed) = (true, true, true);
-                    restorations = 0;
+                    if counted_from.elapsed() >= EVERY {
+                        (restorations, counted_from) = (0, Instant::now());
+                    }
                     if events.is_none() {
                         events = listen();
                     }
@@ -153,7 +157,9 @@ impl Watcher {
                 tried = Some(target);
                 again |= self.probe(&link, target).await;
             }
-            if again && !self.follow().await {
+            again |= pending;
+            pending = again && !self.follow().await;
+            if pending {
                 next = next.min(Instant::now() + AGAIN);
             }
             if again || probe || tell {
