@@ -114,18 +114,6 @@ impl Maker {
         Ok(Prepared { messages, _programs: programs })
     }
 
-    /// Whether both redirects of a pair are there, each once.
-    pub(crate) fn stands(&self, client: &mut Client, pair: (u32, u32)) -> Result<bool, Error> {
-        for way in ways(pair) {
-            let all = filters(client, way.from)?;
-            let ours: Vec<&Filter> = all.iter().filter(|filter| self.is_ours(filter, way.to)).collect();
-            if !matches!(ours[..], [one] if one.target == Some(way.to)) {
-                return Ok(false);
-            }
-        }
-        Ok(true)
-    }
-
     /// Looks at the answers to [`Maker::messages`] and mends what was not as new: something was there already.
     pub(crate) fn complete(
         &self,
