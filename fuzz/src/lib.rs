@@ -11,8 +11,13 @@ mod plan;
 pub type Target = fn(&[u8]);
 
 /// All of them: name, and what it does with an input.
-pub const TARGETS: [(&str, Target); 5] =
-    [("birth", birth::run), ("frames", frames::run), ("ledger", ledger::run), ("link", link::run), ("plan", plan::run)];
+pub const TARGETS: [(&str, Target); 5] = [
+    ("birth", birth::run),
+    ("frames", frames::run),
+    ("ledger", ledger::run),
+    ("link", link::run),
+    ("plan", plan::run),
+];
 
 /// The target of this name.
 pub fn target(name: &str) -> Option<Target> {

@@ -11,11 +11,8 @@ pub(crate) fn run(input: &[u8]) {
     for (index, interface) in (2..).zip(&mut planned.interfaces) {
         interface.index = index; // the node always knows it
     }
-    let tunnels: Vec<Tunnel> = planned
-        .interfaces
-        .iter()
-        .map(|i| Tunnel { interface: i.index, vni: i.vni, mtu: i.mtu })
-        .collect();
+    let tunnels: Vec<Tunnel> =
+        planned.interfaces.iter().map(|i| Tunnel { interface: i.index, vni: i.vni, mtu: i.mtu }).collect();
     let again = plan::write(&planned.as_seen(), &tunnels, &planned.underlay);
     assert_eq!(plan::read(&again).expect("what we write we read"), planned);
 }

@@ -346,8 +346,10 @@ async fn control_messages_for_a_guest_that_is_away_do_not_pile_up() {
         queued += 1;
     }
     assert!((9..=9).contains(&queued), "{queued}");
-    until("the session took what was queued", || relay.handle.control(Bytes::from_static(&[0; 1000])).is_ok())
-        .await;
+    until("the session took what was queued", || {
+        relay.handle.control(Bytes::from_static(&[0; 1000])).is_ok()
+    })
+    .await;
     // What is in records already was given to the session, which bounds it too; then it is full again.
     while relay.handle.control(Bytes::new()).is_ok() {
         queued += 1;

@@ -54,12 +54,11 @@ impl Ledger {
     /// # Errors
     /// When they cannot.
     pub fn open(state_dir: &Path) -> Result<Ledger, Error> {
-        let ledger =
-            Ledger {
-                records: state_dir.join("sandboxes"),
-                quarantine: state_dir.join("quarantine"),
-                _guard: None,
-            };
+        let ledger = Ledger {
+            records: state_dir.join("sandboxes"),
+            quarantine: state_dir.join("quarantine"),
+            _guard: None,
+        };
         for dir in [state_dir, &ledger.records, &ledger.quarantine] {
             make_dir(dir)?;
         }

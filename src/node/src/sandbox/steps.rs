@@ -222,9 +222,8 @@ impl Task {
 
     /// Takes everything away, as soon as nothing more is being made.
     fn clear(&mut self) {
-        let quiet = self.slots.network.is_idle()
-            && self.slots.relay.is_idle()
-            && self.slots.localhost.is_idle();
+        let quiet =
+            self.slots.network.is_idle() && self.slots.relay.is_idle() && self.slots.localhost.is_idle();
         if !quiet || !self.slots.clear.is_idle() {
             return;
         }
