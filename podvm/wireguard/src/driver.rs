@@ -15,6 +15,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::unistd::{read, write};
 
 use crate::engine::{Engine, Path, Sink};
+use crate::merge::{Merge, PREFIX};
 use crate::stats::Reason;
 use crate::sys::Tun;
 use crate::udp::{Buffers, LARGEST, Udp};
@@ -49,6 +50,8 @@ struct Shared {
 
 struct Ends {
     tun: Tun,
+    /// What precedes a packet there, in bytes.
+    prefix: usize,
     udp: Udp,
 }
 
@@ -59,7 +62,8 @@ impl DataPlane {
     /// The socket or the kernel's threads; nothing runs then.
     pub fn start(engine: Arc<Engine>, tun: Tun, socket: UdpSocket, name: &str) -> io::Result<DataPlane> {
         nix::fcntl::fcntl(&tun, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK))?;
-        let ends = Arc::new(Ends { tun, udp: Udp::new(socket)? });
+        let prefix = if tun.has_prefix()? { PREFIX } else { 0 };
+        let ends = Arc::new(Ends { tun, prefix, udp: Udp::new(socket)? });
         let event = || EventFd::from_flags(EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC);
         let shared = Arc::new(Shared {
             engine,
@@ -136,7 +140,7 @@ fn outgoing(shared: &Shared, ends: &Ends) -> io::Result<()> {
             match read(&ends.tun, &mut packet) {
                 Ok(length) => {
                     taken += 1;
-                    let packet = packet.get(..length).unwrap_or_default();
+                    let packet = packet.get(ends.prefix..length).unwrap_or_default();
                     shared.engine.outgoing(packet, &mut scratch, &mut out);
                 }
                 Err(Errno::EAGAIN) => break,
@@ -216,6 +220,10 @@ struct Out<'e> {
     closed: bool,
     count: usize,
     bytes: Vec<u8>,
+    /// For the device.
+    merge: Merge,
+    /// Whether the kernel takes several together (Linux 6.2 and later).
+    merges: bool,
     /// Why the device takes nothing any more.
     device: Option<Errno>,
 }
@@ -223,10 +231,54 @@ struct Out<'e> {
 impl<'e> Out<'e> {
     fn new(ends: &'e Ends, engine: &'e Engine, waits: bool) -> Out<'e> {
         let bytes = Vec::with_capacity(LARGEST);
-        Out { ends, engine, waits, path: None, segment: 0, closed: false, count: 0, bytes, device: None }
+        Out {
+            ends,
+            engine,
+            waits,
+            path: None,
+            segment: 0,
+            closed: false,
+            count: 0,
+            bytes,
+            merge: Merge::new(),
+            merges: true,
+            device: None,
+        }
     }
 
     fn flush(&mut self) {
+        self.flush_tunnel();
+        self.flush_network();
+    }
+
+    fn flush_tunnel(&mut self) {
+        let together = self.merge.count();
+        if together == 0 {
+            return;
+        }
+        match write(&self.ends.tun, self.merge.finish()) {
+            Err(Errno::EINVAL) if together > 1 => {
+                self.merges = false;
+                let (tun, mut failed) = (&self.ends.tun, Vec::new());
+                self.merge.each(|one| failed.extend(write(tun, one).err()));
+                failed.into_iter().for_each(|e| self.not_written(e));
+            }
+            Err(e) => self.not_written(e),
+            Ok(_) => {}
+        }
+        self.merge.clear();
+    }
+
+    fn not_written(&mut self, error: Errno) {
+        match error {
+            Errno::EAGAIN | Errno::ENOBUFS | Errno::EINVAL | Errno::EIO | Errno::EINTR | Errno::ENOMEM => {
+                self.engine.stats().drop(Reason::Socket); // down, or out of memory: as a network card would
+            }
+            error => self.device = Some(error),
+        }
+    }
+
+    fn flush_network(&mut self) {
         if let Some(path) = self.path.take() {
             if self.count == 1 || self.send(&path, &self.bytes, self.segment).is_err() {
                 // One by one: also where the network card or the kernel does not cut.
@@ -249,6 +301,10 @@ impl<'e> Out<'e> {
                 wait(&[(self.ends.udp.socket().as_fd(), PollFlags::POLLOUT)], full)?;
                 self.ends.udp.send(path, bytes, segment)
             }
+            Err(e) if path.local.is_some() && e.kind() != io::ErrorKind::WouldBlock => {
+                // It may be that the address is no longer ours.
+                self.ends.udp.send(&Path { local: None, ..*path }, bytes, segment)
+            }
             sent => sent,
         }
     }
@@ -262,7 +318,7 @@ impl Sink for Out<'_> {
             && self.bytes.len() + datagram.len() <= LARGEST
             && self.count < self.ends.udp.segments();
         if !fits {
-            self.flush();
+            self.flush_network();
             self.path = Some(*path);
             self.segment = datagram.len();
         }
@@ -272,14 +328,15 @@ impl Sink for Out<'_> {
     }
 
     fn tunnel(&mut self, packet: &[u8]) {
-        match write(&self.ends.tun, packet) {
-            Ok(_) => {}
-            Err(
-                Errno::EAGAIN | Errno::ENOBUFS | Errno::EINVAL | Errno::EIO | Errno::EINTR | Errno::ENOMEM,
-            ) => {
-                self.engine.stats().drop(Reason::Socket); // down, or out of memory: as a network card would
+        if self.ends.prefix == 0 {
+            if let Err(e) = write(&self.ends.tun, packet) {
+                self.not_written(e);
             }
-            Err(e) => self.device = Some(e),
+            return;
+        }
+        if (!self.merges && self.merge.count() > 0) || !self.merge.push(packet) {
+            self.flush_tunnel();
+            self.merge.push(packet);
         }
     }
 }

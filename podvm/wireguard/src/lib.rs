@@ -13,6 +13,7 @@ mod engine;
 pub mod inner;
 mod key;
 mod lane;
+mod merge;
 mod peer;
 mod stats;
 mod sys;

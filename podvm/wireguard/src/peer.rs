@@ -114,7 +114,10 @@ impl State {
         self.answered = true;
         self.sent = false;
         let elsewhere = self.path.is_some_and(|known| known.peer != path.peer);
-        self.path = Some(*path);
+        // Who begins has the kernel choose where it sends from: its own address may change. The other end must answer
+        // from the address it was asked at, or a NAT lets nothing through.
+        let local = path.local.filter(|_| !self.begins());
+        self.path = Some(Path { local, ..*path });
         Roamed(elsewhere)
     }
 

@@ -16,10 +16,11 @@ pub struct Tun(OwnedFd);
 mod requests {
     nix::ioctl_write_int!(tun_set_iff, b'T', 202);
     nix::ioctl_write_int!(tun_set_persist, b'T', 203);
+    nix::ioctl_read!(tun_get_iff, b'T', 210, nix::libc::c_uint);
 }
 
 /// Opens the TUN device `name` in the network namespace of the calling thread, and makes it where it is missing:
-/// layer 3, without packet information. It stays when all descriptors are closed, until its namespace goes.
+/// layer 3, with a header that says how packets are to be cut ([`Tun::has_prefix`]). It stays when all descriptors are closed, until its namespace goes.
 ///
 /// # Errors
 /// `ResourceBusy` where another descriptor has it open; `NotFound` without `/dev/net/tun` (the kernel's module tun);
@@ -33,7 +34,7 @@ pub fn open_tun(name: &str) -> io::Result<Tun> {
     if bytes.is_empty() || bytes.len() >= libc::IFNAMSIZ || bytes.contains(&0) {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "no name of a network device"));
     }
-    let flags = (libc::IFF_TUN | libc::IFF_NO_PI) as i16;
+    let flags = (libc::IFF_TUN | libc::IFF_NO_PI | libc::IFF_VNET_HDR) as i16;
     for (to, from) in request.iter_mut().zip(bytes) {
         *to = *from;
     }
@@ -50,6 +51,19 @@ pub fn open_tun(name: &str) -> io::Result<Tun> {
     let kept = unsafe { requests::tun_set_persist(file.as_raw_fd(), 1) };
     kept.map_err(io::Error::from)?;
     Ok(Tun(file.into()))
+}
+
+impl Tun {
+    /// Whether a `virtio_net_hdr` precedes each packet; who opened the device decides that.
+    pub(crate) fn has_prefix(&self) -> io::Result<bool> {
+        let mut request = [0u8; size_of::<libc::ifreq>()];
+        // SAFETY: the descriptor is open, and the kernel writes one `ifreq`, of which `request` has the size.
+        #[allow(unsafe_code)]
+        let read = unsafe { requests::tun_get_iff(self.0.as_raw_fd(), request.as_mut_ptr().cast()) };
+        read.map_err(io::Error::from)?;
+        let flags = request.get(libc::IFNAMSIZ..).and_then(|rest| rest.first_chunk());
+        Ok(flags.is_some_and(|flags| i16::from_ne_bytes(*flags) & libc::IFF_VNET_HDR as i16 != 0))
+    }
 }
 
 impl AsFd for Tun {

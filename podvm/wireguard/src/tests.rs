@@ -200,6 +200,20 @@ fn a_guest_that_moves_is_followed_by_its_own_packets_only() {
 }
 
 #[test]
+fn the_node_answers_from_where_it_was_asked_and_a_guest_from_where_it_is() {
+    let mut pair = Pair::new();
+    let mut out = Caught::default();
+    pair.guest.begin(Instant::now(), &mut out);
+    let asked = Path { local: Some("198.51.100.1".parse().unwrap()), ..pair.guest_at };
+    let mut answers = Caught::default();
+    pair.node.incoming(&asked, &out.network[0].1, &mut pair.scratch, &mut answers);
+    assert_eq!(pair.node.path_of("pod"), Some(asked));
+    let answered = Path { local: Some("192.0.2.7".parse().unwrap()), ..at(NODE_AT) };
+    pair.guest.incoming(&answered, &answers.network[0].1, &mut pair.scratch, &mut Caught::default());
+    assert_eq!(pair.guest.path_of("node"), Some(at(NODE_AT)));
+}
+
+#[test]
 fn another_key_gets_no_session() {
     let mut pair = Pair::new();
     let thief = Engine::new(PrivateKey::generate().unwrap());

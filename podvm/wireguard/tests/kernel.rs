@@ -9,7 +9,7 @@ use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::sys::socket::{
@@ -288,22 +288,28 @@ fn nothing_can_be_read_on_the_wire() {
     setsockopt(&wire, sockopt::RcvBufForce, &(64 << 20)).unwrap();
     setsockopt(&wire, sockopt::ReceiveTimeout, &TimeVal::new(0, 200_000)).unwrap();
     let (outer, pod) = (world.netns("outer"), world.netns("pod"));
+    let over = Arc::new(AtomicBool::new(false));
+    let ended = over.clone();
     let spying = std::thread::spawn(move || {
         let (mut frames, mut seen, mut buffer) = (0u32, 0u32, vec![0; 1 << 17]);
-        let mut silent = 0;
-        while silent < 5 {
+        // Until what was sent before the end is read; the guest's signs of life never end.
+        let mut read_on = 10_000;
+        while read_on > 0 {
+            read_on -= u32::from(ended.load(Ordering::SeqCst));
             match recv(wire.as_raw_fd(), &mut buffer, MsgFlags::empty()) {
                 Ok(n) => {
-                    (frames, silent) = (frames + 1, 0);
+                    frames += 1;
                     seen += u32::from(buffer[..n].windows(MARK.len()).any(|w| w == MARK));
                 }
-                Err(_) => silent += 1,
+                Err(_) if ended.load(Ordering::SeqCst) => break,
+                Err(_) => {}
             }
         }
         (frames, seen)
     });
     transfer(&outer, &pod, "10.244.1.7", MARK, 1 << 20);
     transfer(&pod, &outer, "10.244.1.1", MARK, 1 << 20);
+    over.store(true, Ordering::SeqCst);
     let (frames, seen) = spying.join().unwrap();
     assert!(frames > 50, "the spy saw {frames} frames only");
     assert_eq!(seen, 0);
