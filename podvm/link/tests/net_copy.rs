@@ -8,7 +8,7 @@ mod net_world;
 use std::cell::RefCell;
 
 use net_world::World;
-use peerpod_link::net::look::{Seen, look};
+use peerpod_link::net::look::{Route, Seen, look};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -227,13 +227,21 @@ fn timeless(seen: Seen) -> Seen {
         address.valid = address.valid.map(|left| left / 10_000);
         address.preferred = address.preferred.map(|left| left / 10_000);
     }
-    for interface in &mut seen.interfaces {
-        for route in &mut interface.routes {
-            route.expires = route.expires.map(|left| left / 10_000);
-            // No route is wider than its interface, which is as narrow as its narrowest default route.
-            let headers = if route.destination.is_ipv6() { 60 } else { 40 };
-            route.mtu = route.mtu.min(interface.mtu);
-            route.advmss = route.advmss.min(interface.mtu - headers);
+    // No route is wider than its interfaces, and those are as narrow as their narrowest default route.
+    let narrow = |route: &mut Route, mtu: u32| {
+        let headers = if route.destination.is_ipv6() { 60 } else { 40 };
+        route.mtu = route.mtu.min(mtu);
+        route.advmss = route.advmss.min(mtu - headers);
+        route.expires = route.expires.map(|left| left / 10_000);
+    };
+    let mtus: Vec<(String, u32)> = seen.interfaces.iter().map(|i| (i.name.clone(), i.mtu)).collect();
+    for (interface, (_, mtu)) in seen.interfaces.iter_mut().zip(&mtus) {
+        interface.routes.iter_mut().for_each(|route| narrow(route, *mtu));
+    }
+    for route in &mut seen.routes {
+        let of_hops = mtus.iter().filter(|(name, _)| route.hops.iter().any(|hop| hop.interface == *name));
+        if let Some(mtu) = of_hops.map(|(_, mtu)| *mtu).min() {
+            narrow(route, mtu);
         }
     }
     seen
