@@ -197,7 +197,8 @@ impl Task {
             let status = Status::parse_from_bytes(&self.guest.borrow().status).unwrap_or_default();
             status.uplink_addresses.iter().any(|text| text.parse() == Ok(from))
         };
-        if !cloud.contains(&from) && !(near && own()) {
+        let is_the_vms = cloud.contains(&from) || (near && own());
+        if !is_the_vms {
             info!(%from, "the guest comes from an address that is not the VM's own: a NAT is between");
             return Ok(());
         }
