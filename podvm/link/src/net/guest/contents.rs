@@ -228,7 +228,7 @@ mod tests {
         let (ours, old, theirs) = (address("10.0.0.1", 24), address("10.0.0.2", 24), address("10.0.0.3", 24));
         let (near, far) = (route("10.1.0.0", "10.0.0.254", 0), route("10.2.0.0", "10.0.0.254", 0));
         let has = contents(&[old.clone(), theirs], &[near.clone(), far.clone()]);
-        let before = contents(std::slice::from_ref(&old), &[near.clone()]);
+        let before = contents(std::slice::from_ref(&old), std::slice::from_ref(&near));
         let change = contents(std::slice::from_ref(&ours), &[]).change(&has, &before);
         assert_eq!(change.add, contents(&[ours], &[]));
         assert_eq!(change.remove, contents(&[old], &[near]));
