@@ -85,8 +85,11 @@ async fn a_guest_program_that_is_killed_comes_back_and_says_what_was_lost() {
     sandbox.lives().await.unwrap();
     assert!(!oom.is_finished(), "GetOOMEvent stays pending");
     oom.abort();
-    let log = std::fs::read_to_string(daemons.log("node")).unwrap();
-    let rejoined = log.lines().find(|line| line.contains("the guest rejoined")).unwrap_or_default();
+    let rejoined = eventually("the node hears of it", PATIENCE, async || {
+        let log = std::fs::read_to_string(daemons.log("node")).ok()?;
+        log.lines().find(|line| line.contains("the guest rejoined")).map(str::to_owned)
+    });
+    let rejoined = rejoined.await.unwrap();
     assert!(
         rejoined.contains("lost=\"") && !rejoined.contains("lost=\"\""),
         "what was lost is said: {rejoined}"
