@@ -218,7 +218,8 @@ async fn judge(kinds: &Kinds, header: Header, descriptors: Vec<OwnedFd>) -> Resu
     let handed = Handed::new(detail, names.into_iter().zip(descriptors).collect());
     let taken = timeout(TAKE, kind.take(sandbox.as_ref(), handed)).await;
     let detail = taken.map_err(|_| format!("it took longer than {TAKE:?}"))??;
-    tracing::info!(kind = name, sandbox = sandbox.map(tracing::field::display), "descriptors taken");
+    // Whose they are is said by the kind, which knows the pod.
+    tracing::debug!(kind = name, "descriptors taken");
     Ok(Answer { held: true, detail, ..Answer::default() })
 }
 

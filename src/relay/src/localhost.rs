@@ -30,6 +30,7 @@ use tokio::{
     net::{TcpListener, TcpStream},
     task::{JoinHandle, JoinSet},
 };
+use tracing::{Instrument, Span};
 
 use self::packet::{Key, Syn, logged};
 use crate::{
@@ -83,8 +84,10 @@ impl Kind for Localhost {
         // Asked for each time: an endpoint that failed is another one afterwards.
         let (table, id) = (self.sandboxes.clone(), sandbox.clone());
         let endpoint = move || Some(table.upgrade()?.get(&id)?.endpoint);
-        let serving = Serving::start(sandbox.clone(), way, sockets, endpoint, self.metrics.clone());
+        let span = tracing::info_span!("localhost", pod = &*sandboxes.pod(sandbox));
+        let serving = Serving::start(sandbox.clone(), way, sockets, endpoint, self.metrics.clone(), &span);
         sandboxes.keep_localhost(sandbox, serving).await?;
+        span.in_scope(|| tracing::info!(%sandbox, "the pod's localhost is served"));
         serde_json::to_value(way).map_err(|error| error.to_string())
     }
 }
@@ -140,6 +143,7 @@ impl Serving {
         sockets: Sockets,
         endpoint: impl Fn() -> Option<EndpointHandle> + Send + 'static,
         metrics: Arc<Metrics>,
+        span: &Span,
     ) -> Serving {
         let Sockets { log, families: [v4, v6] } = sockets;
         let door = Door {
@@ -150,7 +154,7 @@ impl Serving {
             pending: HashMap::new(),
             asking: JoinSet::new(),
         };
-        Serving { way, task: tokio::spawn(door.run(log, v4, v6)) }
+        Serving { way, task: tokio::spawn(door.run(log, v4, v6).instrument(span.clone())) }
     }
 
     /// Whether it still works; a part of ours that failed does not.

@@ -124,6 +124,11 @@ impl Sandboxes {
         self.table().attached.get(id).cloned()
     }
 
+    /// A sandbox's pod for log lines; `-` for one that is not served.
+    pub(crate) fn pod(&self, id: &SandboxId) -> Arc<str> {
+        self.states.pod(id)
+    }
+
     /// Serves what the records on disk say. A sandbox whose socket cannot be bound is reported and left out.
     pub(crate) async fn restore(&self, records: Vec<Record>) {
         for record in records {

@@ -125,7 +125,14 @@ impl Pod {
         let sockets = Sockets::take(&mut Handed::new(Value::Null, sockets)).unwrap();
         let id = SandboxId::parse("a").unwrap();
         let relay = self.relay.clone();
-        let serving = Serving::start(id, way, sockets, move || Some(relay.clone()), self.metrics.clone());
+        let serving = Serving::start(
+            id,
+            way,
+            sockets,
+            move || Some(relay.clone()),
+            self.metrics.clone(),
+            &tracing::Span::none(),
+        );
         localhost::redirect(&self.node, &way).unwrap();
         serving
     }
