@@ -58,8 +58,8 @@ async fn connecting_again_mends_whatever_is_broken() {
     world.ip("pod", "link set eth0 up");
     tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();
     world.ping("other", "10.244.1.7", 56);
-    // A redirect of ours that somebody doubled, and one that leads elsewhere.
-    let double = "filter add dev eth0 ingress prio 1 protocol all u32 match u32 0 0 action mirred egress redirect dev pp-vx0";
+    // A redirect that somebody put behind ours.
+    let double = "filter add dev eth0 ingress prio 2 protocol all u32 match u32 0 0 action mirred egress redirect dev pp-vx0";
     run(&format!("tc -n {name} {double}"));
     tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();
     let filters = run(&format!("tc -n {name} filter show dev eth0 ingress"));
