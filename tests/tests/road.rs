@@ -102,7 +102,7 @@ fn left_of_demo(pid: u32) -> Vec<String> {
 
 fn assert_nothing_left(pid: u32, case: &str) {
     let mut left = Vec::new();
-    eventually_blocking("nothing of the demo is left", Duration::from_secs(5), || {
+    eventually_blocking("nothing of the demo is left", PATIENCE, || {
         left = left_of_demo(pid);
         left.is_empty().then_some(())
     })
@@ -124,9 +124,7 @@ fn interrupted_after(lines: usize) {
     killpg(Pid::from_raw(pid as i32), Signal::SIGINT).unwrap();
     let status = demo.wait().unwrap();
     assert_eq!(status.code(), Some(130), "after {lines} lines: {seen:?}");
-    let namespaces: Vec<_> =
-        left_of_demo(pid).into_iter().filter(|line| line.starts_with("namespace")).collect();
-    assert!(namespaces.is_empty(), "gone when it ends, after {lines} lines {seen:?}: {namespaces:?}");
+    // An `ip` of the group that died half-way leaves a namespace to the janitor, who takes a moment.
     assert_nothing_left(pid, &format!("after {lines} lines: {seen:?}"));
 }
 

@@ -20,7 +20,7 @@ mod requests {
 }
 
 /// Opens the TUN device `name` in the network namespace of the calling thread, and makes it where it is missing:
-/// layer 3, with a header that says how packets are to be cut ([`Tun::has_prefix`]). It stays when all descriptors are closed, until its namespace goes.
+/// layer 3, with a header that says how packets are to be cut (`Tun::has_prefix`). It stays when all descriptors are closed, until its namespace goes.
 ///
 /// # Errors
 /// `ResourceBusy` where another descriptor has it open; `NotFound` without `/dev/net/tun` (the kernel's module tun);

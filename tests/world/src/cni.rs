@@ -33,7 +33,7 @@ pub struct Shape {
     pub masquerade_all: bool,
     /// Sysctls below `/proc/sys/net` that it sets in the pod.
     pub sysctls: &'static [&'static str],
-    /// Makes the node's half: `$N` is the node's number, `$O` the other's, and see [`PRELUDE`].
+    /// Makes the node's half: `$N` is the node's number, `$O` the other's, and see `PRELUDE`.
     pub node: &'static str,
     /// Makes a pod, the `$P`th of its node: `$POD` is its namespace, `$HOST` the name of the node's end.
     pub pod: &'static str,
