@@ -38,6 +38,13 @@ while read -r _ _ _ _ point _; do
     case "$point" in "$2"/*) umount -l "$point" ;; esac
 done < /proc/self/mountinfo
 [ -n "$PEERPOD_KEEP" ] || rm -rf --one-file-system "$2"
+# An `ip` that an interrupted process had just started may make one more.
+(
+    sleep 1
+    for path in /run/netns/"$1"*; do
+        [ -e "$path" ] && ip netns del "${path##*/}"
+    done
+) >/dev/null 2>&1 &
 "#;
 
 /// The watcher of one world.
