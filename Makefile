@@ -21,10 +21,11 @@ test: setup
 	$(CARGO) build --locked --workspace --all-targets
 	$(CARGO) test --locked --workspace
 
-# What takes longer than a coffee: soaks, many kills, large counts.
+# What takes longer than a coffee: soaks, many kills, large counts. The same build as `make test`: what it waits for
+# is mostly processes, namespaces and deadlines, not our code.
 test-long: setup
-	$(CARGO) build --locked --release $(BINS)
-	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --release --workspace -- --nocapture
+	$(CARGO) build --locked --workspace --all-targets
+	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast
 
 bench: setup
 	$(CARGO) build --locked --release $(BINS) -p peerpod-benches
