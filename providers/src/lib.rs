@@ -16,8 +16,21 @@ pub struct Context {
     pub state_dir: PathBuf,
     /// Which cluster the VMs belong to; part of what marks them as ours.
     pub cluster_id: String,
-    /// Which node they belong to.
+    /// Which node they belong to. Empty with [`Purpose::Collect`]: the VMs of all nodes.
     pub node_name: String,
+    /// What the provider is for.
+    pub purpose: Purpose,
+}
+
+/// What a provider is for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Purpose {
+    /// All of the trait: a node.
+    #[default]
+    Create,
+    /// Lists and deletes, for the whole cluster: the controller. Settings that only a create needs may be missing; a
+    /// create is refused, and nobody calls `preflight`.
+    Collect,
 }
 
 /// One provider: reads its section, and gives what opens it.
@@ -119,7 +132,7 @@ mod tests {
 
     fn context() -> Context {
         let state_dir = std::env::temp_dir().join(format!("peerpod-providers-{}", std::process::id()));
-        Context { state_dir, cluster_id: "c".to_owned(), node_name: "n".to_owned() }
+        Context { state_dir, cluster_id: "c".to_owned(), node_name: "n".to_owned(), purpose: Purpose::Create }
     }
 
     #[cfg(feature = "local")]

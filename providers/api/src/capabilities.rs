@@ -1,6 +1,6 @@
 //! What a provider can do, and the check that keeps a request from asking for more. Pure.
 
-use crate::{CreateRequest, Error};
+use crate::{Arch, Confidential, CreateRequest, DiskRequest, Error, Market, Size};
 
 /// What a provider can do beyond making a VM from the configured image.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -13,8 +13,22 @@ pub struct Capabilities {
     pub instance_types: bool,
     /// VMs with GPUs.
     pub gpus: bool,
+    /// Architectures that a request may name; empty: there is one, and nobody may ask for it.
+    pub archs: Vec<Arch>,
+    /// Technologies that a request may name.
+    pub confidential: Vec<Confidential>,
+    /// Spot VMs. (On-demand is what everybody has.)
+    pub spot: bool,
+    /// A choice of zones; without it a disk's zone cannot be minded either.
+    pub zones: bool,
+    /// An address of the internet.
+    pub public_ip: bool,
     /// Disks, in the request and through [`crate::Provider::volumes`].
     pub volumes: bool,
+    /// A second network card.
+    pub second_nic: bool,
+    /// Most VMs that one call makes through [`crate::Provider::batch`]; 0 where there is none.
+    pub max_batch: u32,
     /// [`crate::Provider::console`] is there.
     pub console: bool,
     /// [`crate::Provider::events`] is there.
@@ -29,46 +43,279 @@ impl Capabilities {
             images: false,
             instance_types: false,
             gpus: false,
+            archs: Vec::new(),
+            confidential: Vec::new(),
+            spot: false,
+            zones: false,
+            public_ip: false,
             volumes: false,
+            second_nic: false,
+            max_batch: 0,
             console: false,
             events: false,
         }
     }
 
-    /// Refuses a request that asks for more than this. The decorator calls it before each create; a provider that
-    /// may be used bare calls it first thing in `create`.
+    /// Refuses a request that asks for more than this, or contradicts itself. The decorator calls it before each
+    /// create; a provider that may be used bare calls it first thing in `create`.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] naming the field, or [`Error::Invalid`] for user-data that is too long.
+    /// [`Error::Unsupported`] naming the field; [`Error::Invalid`] for user-data that is too long and for disks that
+    /// no VM can have together.
     pub fn check(&self, request: &CreateRequest, provider: &str) -> Result<(), Error> {
-        let name = &request.name;
+        // Taken apart whole: a field that comes later does not compile until it is decided on here.
+        let CreateRequest {
+            name,
+            user_data,
+            size: Size { vcpus: _, memory_mib: _, gpus, gpu_model },
+            instance_type,
+            image,
+            disks,
+            second_nic,
+            labels: _,
+            arch,
+            confidential,
+            market,
+            zones,
+            public_ip,
+            // The provider's own words: it knows what it meant.
+            placement: _,
+        } = request;
         let asked = [
-            (request.image.is_some() && !self.images, "image", "an image of its own"),
-            (
-                request.instance_type.is_some() && !self.instance_types,
-                "instance_type",
-                "an instance type by name",
-            ),
-            (request.size.gpus > 0 && !self.gpus, "size.gpus", "GPUs"),
-            (request.size.gpu_model.is_some() && !self.gpus, "size.gpu_model", "a GPU model"),
-            (!request.disks.is_empty() && !self.volumes, "disks", "disks"),
+            (image.is_some() && !self.images, "image", "an image of its own"),
+            (instance_type.is_some() && !self.instance_types, "instance_type", "an instance type by name"),
+            (*gpus > 0 && !self.gpus, "size.gpus", "GPUs"),
+            (gpu_model.is_some() && !self.gpus, "size.gpu_model", "a GPU model"),
+            (!disks.is_empty() && !self.volumes, "disks", "disks"),
+            (*market == Some(Market::Spot) && !self.spot, "market", "a spot VM"),
+            (!zones.is_empty() && !self.zones, "zones", "a choice of zones"),
+            (*second_nic && !self.second_nic, "second_nic", "a second network card"),
+            (*public_ip && !self.public_ip, "public_ip", "a public address"),
         ];
         for (refused, field, what) in asked {
             if refused {
-                let text = format!(
-                    "create of {name}: {what} cannot be had from provider {provider}; \
-                     leave it out or use another provider"
-                );
-                return Err(Error::unsupported(field, text));
+                return Err(unsupported(name, provider, field, what, ""));
             }
         }
-        if request.user_data.len() > self.max_user_data {
+        if let Some(arch) = arch.filter(|arch| !self.archs.contains(arch)) {
+            return Err(unsupported(
+                name,
+                provider,
+                "arch",
+                arch.word(),
+                &listed(&self.archs, |one| one.word()),
+            ));
+        }
+        if let Some(tee) = confidential.filter(|tee| !self.confidential.contains(tee)) {
+            let what = format!("a confidential VM by {tee}");
+            let have = listed(&self.confidential, |one| one.word());
+            return Err(unsupported(name, provider, "confidential", &what, &have));
+        }
+        if user_data.len() > self.max_user_data {
             return Err(Error::invalid(format!(
                 "create of {name}: user-data of {} bytes is more than the {} that provider {provider} takes",
-                request.user_data.len(),
+                user_data.len(),
                 self.max_user_data
             )));
         }
-        Ok(())
+        disks_fit_together(name, disks, zones)
+    }
+}
+
+fn unsupported(name: &str, provider: &str, field: &str, what: &str, have: &str) -> Error {
+    let text = format!(
+        "create of {name}: {what} cannot be had from provider {provider}{have}; leave it out or use another provider"
+    );
+    Error::unsupported(field, text)
+}
+
+fn listed<T: Copy>(have: &[T], word: impl Fn(T) -> &'static str) -> String {
+    let words: Vec<_> = have.iter().map(|one| word(*one)).collect();
+    if words.is_empty() { String::new() } else { format!(", which has {}", words.join(", ")) }
+}
+
+/// One VM is in one zone, and so are all its disks.
+fn disks_fit_together(name: &str, disks: &[DiskRequest], zones: &[String]) -> Result<(), Error> {
+    let mut first: Option<(&str, &str)> = None;
+    for (index, DiskRequest { volume, read_only: _, zone }) in disks.iter().enumerate() {
+        if disks[..index].iter().any(|other| other.volume == *volume) {
+            return Err(Error::invalid(format!("create of {name}: disk {volume} is asked for twice")));
+        }
+        let Some(zone) = zone.as_deref() else { continue };
+        if let Some((other, elsewhere)) = first.filter(|(_, elsewhere)| *elsewhere != zone) {
+            return Err(Error::invalid(format!(
+                "create of {name}: disk {other} is in zone {elsewhere} and disk {volume} in zone {zone}; \
+                 no VM can have both, the pod's volumes must be in one zone"
+            )));
+        }
+        if !zones.is_empty() && !zones.iter().any(|one| one == zone) {
+            return Err(Error::invalid(format!(
+                "create of {name}: disk {volume} is in zone {zone}, but the VM is wanted in {}; \
+                 allow that zone or move the volume",
+                zones.join(" or ")
+            )));
+        }
+        first = first.or(Some((volume, zone)));
+    }
+    Ok(())
+}
+
+/// One thing that a request may ask for and a provider may not have: for tests that go through all of them.
+pub struct Wish {
+    /// The field, as [`Error::Unsupported`] names it.
+    pub field: &'static str,
+    /// Whether a provider with these capabilities can do it.
+    pub is_met: fn(&Capabilities) -> bool,
+    /// Asks for it.
+    pub ask: fn(&mut CreateRequest),
+}
+
+/// Every wish there is. A test of this module holds it against the fields of [`CreateRequest`].
+pub const WISHES: &[Wish] = &[
+    Wish { field: "image", is_met: |can| can.images, ask: |r| r.image = Some("some-image".into()) },
+    Wish {
+        field: "instance_type",
+        is_met: |can| can.instance_types,
+        ask: |r| r.instance_type = Some("some.type".into()),
+    },
+    Wish { field: "size.gpus", is_met: |can| can.gpus, ask: |r| r.size.gpus = 1 },
+    Wish {
+        field: "size.gpu_model",
+        is_met: |can| can.gpus,
+        ask: |r| r.size.gpu_model = Some("some-gpu".into()),
+    },
+    Wish {
+        field: "disks",
+        is_met: |can| can.volumes,
+        ask: |r| r.disks.push(DiskRequest { volume: "some-disk".into(), ..DiskRequest::default() }),
+    },
+    Wish {
+        field: "arch",
+        is_met: |can| can.archs.contains(&Arch::S390x),
+        ask: |r| r.arch = Some(Arch::S390x),
+    },
+    Wish {
+        field: "confidential",
+        is_met: |can| can.confidential.contains(&Confidential::Tdx),
+        ask: |r| r.confidential = Some(Confidential::Tdx),
+    },
+    Wish { field: "market", is_met: |can| can.spot, ask: |r| r.market = Some(Market::Spot) },
+    Wish { field: "zones", is_met: |can| can.zones, ask: |r| r.zones.push("some-zone".into()) },
+    Wish { field: "second_nic", is_met: |can| can.second_nic, ask: |r| r.second_nic = true },
+    Wish { field: "public_ip", is_met: |can| can.public_ip, ask: |r| r.public_ip = true },
+];
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeMap, BTreeSet};
+
+    use super::*;
+    use crate::Placement;
+
+    /// A request with nothing left empty. No `..`: a field that comes later must be filled here, and then stands in
+    /// the table or among those that everybody honours.
+    fn full() -> CreateRequest {
+        CreateRequest {
+            name: "pod".into(),
+            user_data: "u".into(),
+            size: Size { vcpus: 1, memory_mib: 1, gpus: 1, gpu_model: Some("g".into()) },
+            instance_type: Some("t".into()),
+            image: Some("i".into()),
+            disks: vec![DiskRequest { volume: "v".into(), read_only: true, zone: Some("z".into()) }],
+            second_nic: true,
+            labels: BTreeMap::from([("k".into(), "v".into())]),
+            arch: Some(Arch::Aarch64),
+            confidential: Some(Confidential::Sev),
+            market: Some(Market::Spot),
+            zones: vec!["z".into()],
+            public_ip: true,
+            placement: Placement::new("p").ok(),
+        }
+    }
+
+    fn everything() -> Capabilities {
+        Capabilities {
+            max_user_data: 16,
+            images: true,
+            instance_types: true,
+            gpus: true,
+            archs: Arch::ALL.to_vec(),
+            confidential: Confidential::ALL.to_vec(),
+            spot: true,
+            zones: true,
+            public_ip: true,
+            volumes: true,
+            second_nic: true,
+            max_batch: 10,
+            console: true,
+            events: true,
+        }
+    }
+
+    #[test]
+    fn every_field_of_a_request_is_a_wish_or_honoured_by_all() {
+        let by_all = ["name", "user_data", "size", "size.vcpus", "size.memory_mib", "labels", "placement"];
+        let known: BTreeSet<&str> = WISHES.iter().map(|wish| wish.field).chain(by_all).collect();
+        let request = serde_json::to_value(full()).unwrap();
+        let mut fields: BTreeSet<String> = request.as_object().unwrap().keys().cloned().collect();
+        fields.extend(request["size"].as_object().unwrap().keys().map(|key| format!("size.{key}")));
+        assert_eq!(fields.iter().map(String::as_str).collect::<BTreeSet<_>>(), known);
+    }
+
+    #[test]
+    fn each_wish_alone_is_refused_by_who_cannot_and_taken_by_who_can() {
+        let (can, cannot) = (everything(), Capabilities::minimal(16));
+        can.check(&full(), "shelf").unwrap();
+        for wish in WISHES {
+            let mut request = CreateRequest { name: "pod".into(), ..CreateRequest::default() };
+            (wish.ask)(&mut request);
+            assert!((wish.is_met)(&can) && !(wish.is_met)(&cannot), "{}", wish.field);
+            can.check(&request, "shelf").unwrap();
+            match cannot.check(&request, "shelf") {
+                Err(Error::Unsupported { field, text }) => {
+                    assert_eq!(field, wish.field);
+                    assert!(text.contains("create of pod") && text.contains("provider shelf"), "{text}");
+                }
+                answer => panic!("{}: {answer:?}", wish.field),
+            }
+        }
+    }
+
+    #[test]
+    fn on_demand_and_an_empty_request_can_be_had_everywhere() {
+        let mut request = CreateRequest::default();
+        Capabilities::minimal(0).check(&request, "shelf").unwrap();
+        request.market = Some(Market::OnDemand);
+        Capabilities::minimal(0).check(&request, "shelf").unwrap();
+    }
+
+    #[test]
+    fn a_refusal_says_what_can_be_had_instead() {
+        let can = Capabilities { archs: vec![Arch::X86_64, Arch::Aarch64], ..everything() };
+        let request = CreateRequest { arch: Some(Arch::S390x), ..CreateRequest::default() };
+        let text = can.check(&request, "shelf").unwrap_err().to_string();
+        assert!(text.contains("s390x cannot be had") && text.contains("x86_64, aarch64"), "{text}");
+    }
+
+    #[test]
+    fn disks_of_two_zones_or_of_another_zone_than_the_vms_are_refused_before_anything_is_paid() {
+        let disk = |volume: &str, zone: &str| DiskRequest {
+            volume: volume.into(),
+            read_only: false,
+            zone: Some(zone.into()),
+        };
+        let request = |disks, zones: &[&str]| CreateRequest {
+            disks,
+            zones: zones.iter().map(|zone| (*zone).into()).collect(),
+            ..CreateRequest::default()
+        };
+        let refused = |request: &CreateRequest| everything().check(request, "shelf").unwrap_err().to_string();
+        let text = refused(&request(vec![disk("a", "1"), disk("b", "2")], &[]));
+        assert!(text.contains("disk a is in zone 1") && text.contains("disk b in zone 2"), "{text}");
+        let text = refused(&request(vec![disk("a", "1")], &["2", "3"]));
+        assert!(text.contains("disk a is in zone 1") && text.contains("2 or 3"), "{text}");
+        let text = refused(&request(vec![disk("a", "1"), disk("a", "1")], &[]));
+        assert!(text.contains("disk a is asked for twice"), "{text}");
+        everything().check(&request(vec![disk("a", "1"), disk("b", "1")], &["1", "2"]), "shelf").unwrap();
     }
 }

@@ -47,10 +47,8 @@ pub trait Harness: Send + Sync + 'static {
             name: "conformance".to_owned(),
             user_data: "{\"peerpod\":1}".to_owned(),
             size: Size { vcpus: 1, memory_mib: 512, ..Size::default() },
-            instance_type: None,
-            image: None,
-            disks: Vec::new(),
             labels: [("peerpod-test".to_owned(), "conformance".to_owned())].into(),
+            ..CreateRequest::default()
         }
     }
 

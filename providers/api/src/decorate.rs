@@ -9,6 +9,7 @@ mod pace;
 use std::future::Future;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::net::IpAddr;
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -18,8 +19,9 @@ use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
 use crate::{
-    Capabilities, Console, CreateRequest, Created, DiskIdentity, DiskRequest, Error, IdempotencyKey,
-    InstanceId, Owned, Preflight, Provider, ProviderEvent, Retry, Volumes,
+    Batch, Capabilities, Console, CreateRequest, Created, CreatedMany, DiskIdentity, DiskRequest, Error,
+    IdempotencyKey, InstanceId, Owned, Placement, Preflight, Provider, ProviderEvent, Retry, Volumes,
+    with_deadline,
 };
 use metrics::{Metrics, Outcome};
 use pace::Pace;
@@ -49,6 +51,7 @@ pub fn decorate(
     registry: &mut Registry,
 ) -> Arc<dyn Provider> {
     let metrics = Metrics::register(provider.name(), registry);
+    provider.register_metrics(registry);
     let paces = [(); Call::COUNT].map(|()| Pace::default());
     Arc::new(Decorated { inner: provider, config, metrics, paces })
 }
@@ -57,7 +60,9 @@ pub fn decorate(
 #[derive(Debug, Clone, Copy)]
 enum Call {
     Preflight,
+    Place,
     Create,
+    CreateMany,
     Addresses,
     Delete,
     List,
@@ -67,12 +72,14 @@ enum Call {
 }
 
 impl Call {
-    const COUNT: usize = 8;
+    const COUNT: usize = 10;
 
     fn name(self) -> &'static str {
         match self {
             Call::Preflight => "preflight",
+            Call::Place => "place",
             Call::Create => "create",
+            Call::CreateMany => "create_many",
             Call::Addresses => "addresses",
             Call::Delete => "delete",
             Call::List => "list",
@@ -151,7 +158,8 @@ impl Decorated {
             Call::Addresses => ask().await,
             _ => {
                 let deadline = self.config.call_deadline;
-                tokio::time::timeout(deadline, ask()).await.unwrap_or_else(|_| {
+                let asked = with_deadline(Instant::now() + deadline, ask());
+                tokio::time::timeout(deadline, asked).await.unwrap_or_else(|_| {
                     let (provider, operation) = (self.inner.name(), call.name());
                     Err(Error::transient(format!(
                         "{operation} of {what}: provider {provider} gave no answer within {deadline:?}; \
@@ -192,6 +200,11 @@ impl Provider for Decorated {
         self.call(Call::Preflight, "provider", || self.inner.preflight()).await
     }
 
+    async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, Error> {
+        self.capabilities().check(request, self.name())?;
+        self.call(Call::Place, &request.name, || self.inner.place(request)).await
+    }
+
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error> {
         self.capabilities().check(request, self.name())?;
         self.call(Call::Create, &request.name, || self.inner.create(request, key)).await
@@ -209,6 +222,10 @@ impl Provider for Decorated {
         self.call(Call::List, "all VMs", || self.inner.list_owned()).await
     }
 
+    fn batch(&self) -> Option<&dyn Batch> {
+        self.inner.batch().map(|_| self as &dyn Batch)
+    }
+
     fn volumes(&self) -> Option<&dyn Volumes> {
         self.inner.volumes().map(|_| self as &dyn Volumes)
     }
@@ -219,6 +236,32 @@ impl Provider for Decorated {
 
     fn events(&self) -> Option<BoxStream<'static, ProviderEvent>> {
         self.inner.events()
+    }
+}
+
+/// Handed out only where the provider has batches itself.
+#[async_trait]
+impl Batch for Decorated {
+    async fn create_many(
+        &self,
+        request: &CreateRequest,
+        count: NonZeroU32,
+        key: &IdempotencyKey,
+    ) -> Result<CreatedMany, Error> {
+        let Some(batch) = self.inner.batch() else { return Err(lost("batches")) };
+        let most = self.capabilities().max_batch;
+        if count.get() > most {
+            let (name, provider) = (&request.name, self.name());
+            return Err(Error::invalid(format!(
+                "create of {count} VMs {name}: provider {provider} makes at most {most} by one call"
+            )));
+        }
+        self.capabilities().check(request, self.name())?;
+        if !request.disks.is_empty() {
+            let text = format!("create of {count} VMs {}: a disk belongs to one VM", request.name);
+            return Err(Error::unsupported("disks", text));
+        }
+        self.call(Call::CreateMany, &request.name, || batch.create_many(request, count, key)).await
     }
 }
 

@@ -5,6 +5,8 @@
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 /// Why a provider call failed. Only the class decides on a retry ([`Error::retry`]); the text is for people.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
@@ -21,7 +23,10 @@ pub enum Error {
     Capacity {
         /// What there is none of, e.g. `m6a.large eu-north-1a spot`.
         offering: String,
-        /// For people.
+        /// Every offering that was looked at and why it did not do, grouped: what the text has no room for. At most
+        /// [`Error::MAX_REJECTED`].
+        rejected: Vec<Rejected>,
+        /// For people; it already says the most telling of `rejected`.
         text: String,
     },
     /// A limit of the account is reached; a person must act.
@@ -68,6 +73,15 @@ pub enum Error {
         /// For people.
         text: String,
     },
+}
+
+/// Offerings that did not do, and why.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Rejected {
+    /// One or several, e.g. `m6a.large in eu-north-1a, eu-north-1b (spot)` or `310 types`.
+    pub offerings: String,
+    /// Why, e.g. `no capacity (2 min ago)` or `less than 4 vCPUs`.
+    pub reason: String,
 }
 
 /// What to do after an [`Error`].
@@ -118,6 +132,14 @@ impl Error {
         }
     }
 
+    /// Most groups in [`Error::Capacity`].
+    pub const MAX_REJECTED: usize = 64;
+
+    /// [`Error::Capacity`] of this offering with this text, and nothing to say about others.
+    pub fn capacity(offering: impl Into<String>, text: impl Into<String>) -> Error {
+        Error::Capacity { offering: offering.into(), rejected: Vec::new(), text: text.into() }
+    }
+
     /// [`Error::Invalid`] with this text.
     pub fn invalid(text: impl Into<String>) -> Error {
         Error::Invalid { text: text.into() }
@@ -154,7 +176,7 @@ mod tests {
         let throttled = Error::Throttled { after, text: "slow down".into() };
         assert_eq!(throttled.retry(), Retry::After(Duration::from_secs(7)));
         assert!(matches!(Error::transient("reset").retry(), Retry::After(_)));
-        let capacity = Error::Capacity { offering: "m6a.large".into(), text: "none left".into() };
+        let capacity = Error::capacity("m6a.large", "none left");
         assert_eq!(capacity.retry(), Retry::NextOffering);
         for never in [
             Error::Quota { text: String::new() },

@@ -15,6 +15,7 @@
 
 mod capabilities;
 pub mod conformance;
+mod deadline;
 pub mod decorate;
 mod error;
 mod id;
@@ -22,18 +23,28 @@ mod request;
 pub mod select;
 
 use std::net::IpAddr;
+use std::num::NonZeroU32;
 use std::time::SystemTime;
 
 use async_trait::async_trait;
 use futures_util::stream::BoxStream;
+use prometheus_client::registry::Registry;
 
-pub use capabilities::Capabilities;
+pub use capabilities::{Capabilities, WISHES, Wish};
+pub use deadline::{deadline, with_deadline};
 pub use decorate::{DecoratorConfig, decorate};
-pub use error::{Error, Retry};
+pub use error::{Error, Rejected, Retry};
 pub use id::{IdempotencyKey, InstanceId, NotAnId};
-pub use request::{CreateRequest, Created, DiskIdentity, DiskRequest, Owned, OwnedState, Size};
+pub use request::{
+    Arch, Confidential, CreateRequest, Created, CreatedMany, DiskIdentity, DiskRequest, Market, Owned,
+    OwnedState, Placement, Size,
+};
 
 /// Makes VMs and takes them away. See the crate's page for the rules all methods share.
+///
+/// **Construction calls nobody.** What a provider must look up (images, types, prices) it looks up in `preflight` or
+/// when a create first needs it, so that whoever only lists and deletes, like the cluster's controller, needs rights
+/// for nothing else: `list_owned`, `addresses`, `delete`, `detach` and `console` work without `preflight`.
 #[async_trait]
 pub trait Provider: Send + Sync + 'static {
     /// The name in `provider.kind`, in logs and in metrics: `local`, `aws`, …
@@ -49,13 +60,30 @@ pub trait Provider: Send + Sync + 'static {
     /// What stands in the way, with what to do about it.
     async fn preflight(&self) -> Result<Preflight, Error>;
 
+    /// Chooses where the next attempt is to be made, where there is a choice: which types, zones and markets the
+    /// call will name. Makes nothing and reserves nothing. The caller records the answer, and `create` gets it as
+    /// `request.placement`: so a create that is repeated after a crash names the same offerings, whatever has become
+    /// exhausted, dearer or newly configured since.
+    ///
+    /// After [`Error::Capacity`] of a create the caller asks again, for another attempt with another key; what was
+    /// refused is the provider's to remember (for minutes; a restart may forget it).
+    ///
+    /// # Errors
+    /// [`Error::Capacity`] when everything that fits is known to be exhausted, [`Error::Invalid`] when nothing fits;
+    /// both end the attempts at once. Otherwise by class.
+    async fn place(&self, _request: &CreateRequest) -> Result<Option<Placement>, Error> {
+        Ok(None)
+    }
+
     /// Makes the VM, or finds the one an earlier call with this key made. Returns as soon as there is an id.
     ///
     /// The caller repeats it byte for byte after a crash or a lost answer; the provider turns the key into
-    /// what its cloud offers (client token, deterministic name, tag).
+    /// what its cloud offers (client token, deterministic name, tag). A create whose `placement` is empty, of a
+    /// provider that chooses places, chooses for itself; such a call is not safe to repeat after a crash of the caller.
     ///
     /// # Errors
-    /// [`Error::KeyReused`] when the key came with another request before; otherwise by class.
+    /// [`Error::KeyReused`] when the key came with another request before; [`Error::Capacity`] when nothing was made
+    /// because all of the placement is exhausted; otherwise by class.
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error>;
 
     /// The VM's addresses, the one the node should use first. Waits until they are known, polling adaptively;
@@ -79,6 +107,11 @@ pub trait Provider: Send + Sync + 'static {
     /// By class. Never a shortened list: an unread page is an error.
     async fn list_owned(&self) -> Result<Vec<Owned>, Error>;
 
+    /// Several identical VMs by one call, when [`Capabilities::max_batch`] is more than 0.
+    fn batch(&self) -> Option<&dyn Batch> {
+        None
+    }
+
     /// Disks attached to a VM that runs, when [`Capabilities::volumes`].
     fn volumes(&self) -> Option<&dyn Volumes> {
         None
@@ -93,6 +126,10 @@ pub trait Provider: Send + Sync + 'static {
     fn events(&self) -> Option<BoxStream<'static, ProviderEvent>> {
         None
     }
+
+    /// Registers the provider's own metrics, below its name; the decorator calls it once. (Calls, failures and times
+    /// are the decorator's.)
+    fn register_metrics(&self, _registry: &mut Registry) {}
 }
 
 /// What [`Provider::preflight`] found.
@@ -105,6 +142,29 @@ pub struct Preflight {
     /// Addresses by which this provider's VMs reach the node, where the provider knows (the local one owns the
     /// network its VMs are on; a cloud does not know).
     pub node_addresses: Vec<IpAddr>,
+}
+
+/// Several identical VMs by one call.
+///
+/// They share everything, user-data included: its ticket says how many may claim it, and who is whose pod's is decided
+/// when they join, by their ids and addresses. Marks of a single pod are therefore not among the labels.
+#[async_trait]
+pub trait Batch: Send + Sync {
+    /// Makes `count` VMs like this one, or finds those that an earlier call with this key made. Returns as soon as
+    /// there are ids. All of them carry the key ([`Owned::key`]), and each is deleted by itself.
+    ///
+    /// `count` is part of what a repeated call must repeat. Fewer than `count` is an answer, not an error
+    /// ([`CreatedMany::rest`] says why), and it stands: a repeated call makes no more of them.
+    ///
+    /// # Errors
+    /// When none was made; the classes are those of [`Provider::create`]. [`Error::Invalid`] for more than
+    /// [`Capabilities::max_batch`].
+    async fn create_many(
+        &self,
+        request: &CreateRequest,
+        count: NonZeroU32,
+        key: &IdempotencyKey,
+    ) -> Result<CreatedMany, Error>;
 }
 
 /// Attach and detach on a running VM.

@@ -86,8 +86,11 @@ fn rank(one: &InstanceType) -> (bool, u64, u32, u64, u32, &str) {
     (one.price.is_none(), one.price.unwrap_or(0), one.gpus, one.memory_mib, one.vcpus, &one.name)
 }
 
-/// Whether a type may be used. The texts are what users of other peer-pod systems look for in a pod's Events.
-fn verify(name: &str, policy: &Policy<'_>) -> Result<String, Error> {
+/// Whether a type may be used; its name. The texts are what users of other peer-pod systems look for in a pod's Events.
+///
+/// # Errors
+/// [`Error::Invalid`] when it may not.
+pub fn verify(name: &str, policy: &Policy<'_>) -> Result<String, Error> {
     let (allowed, default) = (policy.allowed, policy.default);
     let why = match allowed {
         // The default is what the administrator chose; it need not stand in the list.
@@ -102,7 +105,8 @@ fn verify(name: &str, policy: &Policy<'_>) -> Result<String, Error> {
     Err(Error::invalid(format!("failed to verify instance type: {why}")))
 }
 
-fn nothing_fits(size: &Size) -> Error {
+/// That no type is as large as is wanted. The texts are what users of other peer-pod systems look for, too.
+pub fn nothing_fits(size: &Size) -> Error {
     let Size { vcpus, memory_mib, gpus, gpu_model } = size;
     let model = gpu_model.as_ref().map(|model| format!(" of model {model}")).unwrap_or_default();
     Error::invalid(if *gpus > 0 || gpu_model.is_some() {

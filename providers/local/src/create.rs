@@ -64,7 +64,7 @@ impl Shared {
                 let offering = format!("addresses of {}", self.config.bridge);
                 let text =
                     "create: all addresses of the local network are taken; delete VMs or set larger subnets";
-                return Err(Error::Capacity { offering, text: text.to_owned() });
+                return Err(Error::capacity(offering, text));
             };
             taken.insert(index, id.clone());
             index

@@ -11,7 +11,7 @@ use anyhow::bail;
 use peerpod_base::config::{Mistakes, Reader, Setting, Sources, print, schema};
 use peerpod_base::telemetry::LogConfig;
 use peerpod_node::config::NodeConfig;
-use peerpod_providers::Context;
+use peerpod_providers::{Context, Purpose};
 use peerpod_relay::config::RelayConfig;
 
 /// Every section there is; no other binary has more.
@@ -75,7 +75,12 @@ fn ask(reader: &mut Reader) {
     NodeConfig::read(reader);
     let relay = RelayConfig::read(reader);
     // What a provider is told of its node changes none of its keys.
-    let context = Context { state_dir: relay.state_dir, cluster_id: String::new(), node_name: String::new() };
+    let context = Context {
+        state_dir: relay.state_dir,
+        cluster_id: String::new(),
+        node_name: String::new(),
+        purpose: Purpose::Create,
+    };
     // Read, not opened: nothing is touched.
     drop(peerpod_providers::read(reader, &context));
 }

@@ -11,7 +11,7 @@ use peerpod_base::{
     config::{Mistakes, Printed, Reader, Sources},
     telemetry::LogConfig,
 };
-use peerpod_providers::Context;
+use peerpod_providers::{Context, Purpose};
 
 use crate::{
     sandbox,
@@ -271,6 +271,7 @@ impl NodeConfig {
             state_dir: self.state_dir.clone(),
             cluster_id: self.cluster_id.clone(),
             node_name: self.name.clone(),
+            purpose: Purpose::Create,
         }
     }
 

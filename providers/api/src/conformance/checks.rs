@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use prometheus_client::registry::Registry;
 
 use super::{Harness, fresh_key, owned_with, until};
-use crate::{CreateRequest, DecoratorConfig, DiskRequest, Error, Provider, decorate};
+use crate::{CreateRequest, DecoratorConfig, Error, Provider, WISHES, decorate};
 
 /// Moments at which a caller gives up, from at once to after most providers' answer.
 const DROPS: [u64; 8] = [0, 1, 2, 5, 10, 20, 40, 80];
@@ -19,6 +19,7 @@ pub async fn the_provider_says_what_it_can_do(harness: Arc<dyn Harness>) {
     assert_eq!(can, provider.capabilities(), "capabilities are constant");
     assert!(can.max_user_data >= 2048, "birth data needs up to 2 KiB, {} is too little", can.max_user_data);
     assert_eq!(can.volumes, provider.volumes().is_some(), "volumes");
+    assert_eq!(can.max_batch > 0, provider.batch().is_some(), "batch");
     assert_eq!(can.console, provider.console().is_some(), "console");
     assert_eq!(can.events, provider.events().is_some(), "events");
     let name = provider.name();
@@ -178,25 +179,15 @@ pub async fn many_creates_at_once_all_succeed(harness: Arc<dyn Harness>) {
 pub async fn what_cannot_be_done_is_refused_not_dropped(harness: Arc<dyn Harness>) {
     let provider = harness.provider();
     let can = provider.capabilities();
-    type Change = fn(&mut CreateRequest);
-    let fields: [(bool, &str, Change); 5] = [
-        (can.images, "image", |r| r.image = Some("some-image".to_owned())),
-        (can.instance_types, "instance_type", |r| r.instance_type = Some("some.type".to_owned())),
-        (can.gpus, "size.gpus", |r| r.size.gpus = 1),
-        (can.gpus, "size.gpu_model", |r| r.size.gpu_model = Some("some-gpu".to_owned())),
-        (can.volumes, "disks", |r| {
-            r.disks.push(DiskRequest { volume: "some-disk".to_owned(), read_only: false });
-        }),
-    ];
-    for (number, (supported, expected, change)) in (0..).zip(fields) {
-        if supported {
+    for (number, wish) in (0..).zip(WISHES) {
+        if (wish.is_met)(&can) {
             continue;
         }
         let mut request = harness.request();
-        change(&mut request);
+        (wish.ask)(&mut request);
         match provider.create(&request, &fresh_key(number)).await {
-            Err(Error::Unsupported { field, .. }) => assert_eq!(field, expected),
-            answer => panic!("{expected}: {answer:?}"),
+            Err(Error::Unsupported { field, .. }) => assert_eq!(field, wish.field),
+            answer => panic!("{}: {answer:?}", wish.field),
         }
     }
     assert_eq!(harness.machines().await, 0);

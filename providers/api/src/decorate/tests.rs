@@ -1,10 +1,10 @@
 //! The decorator around a provider that answers from a script, with the clock stopped.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Mutex;
 
 use super::*;
-use crate::Size;
+use crate::WISHES;
 
 /// Answers creates from a script; remembers the keys it was asked with.
 #[derive(Default)]
@@ -50,15 +50,7 @@ impl Provider for Scripted {
 }
 
 fn request() -> CreateRequest {
-    CreateRequest {
-        name: "pod".into(),
-        user_data: "ticket".into(),
-        size: Size::default(),
-        instance_type: None,
-        image: None,
-        disks: vec![],
-        labels: BTreeMap::new(),
-    }
+    CreateRequest { name: "pod".into(), user_data: "ticket".into(), ..CreateRequest::default() }
 }
 
 fn key() -> IdempotencyKey {
@@ -111,7 +103,7 @@ async fn what_waiting_cannot_mend_is_not_repeated() {
         Error::Auth { text: "auth".into() },
         Error::invalid("invalid"),
         Error::key_reused("other request"),
-        Error::Capacity { offering: "m".into(), text: "none left".into() },
+        Error::capacity("m", "none left"),
     ];
     for error in never {
         let (inner, provider, _registry) = scripted(vec![Err(error.clone())], Duration::ZERO);
@@ -160,24 +152,21 @@ async fn addresses_wait_as_long_as_their_caller() {
 #[tokio::test(start_paused = true)]
 async fn what_the_provider_cannot_do_is_refused_before_the_call() {
     let (inner, provider, _registry) = scripted(vec![], Duration::ZERO);
-    type Change = fn(&mut CreateRequest);
-    let refused: [(Change, &str); 6] = [
-        (|r| r.image = Some("i".into()), "image"),
-        (|r| r.instance_type = Some("t".into()), "instance_type"),
-        (|r| r.size.gpus = 1, "size.gpus"),
-        (|r| r.size.gpu_model = Some("g".into()), "size.gpu_model"),
-        (|r| r.disks.push(DiskRequest { volume: "v".into(), read_only: false }), "disks"),
-        (|r| r.user_data = "x".repeat(17), ""),
-    ];
-    for (change, expected) in refused {
+    for wish in WISHES {
         let mut request = request();
-        change(&mut request);
-        match provider.create(&request, &key()).await.unwrap_err() {
-            Error::Unsupported { field, .. } => assert_eq!(field, expected),
-            Error::Invalid { text } => assert!(text.contains("17 bytes"), "{text}"),
-            other => panic!("{other:?}"),
+        (wish.ask)(&mut request);
+        for answer in
+            [provider.create(&request, &key()).await.map(drop), provider.place(&request).await.map(drop)]
+        {
+            match answer.unwrap_err() {
+                Error::Unsupported { field, .. } => assert_eq!(field, wish.field),
+                other => panic!("{}: {other:?}", wish.field),
+            }
         }
     }
+    let request = CreateRequest { user_data: "x".repeat(17), ..request() };
+    let text = provider.create(&request, &key()).await.unwrap_err().to_string();
+    assert!(text.contains("17 bytes"), "{text}");
     assert!(inner.keys.lock().unwrap().is_empty());
 }
 

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use peerpod_provider_api::{Console, CreateRequest, IdempotencyKey, InstanceId, OwnedState, Provider, Size};
+use peerpod_provider_api::{Console, CreateRequest, IdempotencyKey, InstanceId, OwnedState, Provider};
 use peerpod_provider_local::config::Subnet;
 use peerpod_provider_local::{LocalConfig, LocalProvider};
 
@@ -115,15 +115,7 @@ pub fn config(dir: &Path) -> LocalConfig {
 }
 
 pub fn request(name: &str) -> CreateRequest {
-    CreateRequest {
-        name: name.into(),
-        user_data: "{\"peerpod\":1}".into(),
-        size: Size::default(),
-        instance_type: None,
-        image: None,
-        disks: vec![],
-        labels: Default::default(),
-    }
+    CreateRequest { name: name.into(), user_data: "{\"peerpod\":1}".into(), ..CreateRequest::default() }
 }
 
 pub fn key(number: u32) -> IdempotencyKey {

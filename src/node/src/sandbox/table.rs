@@ -320,8 +320,8 @@ impl Sandboxes {
             size: wanted.size,
             instance_type: wanted.instance_type,
             image: wanted.image,
-            disks: Vec::new(),
             labels,
+            ..CreateRequest::default()
         };
         Ok(Record {
             version: VERSION,

@@ -10,7 +10,7 @@ use super::{node::*, world::*};
 use crate::sandbox::{ClaimRefused, Error, Settings, Stop, effects::NetworkError, phase::MAX_ATTEMPTS};
 
 fn capacity() -> CloudError {
-    CloudError::Capacity { offering: "m6a.large".into(), text: "no m6a.large left in eu-north-1a".into() }
+    CloudError::capacity("m6a.large", "no m6a.large left in eu-north-1a")
 }
 
 async fn cause(node: &Node, name: &str) -> String {

@@ -434,7 +434,7 @@ impl Effects for Fake {
             self.world.state().create_calls += 1;
             let which = self.world.state().dice.below(4);
             return Err(match which {
-                0 => CloudError::Capacity { offering: "m".into(), text: "none left".into() },
+                0 => CloudError::capacity("m", "none left"),
                 _ => transient("before"),
             });
         }

@@ -1,0 +1,230 @@
+//! One call for what many callers want within a moment.
+//!
+//! The first who asks opens a window for its key; it closes when nobody came for a while, when it has been open long
+//! enough, or when it is full. Then one call is made for all of them, by a task of its own: whoever goes away, first
+//! comer or not, leaves the others' call alone, and is left out of it when the window was still open. Items of one key
+//! go together; another key has a window of its own.
+//!
+//! A call that fails as a whole for the sake of one item (clouds refuse a list with one unknown id) is cut in halves
+//! until the bad one is alone: some 2·log₂ n calls instead of n.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::hash::Hash;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use peerpod_provider_api::Error;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::registry::Registry;
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+/// When a window closes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Window {
+    /// When nobody came for so long.
+    pub idle: Duration,
+    /// When it has been open for so long.
+    pub longest: Duration,
+    /// When it has so many items; the most that one call takes.
+    pub most: usize,
+}
+
+impl Window {
+    /// For creates: short, a pod waits for it (karpenter's figures).
+    pub const CREATE: Window =
+        Window { idle: Duration::from_millis(35), longest: Duration::from_secs(1), most: 1000 };
+    /// For describes and deletes (karpenter's figures).
+    pub const LIST: Window =
+        Window { idle: Duration::from_millis(100), longest: Duration::from_secs(1), most: 500 };
+
+    /// The same for calls that take at most so many.
+    pub fn most(self, most: usize) -> Window {
+        Window { most: most.max(1), ..self }
+    }
+}
+
+/// What a call for several items says: an answer for each, in their order, or one error for all of them.
+pub type Answers<O> = Result<Vec<Result<O, Error>>, Error>;
+
+/// The call: key, items, and the latest deadline of those who wait.
+type Execute<K, I, O> =
+    dyn Fn(K, Vec<I>, Instant) -> Pin<Box<dyn Future<Output = Answers<O>> + Send>> + Send + Sync;
+
+/// Gathers items and makes one call for them. Clones share the windows.
+pub struct Batcher<K, I, O>(Arc<Inner<K, I, O>>);
+
+struct Inner<K, I, O> {
+    window: Window,
+    execute: Box<Execute<K, I, O>>,
+    open: Mutex<HashMap<K, Open<I, O>>>,
+    opened: AtomicU64,
+    sizes: Histogram,
+}
+
+/// A window that is open.
+struct Open<I, O> {
+    /// Tells it from a later one of the same key.
+    number: u64,
+    since: Instant,
+    last: Instant,
+    items: Vec<Item<I, O>>,
+}
+
+/// What a look at a window found.
+enum Look<I, O> {
+    Again(Instant),
+    Closed(Vec<Item<I, O>>),
+}
+
+struct Item<I, O> {
+    item: I,
+    deadline: Instant,
+    answer: oneshot::Sender<Result<O, Error>>,
+}
+
+impl<K, I, O> Clone for Batcher<K, I, O> {
+    fn clone(&self) -> Self {
+        Batcher(Arc::clone(&self.0))
+    }
+}
+
+impl<K, I, O> Batcher<K, I, O>
+where
+    K: Clone + Eq + Hash + Send + Sync + 'static,
+    I: Clone + Send + Sync + 'static,
+    O: Send + 'static,
+{
+    /// A batcher that makes its calls with `execute` (through the scheduler; the instant is when the last of its
+    /// callers stops waiting).
+    pub fn new<F>(window: Window, execute: impl Fn(K, Vec<I>, Instant) -> F + Send + Sync + 'static) -> Self
+    where
+        F: Future<Output = Answers<O>> + Send + 'static,
+    {
+        Batcher(Arc::new(Inner {
+            window,
+            execute: Box::new(move |key, items, deadline| Box::pin(execute(key, items, deadline))),
+            open: Mutex::default(),
+            opened: AtomicU64::new(0),
+            sizes: Histogram::new(exponential_buckets(1.0, 2.0, 11)),
+        }))
+    }
+
+    /// Registers the size of the batches as `peerpod_cloud_batch_<name>_items`.
+    pub fn register(&self, name: &str, registry: &mut Registry) {
+        let metric = format!("peerpod_cloud_batch_{name}_items");
+        registry.register(metric, "How many callers shared one call", self.0.sizes.clone());
+    }
+
+    /// Has the item dealt with, together with others of its key. `what` is for people.
+    ///
+    /// # Errors
+    /// What the call says of this item; [`Error::Transient`] when there is no answer before the deadline.
+    pub async fn ask(&self, key: K, item: I, deadline: Instant, what: &str) -> Result<O, Error> {
+        let (answer, answered) = oneshot::channel();
+        self.put(key, Item { item, deadline, answer });
+        match tokio::time::timeout_at(deadline, answered).await {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(_)) => {
+                Err(Error::transient(format!("{what}: the call that was made for it and others broke off")))
+            }
+            Err(_) => Err(Error::transient(format!(
+                "{what}: no answer when its time was over; what the call did is unknown"
+            ))),
+        }
+    }
+
+    fn put(&self, key: K, item: Item<I, O>) {
+        let now = Instant::now();
+        let mut windows = self.windows();
+        let new = || Open {
+            number: self.0.opened.fetch_add(1, Ordering::Relaxed),
+            since: now,
+            last: now,
+            items: Vec::new(),
+        };
+        let is_new = !windows.contains_key(&key);
+        let open = windows.entry(key.clone()).or_insert_with(new);
+        open.last = now;
+        open.items.push(item);
+        if open.items.len() >= self.0.window.most {
+            let full = windows.remove(&key);
+            drop(windows);
+            if let Some(full) = full {
+                tokio::spawn(self.clone().execute(key, full.items));
+            }
+        } else if is_new {
+            let number = open.number;
+            drop(windows);
+            tokio::spawn(self.clone().close(key, number));
+        }
+    }
+
+    /// Closes the window when its time has come, and makes the call.
+    async fn close(self, key: K, number: u64) {
+        loop {
+            match self.look(&key, number) {
+                Look::Again(at) => tokio::time::sleep_until(at).await,
+                Look::Closed(items) => return self.execute(key, items).await,
+            }
+        }
+    }
+
+    /// Takes the window's items out when its time has come.
+    fn look(&self, key: &K, number: u64) -> Look<I, O> {
+        let Window { idle, longest, .. } = self.0.window;
+        let mut windows = self.windows();
+        // Another window of this key: ours was full, and is dealt with.
+        let Some(open) = windows.get(key).filter(|open| open.number == number) else {
+            return Look::Closed(Vec::new());
+        };
+        let at = (open.last + idle).min(open.since + longest);
+        if at > Instant::now() {
+            return Look::Again(at);
+        }
+        Look::Closed(windows.remove(key).map_or_else(Vec::new, |closed| closed.items))
+    }
+
+    /// Makes the call for those who still wait, and answers each.
+    async fn execute(self, key: K, items: Vec<Item<I, O>>) {
+        let mut parts: Vec<Vec<Item<I, O>>> = vec![items];
+        while let Some(mut part) = parts.pop() {
+            part.retain(|item| !item.answer.is_closed());
+            let Some(deadline) = part.iter().map(|item| item.deadline).max() else { continue };
+            self.0.sizes.observe(part.len() as f64);
+            let asked = part.iter().map(|item| item.item.clone()).collect();
+            match (self.0.execute)(key.clone(), asked, deadline).await {
+                Ok(answers) => {
+                    for (item, answer) in part.into_iter().zip(answers) {
+                        drop(item.answer.send(answer)); // a caller that went away asks again
+                    }
+                }
+                Err(error) if part.len() > 1 && is_one_items_fault(&error) => {
+                    let rest = part.split_off(part.len() / 2);
+                    parts.push(rest);
+                    parts.push(part);
+                }
+                Err(error) => {
+                    for item in part {
+                        drop(item.answer.send(Err(error.clone())));
+                    }
+                }
+            }
+        }
+    }
+
+    fn windows(&self) -> MutexGuard<'_, HashMap<K, Open<I, O>>> {
+        self.0.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Whether a call may have failed for one of its items; credentials, throttling and a broken wire concern all.
+fn is_one_items_fault(error: &Error) -> bool {
+    matches!(error, Error::NotFound { .. } | Error::Invalid { .. } | Error::Unsupported { .. })
+}
+
+#[cfg(test)]
+mod tests;

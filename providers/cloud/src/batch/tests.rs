@@ -1,0 +1,170 @@
+//! Windows with the clock stopped.
+
+use futures_util::future::join_all;
+
+use super::*;
+
+const FAR: Duration = Duration::from_secs(60);
+
+/// What the cloud was asked, call by call.
+type Log = Arc<Mutex<Vec<(&'static str, Vec<u32>)>>>;
+
+/// Doubles numbers; 13 makes the whole call fail, 99 fails alone, a call takes `takes`.
+fn doubler(window: Window, takes: Duration) -> (Batcher<&'static str, u32, u32>, Log) {
+    let log = Log::default();
+    let seen = Arc::clone(&log);
+    let batcher = Batcher::new(window, move |key, items: Vec<u32>, _| {
+        seen.lock().unwrap().push((key, items.clone()));
+        async move {
+            tokio::time::sleep(takes).await;
+            if items.contains(&13) {
+                return Err(Error::not_found("13 does not exist"));
+            }
+            if items.contains(&503) {
+                return Err(Error::transient("the wire broke"));
+            }
+            let one = |item: u32| if item == 99 { Err(Error::invalid("not 99")) } else { Ok(item * 2) };
+            Ok(items.into_iter().map(one).collect())
+        }
+    });
+    (batcher, log)
+}
+
+async fn ask(
+    batcher: &Batcher<&'static str, u32, u32>,
+    key: &'static str,
+    items: &[u32],
+) -> Vec<Result<u32, Error>> {
+    join_all(items.iter().map(|item| batcher.ask(key, *item, Instant::now() + FAR, "test"))).await
+}
+
+fn calls(log: &Log) -> Vec<(&'static str, Vec<u32>)> {
+    log.lock().unwrap().clone()
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_comes_within_a_moment_shares_one_call_and_gets_its_own_answer() {
+    let (batcher, log) = doubler(Window::LIST, Duration::ZERO);
+    let items: Vec<u32> = (100..150).collect();
+    let start = Instant::now();
+    let answers = ask(&batcher, "k", &items).await;
+    assert_eq!(answers, items.iter().map(|item| Ok(item * 2)).collect::<Vec<_>>());
+    assert_eq!(calls(&log), [("k", items)]);
+    assert_eq!(start.elapsed().as_millis(), 100, "the idle gap");
+}
+
+#[tokio::test(start_paused = true)]
+async fn keys_do_not_mix_and_a_window_is_no_larger_than_a_call_may_be() {
+    let (batcher, log) = doubler(Window::LIST.most(2), Duration::ZERO);
+    let (a, b) = tokio::join!(ask(&batcher, "a", &[1, 2, 3, 4, 5]), ask(&batcher, "b", &[6]));
+    assert!(a.iter().chain(&b).all(Result::is_ok));
+    let mut calls = calls(&log);
+    calls.sort();
+    assert_eq!(calls, [("a", vec![1, 2]), ("a", vec![3, 4]), ("a", vec![5]), ("b", vec![6])]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stream_of_callers_that_never_pauses_is_served_all_the_same() {
+    let (batcher, log) = doubler(Window::LIST, Duration::ZERO);
+    let start = Instant::now();
+    let asks = (0..40).map(|item| {
+        let batcher = batcher.clone();
+        async move {
+            tokio::time::sleep(Duration::from_millis(u64::from(item) * 50)).await;
+            let asked = Instant::now();
+            batcher.ask("k", item, Instant::now() + FAR, "test").await.unwrap();
+            asked.elapsed()
+        }
+    });
+    let waits = join_all(asks).await;
+    assert!(waits.iter().all(|wait| *wait <= Duration::from_secs(1)), "{waits:?}");
+    assert_eq!(calls(&log).len(), 2, "two seconds, a second each; took {:?}", start.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_bad_item_fails_alone() {
+    let (batcher, log) = doubler(Window::LIST, Duration::ZERO);
+    let mut items: Vec<u32> = (1000..1499).collect();
+    items.push(99);
+    let answers = ask(&batcher, "k", &items).await;
+    assert_eq!(answers.iter().filter(|answer| answer.is_err()).count(), 1);
+    assert_eq!(calls(&log).len(), 1);
+    log.lock().unwrap().clear();
+    // One that makes the cloud refuse the whole list.
+    items[250] = 13;
+    let answers = ask(&batcher, "k", &items).await;
+    let failed: Vec<_> = items.iter().zip(&answers).filter(|(_, answer)| answer.is_err()).collect();
+    assert_eq!(failed.iter().map(|(item, _)| **item).collect::<Vec<_>>(), [13, 99]);
+    let calls = calls(&log).len();
+    assert!(calls <= 2 * 9 + 1, "{calls} calls");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_concerns_all_is_told_to_all_and_not_tried_in_pieces() {
+    let (batcher, log) = doubler(Window::LIST, Duration::ZERO);
+    let answers = ask(&batcher, "k", &[1, 503, 2]).await;
+    assert!(answers.iter().all(|answer| matches!(answer, Err(Error::Transient { .. }))), "{answers:?}");
+    assert_eq!(calls(&log).len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_caller_that_goes_away_takes_nobody_with_it() {
+    // In the window: it is left out of the call.
+    let (batcher, log) = doubler(Window::LIST, Duration::from_secs(1));
+    let first = {
+        let batcher = batcher.clone();
+        tokio::spawn(async move { batcher.ask("k", 1, Instant::now() + FAR, "test").await })
+    };
+    tokio::time::sleep(Duration::from_millis(10)).await;
+    let others = {
+        let batcher = batcher.clone();
+        tokio::spawn(async move { ask(&batcher, "k", &[2, 3]).await })
+    };
+    tokio::time::sleep(Duration::from_millis(10)).await;
+    first.abort();
+    assert_eq!(others.await.unwrap(), [Ok(4), Ok(6)]);
+    assert_eq!(calls(&log), [("k", vec![2, 3])]);
+
+    // In the call: it goes on.
+    log.lock().unwrap().clear();
+    let first = {
+        let batcher = batcher.clone();
+        tokio::spawn(async move { batcher.ask("k", 1, Instant::now() + FAR, "test").await })
+    };
+    let other = {
+        let batcher = batcher.clone();
+        tokio::spawn(async move { batcher.ask("k", 2, Instant::now() + FAR, "test").await })
+    };
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    assert_eq!(calls(&log).len(), 1, "it is under way");
+    first.abort();
+    assert_eq!(other.await.unwrap(), Ok(4));
+    assert_eq!(calls(&log).len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn nobody_waits_longer_than_its_deadline_and_the_others_wait_on() {
+    let (batcher, _log) = doubler(Window::LIST, Duration::from_secs(5));
+    let start = Instant::now();
+    let hasty = batcher.ask("k", 1, start + Duration::from_secs(1), "delete of i-1");
+    let patient = batcher.ask("k", 2, start + FAR, "delete of i-2");
+    let (hasty, patient) =
+        tokio::join!(async { (hasty.await, start.elapsed()) }, async { (patient.await, start.elapsed()) });
+    assert!(hasty.0.unwrap_err().to_string().starts_with("delete of i-1: no answer"));
+    assert_eq!(hasty.1, Duration::from_secs(1));
+    assert_eq!(patient.0, Ok(4));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_that_panics_or_answers_too_few_leaves_nobody_waiting() {
+    let batcher: Batcher<(), u32, u32> = Batcher::new(Window::LIST, |(), items: Vec<u32>, _| async move {
+        assert!(!items.contains(&1), "a bug");
+        Ok(vec![Ok(0)])
+    });
+    let deadline = Instant::now() + FAR;
+    let broke = batcher.ask((), 1, deadline, "one").await;
+    assert!(broke.unwrap_err().to_string().starts_with("one: the call"), "it broke off");
+    let (a, b) = tokio::join!(batcher.ask((), 2, deadline, "a"), batcher.ask((), 3, deadline, "b"));
+    assert!(a.is_ok() && b.is_err());
+    assert!(Instant::now() < deadline);
+}

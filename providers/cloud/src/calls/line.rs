@@ -1,0 +1,307 @@
+//! Who waits for a token, in which order. One line per bucket, each with a task that hands tokens out while somebody
+//! waits; it ends when nobody does.
+//!
+//! The order is fair queueing in rounds: a call joins the current round, or the one after its owner's last, so each
+//! owner gets one call a round however many it has. How many are ahead of a newcomer is the sum over the rounds before
+//! its own, of which there are as many as the longest owner has calls.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::{Notify, oneshot};
+use tokio::time::Instant;
+
+use super::table::Limits;
+use super::tokens::TokenSource;
+
+/// Why a call gets no turn.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Refusal {
+    /// It can be seen now that the turn would come too late.
+    TooLong { ahead: u32, wait: Duration },
+    /// The deadline came first: tokens came more slowly than they had.
+    TimeIsOver { ahead: u32 },
+}
+
+/// All lines of an account.
+pub(super) struct Lines {
+    source: Arc<dyn TokenSource>,
+    lines: Mutex<HashMap<&'static str, Line>>,
+}
+
+/// A place in a line: its round, and the order of coming.
+type Place = (u64, u64);
+
+#[derive(Default)]
+struct Line {
+    waiting: BTreeMap<Place, Waiter>,
+    owners: HashMap<Arc<str>, Owner>,
+    /// How many wait in each round.
+    rounds: BTreeMap<u64, u32>,
+    /// The round that is being served.
+    round: u64,
+    came: u64,
+    running: u32,
+    at_once: u32,
+    /// Whether the task that hands out tokens lives.
+    served: bool,
+    wake: Arc<Notify>,
+}
+
+struct Waiter {
+    owner: Arc<str>,
+    grant: oneshot::Sender<Permit>,
+}
+
+struct Owner {
+    last: u64,
+    waiting: u32,
+}
+
+impl Line {
+    fn join(&mut self, owner: &str, grant: oneshot::Sender<Permit>) -> Place {
+        let round = self.round_of(owner);
+        let owner: Arc<str> = match self.owners.get_key_value(owner) {
+            Some((known, _)) => Arc::clone(known),
+            None => owner.into(),
+        };
+        let entry = self.owners.entry(Arc::clone(&owner)).or_insert(Owner { last: round, waiting: 0 });
+        entry.last = round;
+        entry.waiting += 1;
+        *self.rounds.entry(round).or_default() += 1;
+        self.came += 1;
+        let place = (round, self.came);
+        self.waiting.insert(place, Waiter { owner, grant });
+        place
+    }
+
+    fn round_of(&self, owner: &str) -> u64 {
+        self.owners.get(owner).map_or(self.round, |owner| self.round.max(owner.last + 1))
+    }
+
+    /// How many of those that wait now go before a newcomer of this round.
+    fn ahead(&self, round: u64) -> u32 {
+        self.rounds.range(..=round).fold(0, |sum, (_, count)| sum.saturating_add(*count))
+    }
+
+    fn leave(&mut self, place: Place) -> Option<Waiter> {
+        let waiter = self.waiting.remove(&place)?;
+        if let Some(count) = self.rounds.get_mut(&place.0) {
+            *count -= 1;
+            if *count == 0 {
+                self.rounds.remove(&place.0);
+            }
+        }
+        if let Some(owner) = self.owners.get_mut(&waiter.owner) {
+            owner.waiting -= 1;
+            if owner.waiting == 0 {
+                self.owners.remove(&waiter.owner);
+            }
+        }
+        Some(waiter)
+    }
+
+    fn next(&mut self) -> Option<Waiter> {
+        let place = *self.waiting.keys().next()?;
+        self.round = place.0;
+        self.leave(place)
+    }
+
+    fn is_full(&self) -> bool {
+        self.running >= self.at_once
+    }
+}
+
+impl Lines {
+    pub(super) fn new(source: Arc<dyn TokenSource>) -> Arc<Lines> {
+        Arc::new(Lines { source, lines: Mutex::default() })
+    }
+
+    /// Waits for a token and a slot.
+    pub(super) async fn turn(
+        self: &Arc<Lines>,
+        bucket: &'static str,
+        limits: &Limits,
+        owner: &str,
+        deadline: Instant,
+    ) -> Result<Permit, Refusal> {
+        let (mut granted, waiting) = {
+            let now = Instant::now();
+            let mut lines = self.lock();
+            let line = lines.entry(bucket).or_default();
+            line.at_once = limits.at_once;
+            if line.waiting.is_empty() && !line.is_full() && self.source.take(bucket, now).is_ok() {
+                line.running += 1;
+                return Ok(self.permit(bucket));
+            }
+            let ahead = line.ahead(line.round_of(owner));
+            let at = self.source.forecast(bucket, ahead, now);
+            if at > deadline {
+                return Err(Refusal::TooLong { ahead, wait: at.saturating_duration_since(now) });
+            }
+            let (grant, granted) = oneshot::channel();
+            let place = line.join(owner, grant);
+            if !line.served {
+                line.served = true;
+                tokio::spawn(Arc::clone(self).serve(bucket, Arc::clone(&line.wake)));
+            }
+            (granted, Waiting { lines: self, bucket, place })
+        };
+        tokio::select! {
+            biased;
+            // The sender is dropped unsent only with the whole line; then nothing comes any more.
+            Ok(permit) = &mut granted => Ok(permit),
+            () = tokio::time::sleep_until(deadline) => Err(Refusal::TimeIsOver { ahead: waiting.ahead() }),
+        }
+    }
+
+    fn permit(self: &Arc<Lines>, bucket: &'static str) -> Permit {
+        Permit { lines: Arc::clone(self), bucket, sent: None }
+    }
+
+    /// Hands out tokens of one bucket as long as somebody waits.
+    async fn serve(self: Arc<Lines>, bucket: &'static str, wake: Arc<Notify>) {
+        let mut served = Served { lines: &self, bucket, ended: false };
+        loop {
+            let (grants, pause) = {
+                let mut lines = self.lock();
+                let Some(line) = lines.get_mut(bucket) else { return };
+                let mut grants = Vec::new();
+                let pause = loop {
+                    if line.waiting.is_empty() {
+                        break Pause::Ended;
+                    }
+                    if line.is_full() {
+                        break Pause::UntilWoken;
+                    }
+                    match self.source.take(bucket, Instant::now()) {
+                        Err(at) => break Pause::Until(at),
+                        Ok(()) => {
+                            let Some(waiter) = line.next() else { break Pause::Ended };
+                            line.running += 1;
+                            grants.push(waiter.grant);
+                        }
+                    }
+                };
+                if matches!(pause, Pause::Ended) {
+                    // Under the same lock as the look at the line: who comes now starts another task.
+                    line.served = false;
+                }
+                (grants, pause)
+            };
+            for grant in grants {
+                // Whoever went away leaves a permit that was not sent: it gives all back as it is dropped.
+                drop(grant.send(self.permit(bucket)));
+            }
+            match pause {
+                Pause::Ended => {
+                    served.ended = true;
+                    return;
+                }
+                Pause::UntilWoken => wake.notified().await,
+                Pause::Until(at) => {
+                    tokio::select! {
+                        () = tokio::time::sleep_until(at) => {}
+                        () = wake.notified() => {}
+                    }
+                }
+            }
+        }
+    }
+
+    /// How much each line remembers: waiters, owners and rounds.
+    #[cfg(test)]
+    pub(super) fn kept(&self) -> HashMap<&'static str, usize> {
+        let kept = |line: &Line| line.waiting.len() + line.owners.len() + line.rounds.len();
+        self.lock().iter().map(|(bucket, line)| (*bucket, kept(line))).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<&'static str, Line>> {
+        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+enum Pause {
+    Ended,
+    UntilWoken,
+    Until(Instant),
+}
+
+/// Should the serving task be dropped with its runtime, the next to come starts another.
+struct Served<'l> {
+    lines: &'l Lines,
+    bucket: &'static str,
+    ended: bool,
+}
+
+impl Drop for Served<'_> {
+    fn drop(&mut self) {
+        if !self.ended
+            && let Some(line) = self.lines.lock().get_mut(self.bucket)
+        {
+            line.served = false;
+        }
+    }
+}
+
+/// A place that is given back when its waiter goes away.
+struct Waiting<'l> {
+    lines: &'l Lines,
+    bucket: &'static str,
+    place: Place,
+}
+
+impl Waiting<'_> {
+    fn ahead(&self) -> u32 {
+        let lines = self.lines.lock();
+        let before = |line: &Line| line.waiting.range(..self.place).count();
+        u32::try_from(lines.get(self.bucket).map_or(0, before)).unwrap_or(u32::MAX)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        let left = self.lines.lock().get_mut(self.bucket).and_then(|line| line.leave(self.place));
+        // Outside the lock: a grant that is dropped may hold nothing, but need not be thought about.
+        drop(left);
+    }
+}
+
+/// The right to one call. Dropped before it was sent, its token goes back; the slot always does.
+pub(super) struct Permit {
+    lines: Arc<Lines>,
+    bucket: &'static str,
+    sent: Option<Instant>,
+}
+
+impl Permit {
+    /// The call goes out now.
+    pub(super) fn sent(mut self) -> Permit {
+        self.sent = Some(Instant::now());
+        self
+    }
+
+    /// The cloud throttled it.
+    pub(super) fn throttled(self, after: Option<Duration>) {
+        let now = Instant::now();
+        self.lines.source.throttled(self.bucket, self.sent.unwrap_or(now), after, now);
+    }
+
+    /// The cloud answered.
+    pub(super) fn answered(self) {
+        self.lines.source.answered(self.bucket, Instant::now());
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        if self.sent.is_none() {
+            self.lines.source.give_back(self.bucket, Instant::now());
+        }
+        if let Some(line) = self.lines.lock().get_mut(self.bucket) {
+            line.running = line.running.saturating_sub(1);
+            line.wake.notify_one();
+        }
+    }
+}

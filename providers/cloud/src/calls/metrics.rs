@@ -1,0 +1,64 @@
+//! Calls, waits and throttle replies by action. Labels are the provider's own constants, never from a request.
+
+use std::time::Duration;
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::registry::Registry;
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Action {
+    action: &'static str,
+}
+
+#[derive(Clone)]
+pub(super) struct Metrics {
+    calls: Family<Action, Counter>,
+    throttles: Family<Action, Counter>,
+    refusals: Family<Action, Counter>,
+    waits: Family<Action, Histogram, fn() -> Histogram>,
+}
+
+impl Default for Metrics {
+    fn default() -> Metrics {
+        // From a millisecond (no wait) to some four minutes.
+        let histogram: fn() -> Histogram = || Histogram::new(exponential_buckets(0.001, 4.0, 10));
+        Metrics {
+            calls: Family::default(),
+            throttles: Family::default(),
+            refusals: Family::default(),
+            waits: Family::new_with_constructor(histogram),
+        }
+    }
+}
+
+impl Metrics {
+    pub(super) fn register(&self, registry: &mut Registry) {
+        let help = "API calls sent to the cloud, repeated ones too";
+        registry.register("peerpod_cloud_calls", help, self.calls.clone());
+        let help = "API calls that the cloud throttled";
+        registry.register("peerpod_cloud_throttles", help, self.throttles.clone());
+        let help = "API calls that were not sent because their turn would come after their deadline";
+        registry.register("peerpod_cloud_calls_given_up", help, self.refusals.clone());
+        let help = "How long API calls waited for their turn, in seconds";
+        registry.register("peerpod_cloud_call_wait_seconds", help, self.waits.clone());
+    }
+
+    pub(super) fn called(&self, action: &'static str) {
+        self.calls.get_or_create(&Action { action }).inc();
+    }
+
+    pub(super) fn throttled(&self, action: &'static str) {
+        self.throttles.get_or_create(&Action { action }).inc();
+    }
+
+    pub(super) fn refused(&self, action: &'static str) {
+        self.refusals.get_or_create(&Action { action }).inc();
+    }
+
+    pub(super) fn waited(&self, action: &'static str, time: Duration) {
+        self.waits.get_or_create(&Action { action }).observe(time.as_secs_f64());
+    }
+}

@@ -1,0 +1,177 @@
+//! What was exhausted a moment ago: an offering that the cloud had none of is not tried again for three minutes
+//! (karpenter's figure). Pure; bounded, the oldest goes first.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use peerpod_provider_api::Market;
+use tokio::time::Instant;
+
+use crate::catalogue::Offering;
+use crate::words;
+
+/// How long a mark stands.
+pub const STANDS: Duration = Duration::from_secs(180);
+
+/// Most marks at once: all types of a large cloud in a zone or two. Beyond it the oldest is forgotten, which costs one
+/// call that is refused.
+pub const MOST: usize = 4096;
+
+/// Longest text of a mark.
+const MAX_WHY: usize = 160;
+
+/// What is exhausted. A subnet without addresses and a market that the account may not use concern all types.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+enum Key {
+    Offering { market: Market, machine: String, zone: String },
+    Subnet(String),
+    Market(Market),
+}
+
+/// Since when, and what the cloud said.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mark {
+    /// When it was refused last.
+    pub at: Instant,
+    /// What the cloud said, shortened.
+    pub why: String,
+}
+
+/// The marks of one account.
+#[derive(Debug, Clone)]
+pub struct Marks {
+    stands: Duration,
+    most: usize,
+    marks: HashMap<Key, Mark>,
+}
+
+impl Default for Marks {
+    fn default() -> Marks {
+        Marks::new(STANDS, MOST)
+    }
+}
+
+impl Marks {
+    /// None, each of which will stand so long; at most `most` (at least one) at once.
+    pub fn new(stands: Duration, most: usize) -> Marks {
+        Marks { stands, most: most.max(1), marks: HashMap::new() }
+    }
+
+    /// The cloud had none of this type in this zone on this market; the subnet does not matter.
+    pub fn offering(&mut self, offering: &Offering, why: &str, now: Instant) {
+        self.mark(key(offering.market, &offering.machine, &offering.zone), why, now);
+    }
+
+    /// The subnet has no free address.
+    pub fn subnet(&mut self, subnet: &str, why: &str, now: Instant) {
+        self.mark(Key::Subnet(subnet.to_owned()), why, now);
+    }
+
+    /// The account cannot have anything on this market.
+    pub fn market(&mut self, market: Market, why: &str, now: Instant) {
+        self.mark(Key::Market(market), why, now);
+    }
+
+    /// What stands against this offering: the youngest mark.
+    pub fn find(
+        &self,
+        machine: &str,
+        zone: &str,
+        subnet: Option<&str>,
+        market: Market,
+        now: Instant,
+    ) -> Option<&Mark> {
+        if self.marks.is_empty() {
+            return None;
+        }
+        let keys = [
+            Some(key(market, machine, zone)),
+            subnet.map(|subnet| Key::Subnet(subnet.to_owned())),
+            Some(Key::Market(market)),
+        ];
+        let found = keys.into_iter().flatten().filter_map(|key| self.marks.get(&key));
+        found.filter(|mark| self.is_standing(mark, now)).max_by_key(|mark| mark.at)
+    }
+
+    /// How many are kept, expired ones too.
+    pub fn len(&self) -> usize {
+        self.marks.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.marks.is_empty()
+    }
+
+    fn is_standing(&self, mark: &Mark, now: Instant) -> bool {
+        now.saturating_duration_since(mark.at) < self.stands
+    }
+
+    fn mark(&mut self, key: Key, why: &str, now: Instant) {
+        if self.marks.len() >= self.most && !self.marks.contains_key(&key) {
+            let stands = self.stands;
+            self.marks.retain(|_, mark| now.saturating_duration_since(mark.at) < stands);
+        }
+        if self.marks.len() >= self.most && !self.marks.contains_key(&key) {
+            let oldest = self.marks.iter().min_by_key(|(_, mark)| mark.at).map(|(key, _)| key.clone());
+            if let Some(oldest) = oldest {
+                self.marks.remove(&oldest);
+            }
+        }
+        self.marks.insert(key, Mark { at: now, why: words::clip(why, MAX_WHY) });
+    }
+}
+
+fn key(market: Market, machine: &str, zone: &str) -> Key {
+    Key::Offering { market, machine: machine.to_owned(), zone: zone.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn offering(machine: &str, zone: &str, market: Market) -> Offering {
+        Offering { machine: machine.into(), zone: zone.into(), subnet: None, market }
+    }
+
+    #[test]
+    fn a_mark_stands_for_its_time_and_for_its_offering_alone() {
+        let (mut marks, now) = (Marks::default(), Instant::now());
+        marks.offering(&offering("m", "a", Market::Spot), "none left", now);
+        let at = |after: u64| now + Duration::from_secs(after);
+        let find = |machine, zone, market, at| marks.find(machine, zone, None, market, at).map(|m| &*m.why);
+        assert_eq!(find("m", "a", Market::Spot, at(179)), Some("none left"));
+        assert_eq!(find("m", "a", Market::Spot, at(180)), None);
+        assert_eq!(find("m", "a", Market::OnDemand, now), None);
+        assert_eq!(find("m", "b", Market::Spot, now), None);
+        assert_eq!(find("n", "a", Market::Spot, now), None);
+    }
+
+    #[test]
+    fn a_subnet_and_a_market_stand_against_all_types() {
+        let (mut marks, now) = (Marks::default(), Instant::now());
+        marks.subnet("s1", "no addresses", now);
+        marks.market(Market::Spot, "no service-linked role", now);
+        assert!(marks.find("m", "a", Some("s1"), Market::OnDemand, now).is_some());
+        assert!(marks.find("m", "a", Some("s2"), Market::OnDemand, now).is_none());
+        assert!(marks.find("m", "a", Some("s2"), Market::Spot, now).is_some());
+    }
+
+    #[test]
+    fn there_are_never_more_than_allowed_and_the_oldest_goes_first() {
+        let (mut marks, start) = (Marks::new(STANDS, 10), Instant::now());
+        for number in 0..100 {
+            let now = start + Duration::from_millis(number);
+            marks.offering(&offering(&format!("m{number}"), "a", Market::Spot), &"x".repeat(9999), now);
+            assert!(marks.len() <= 10);
+        }
+        let now = start + Duration::from_secs(1);
+        assert!(marks.find("m89", "a", None, Market::Spot, now).is_none());
+        let mark = marks.find("m90", "a", None, Market::Spot, now).unwrap();
+        assert!(mark.why.len() <= MAX_WHY + 3, "{}", mark.why.len());
+        // Expired ones make room before anything that stands is forgotten.
+        let later = start + STANDS + Duration::from_millis(95);
+        marks.offering(&offering("new", "a", Market::Spot), "none", later);
+        assert_eq!(marks.len(), 5);
+    }
+}

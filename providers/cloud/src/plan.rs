@@ -1,0 +1,381 @@
+//! Which offerings suit a request, the best first, and for every other one why not. Pure, and linear: some thousand
+//! types in a few zones are a fraction of a millisecond, and "enough memory and enough CPUs" is monotone over no order.
+//!
+//! Every (type, place, market) of the catalogue is either in [`Plan::offerings`] or covered by one
+//! [`Rejection`]; a rejection for all places or markets of a type is one entry.
+
+mod text;
+
+use std::time::Duration;
+
+use peerpod_provider_api::{
+    Arch, Confidential, CreateRequest, Error, Market, Rejected, Size,
+    select::{self, Policy as Types},
+};
+use tokio::time::Instant;
+
+use crate::catalogue::{Catalogue, MachineType, Offering, Place};
+use crate::marks::Marks;
+
+/// What a request needs of an offering.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Need {
+    /// At least so much machine; not looked at when a type is named.
+    pub size: Size,
+    /// Exactly this type.
+    pub machine: Option<String>,
+    /// What the image is for; `None`: the policy's.
+    pub arch: Option<Arch>,
+    /// `None`: the policy's.
+    pub confidential: Option<Confidential>,
+    /// Data disks that will be attached.
+    pub disks: u32,
+    /// The zone the disks are in.
+    pub disk_zone: Option<String>,
+    /// Network cards.
+    pub nics: u32,
+    /// In one of these zones; empty: anywhere.
+    pub zones: Vec<String>,
+    /// `None`: the policy's.
+    pub market: Option<Market>,
+}
+
+impl Need {
+    /// What this request needs. A provider that asked its cloud where the disks are sets `disk_zone` afterwards.
+    pub fn of(request: &CreateRequest) -> Need {
+        // Taken apart whole: a field that comes later is either an offering's matter or named here.
+        let CreateRequest {
+            size,
+            instance_type,
+            arch,
+            confidential,
+            disks,
+            second_nic,
+            zones,
+            market,
+            name: _,
+            user_data: _,
+            image: _,
+            labels: _,
+            public_ip: _,
+            placement: _,
+        } = request;
+        Need {
+            size: size.clone(),
+            machine: instance_type.clone().filter(|name| !name.is_empty()),
+            arch: *arch,
+            confidential: *confidential,
+            disks: u32::try_from(disks.len()).unwrap_or(u32::MAX),
+            disk_zone: disks.iter().find_map(|disk| disk.zone.clone()),
+            nics: 1 + u32::from(*second_nic),
+            zones: zones.clone(),
+            market: *market,
+        }
+    }
+}
+
+/// What the administrator set.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Policy {
+    /// Types that pods may get. Empty: only the default.
+    pub allowed: Vec<String>,
+    /// What a pod without wishes gets.
+    pub default: String,
+    /// Markets that pods may be put on, in any order: the price decides, and without prices spot comes first.
+    pub markets: Vec<Market>,
+    /// What the configured image is for.
+    pub arch: Option<Arch>,
+    /// How pods' VMs are confidential that do not say so themselves.
+    pub confidential: Option<Confidential>,
+    /// The node's own zone: the first among equals.
+    pub home: Option<String>,
+}
+
+/// Why an offering does not do.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Reason {
+    /// It would do, but the cloud had none of it a moment ago.
+    Exhausted {
+        /// What the cloud said.
+        why: String,
+        /// How long ago.
+        ago: Duration,
+    },
+    /// The market is not one that was asked for, or not one that pods may be put on.
+    Market(Market),
+    /// Not in the zones that were asked for.
+    Zone,
+    /// The disks are in another zone.
+    DisksIn(String),
+    /// The cloud does not sell the type in this zone.
+    NotSold,
+    /// It boots other images than these.
+    Arch(Arch),
+    /// It does not offer this.
+    Confidential(Confidential),
+    /// So many disks do not fit.
+    Disks(u32),
+    /// So many network cards do not fit.
+    Nics(u32),
+    /// Not this many CPUs.
+    Vcpus(u32),
+    /// Not this much memory, in MiB.
+    Memory(u64),
+    /// Not this many GPUs.
+    Gpus(u32),
+    /// Another GPU than this.
+    GpuModel(String),
+    /// It has GPUs, and nobody asked for them.
+    HasGpus,
+    /// Another type was asked for, or is what pods without wishes get.
+    OtherType(String),
+    /// Not in the list of types that pods may get.
+    NotAllowed,
+}
+
+/// Offerings that do not do, for one reason.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rejection<'c> {
+    /// The type.
+    pub machine: &'c str,
+    /// Where; `None`: everywhere.
+    pub place: Option<&'c Place>,
+    /// On which market; `None`: on all.
+    pub market: Option<Market>,
+    /// Why.
+    pub reason: Reason,
+}
+
+impl Rejection<'_> {
+    /// Whether it speaks of this offering.
+    pub fn covers(&self, machine: &str, place: &Place, market: Market) -> bool {
+        self.machine == machine
+            && self.place.is_none_or(|own| own == place)
+            && self.market.is_none_or(|own| own == market)
+    }
+}
+
+/// An offering that suits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Candidate<'c> {
+    /// The type.
+    pub machine: &'c MachineType,
+    /// Where.
+    pub place: &'c Place,
+    /// On which market.
+    pub market: Market,
+    /// In millionths per hour, if known.
+    pub price: Option<u64>,
+}
+
+impl Candidate<'_> {
+    /// What a call names and a ledger keeps.
+    pub fn offering(&self) -> Offering {
+        Offering {
+            machine: self.machine.name.clone(),
+            zone: self.place.zone.clone(),
+            subnet: self.place.subnet.clone(),
+            market: self.market,
+        }
+    }
+}
+
+/// What came out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Plan<'c> {
+    /// What suits: the best first, the others to fall back to.
+    pub offerings: Vec<Candidate<'c>>,
+    /// Everything else, in the order of the types' names.
+    pub rejections: Vec<Rejection<'c>>,
+}
+
+/// All markets there are; each type is offered on each, as far as the catalogue can tell.
+pub const MARKETS: [Market; 2] = [Market::Spot, Market::OnDemand];
+
+/// The offerings that suit, in order: cheapest first (what has no price last), then fewest GPUs, least memory, fewest
+/// CPUs, the type's name, spot before on-demand, the home zone, the zone's and the subnet's name.
+///
+/// # Errors
+/// [`Error::Invalid`] when a type is named that is not allowed, or that the catalogue does not have.
+pub fn plan<'c>(
+    catalogue: &'c Catalogue,
+    need: &Need,
+    policy: &Policy,
+    marks: &Marks,
+    now: Instant,
+) -> Result<Plan<'c>, Error> {
+    let only = only(catalogue, need, policy)?;
+    let mut types: Vec<&MachineType> = catalogue.types.iter().collect();
+    types.sort_by(|a, b| a.name.cmp(&b.name));
+    let mut places: Vec<&Place> = catalogue.places.iter().collect();
+    places.sort();
+    places.dedup();
+    let mut plan = Plan { offerings: Vec::new(), rejections: Vec::new() };
+    for machine in types {
+        if let Some(reason) = unfit(machine, need, policy, only.as_deref()) {
+            plan.rejections.push(Rejection { machine: &machine.name, place: None, market: None, reason });
+            continue;
+        }
+        for place in &places {
+            if let Some(reason) = misplaced(catalogue, machine, place, need) {
+                let place = Some(*place);
+                plan.rejections.push(Rejection { machine: &machine.name, place, market: None, reason });
+                continue;
+            }
+            for market in MARKETS {
+                match unavailable(machine, place, market, need, policy, marks, now) {
+                    Some(reason) => plan.rejections.push(Rejection {
+                        machine: &machine.name,
+                        place: Some(place),
+                        market: Some(market),
+                        reason,
+                    }),
+                    None => plan.offerings.push(Candidate {
+                        machine,
+                        place,
+                        market,
+                        price: catalogue.prices.get(&machine.name, &place.zone, market),
+                    }),
+                }
+            }
+        }
+    }
+    let home = policy.home.as_deref();
+    plan.offerings.sort_by(|a, b| rank(a, home).cmp(&rank(b, home)));
+    Ok(plan)
+}
+
+impl Plan<'_> {
+    /// What did not do, grouped by the reason, the most telling first, at most [`Error::MAX_REJECTED`] groups.
+    pub fn rejected(&self) -> Vec<Rejected> {
+        text::groups(&self.rejections)
+    }
+
+    /// Why there is nothing to try: [`Error::Capacity`] when something would have done that was exhausted a moment
+    /// ago, else [`Error::Invalid`]. `what` is for people: the VM's name.
+    pub fn nothing_left(&self, what: &str, need: &Need) -> Error {
+        let rejected = self.rejected();
+        let exhausted = self.rejections.iter().any(|one| matches!(one.reason, Reason::Exhausted { .. }));
+        let because = text::sentence(&rejected);
+        if exhausted {
+            let text = format!(
+                "create of {what}: all that fits is exhausted for the moment: {because}; \
+                 allow more instance types, zones or markets, or wait"
+            );
+            return Error::Capacity { offering: "everything that fits".into(), rejected, text };
+        }
+        let no_type_is_large_enough = self.rejections.iter().all(|one| {
+            use Reason::{GpuModel, Gpus, HasGpus, Memory, NotAllowed, Vcpus};
+            matches!(one.reason, Vcpus(_) | Memory(_) | Gpus(_) | GpuModel(_) | HasGpus | NotAllowed)
+        });
+        if no_type_is_large_enough {
+            return Error::invalid(format!("{} (of {because})", select::nothing_fits(&need.size)));
+        }
+        Error::invalid(format!(
+            "create of {what}: nothing on offer fits: {because}; change the request, or allow more instance types, \
+             zones or markets"
+        ))
+    }
+}
+
+/// The one type that may be taken, where it is fixed.
+fn only(catalogue: &Catalogue, need: &Need, policy: &Policy) -> Result<Option<String>, Error> {
+    let types = Types { allowed: &policy.allowed, default: &policy.default };
+    let name = match &need.machine {
+        Some(name) => select::verify(name, &types)?,
+        None if need.size == Size::default() => policy.default.clone(),
+        None => return Ok(None),
+    };
+    if !catalogue.types.iter().any(|one| one.name == name) {
+        return Err(Error::invalid(format!(
+            "instance type {name} is not offered here; check its name and the region, or name another one"
+        )));
+    }
+    Ok(Some(name))
+}
+
+/// Why the type does not do, wherever it is.
+fn unfit(machine: &MachineType, need: &Need, policy: &Policy, only: Option<&str>) -> Option<Reason> {
+    let arch = need.arch.or(policy.arch);
+    let confidential = need.confidential.or(policy.confidential);
+    let by_type = match only {
+        Some(only) => (machine.name != only).then(|| Reason::OtherType(only.to_owned())),
+        None => too_small(machine, &need.size, policy),
+    };
+    by_type
+        .or_else(|| arch.filter(|arch| !machine.archs.contains(arch)).map(Reason::Arch))
+        .or_else(|| confidential.filter(|one| !machine.confidential.contains(one)).map(Reason::Confidential))
+        .or_else(|| machine.max_disks.filter(|most| *most < need.disks).map(|_| Reason::Disks(need.disks)))
+        .or_else(|| machine.max_nics.filter(|most| *most < need.nics).map(|_| Reason::Nics(need.nics)))
+}
+
+fn too_small(machine: &MachineType, size: &Size, policy: &Policy) -> Option<Reason> {
+    let Size { vcpus, memory_mib, gpus, gpu_model } = size;
+    let allowed = match &policy.allowed[..] {
+        [] => machine.name == policy.default,
+        list => list.contains(&machine.name),
+    };
+    // A model without a number is a wish for one.
+    let gpus = (*gpus).max(u32::from(gpu_model.is_some()));
+    let is_model =
+        |wanted: &String| machine.gpu_model.as_ref().is_some_and(|model| model.eq_ignore_ascii_case(wanted));
+    Some(match () {
+        () if !allowed => Reason::NotAllowed,
+        () if gpus == 0 && machine.gpus > 0 => Reason::HasGpus,
+        () if machine.gpus < gpus => Reason::Gpus(gpus),
+        () if machine.vcpus < *vcpus => Reason::Vcpus(*vcpus),
+        () if machine.memory_mib < *memory_mib => Reason::Memory(*memory_mib),
+        () => {
+            let other = gpu_model.as_ref().filter(|wanted| !is_model(wanted))?;
+            Reason::GpuModel(other.clone())
+        }
+    })
+}
+
+/// Why the place does not do for this type, on any market.
+fn misplaced(catalogue: &Catalogue, machine: &MachineType, place: &Place, need: &Need) -> Option<Reason> {
+    if !need.zones.is_empty() && !need.zones.contains(&place.zone) {
+        return Some(Reason::Zone);
+    }
+    if let Some(zone) = need.disk_zone.as_ref().filter(|zone| **zone != place.zone) {
+        return Some(Reason::DisksIn(zone.clone()));
+    }
+    (!catalogue.is_sold(&machine.name, &place.zone)).then_some(Reason::NotSold)
+}
+
+fn unavailable(
+    machine: &MachineType,
+    place: &Place,
+    market: Market,
+    need: &Need,
+    policy: &Policy,
+    marks: &Marks,
+    now: Instant,
+) -> Option<Reason> {
+    let wanted = match need.market {
+        Some(wanted) => wanted == market,
+        None => policy.markets.contains(&market),
+    };
+    if !wanted {
+        return Some(Reason::Market(market));
+    }
+    let mark = marks.find(&machine.name, &place.zone, place.subnet.as_deref(), market, now)?;
+    Some(Reason::Exhausted { why: mark.why.clone(), ago: now.saturating_duration_since(mark.at) })
+}
+
+/// A total order: no two candidates of a catalogue are equal in it.
+#[expect(clippy::type_complexity, reason = "it is compared, and never named")]
+fn rank<'a>(
+    one: &'a Candidate<'_>,
+    home: Option<&str>,
+) -> ((bool, u64), (u32, u64, u32, &'a str), (Market, bool, &'a Place)) {
+    let MachineType { name, gpus, memory_mib, vcpus, .. } = one.machine;
+    (
+        (one.price.is_none(), one.price.unwrap_or(0)),
+        (*gpus, *memory_mib, *vcpus, name),
+        (one.market, home != Some(one.place.zone.as_str()), one.place),
+    )
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,110 @@
+//! Rejections in words: grouped by the reason, and bounded, however many there are.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use peerpod_provider_api::{Error, Market, Rejected};
+
+use super::{Reason, Rejection};
+use crate::words::{ago, clip};
+
+/// Names of types or zones that are listed; more are counted.
+const LISTED: usize = 3;
+/// Longest text that a sentence makes of all groups.
+const SENTENCE: usize = 1024;
+/// Longest description of one group's offerings.
+const OFFERINGS: usize = 200;
+
+/// Rejections of one reason, by type: where, and on which market.
+type Group<'r> = BTreeMap<&'r str, BTreeSet<(Option<&'r str>, Option<Market>)>>;
+
+pub(super) fn groups(rejections: &[Rejection<'_>]) -> Vec<Rejected> {
+    // What would have done comes first: `Reason`'s order is that of telling. Exhausted ones are apart by what the
+    // cloud said, not by the second in which it did.
+    let mut groups: BTreeMap<Reason, Group<'_>> = BTreeMap::new();
+    for one in rejections {
+        let at = (one.place.map(|place| place.zone.as_str()), one.market);
+        groups.entry(rounded(&one.reason)).or_default().entry(one.machine).or_default().insert(at);
+    }
+    groups
+        .iter()
+        .take(Error::MAX_REJECTED)
+        .map(|(reason, group)| Rejected { offerings: offerings(group), reason: words(reason) })
+        .collect()
+}
+
+/// All groups as half a sentence, `none` when there are none.
+pub(super) fn sentence(rejected: &[Rejected]) -> String {
+    let mut text = String::new();
+    for (index, Rejected { offerings, reason }) in rejected.iter().enumerate() {
+        let next = format!("{offerings}: {reason}");
+        if !text.is_empty() && text.len() + next.len() > SENTENCE {
+            text.push_str(&format!("; and {} more reasons", rejected.len() - index));
+            return text;
+        }
+        if !text.is_empty() {
+            text.push_str("; ");
+        }
+        text.push_str(&clip(&next, SENTENCE));
+    }
+    if text.is_empty() { "no instance types or places at all".into() } else { text }
+}
+
+fn rounded(reason: &Reason) -> Reason {
+    match reason {
+        Reason::Exhausted { why, ago } => {
+            let step = if ago.as_secs() < 60 { 10 } else { 60 };
+            let ago = std::time::Duration::from_secs(ago.as_secs() / step * step);
+            Reason::Exhausted { why: why.clone(), ago }
+        }
+        other => other.clone(),
+    }
+}
+
+fn offerings(group: &Group<'_>) -> String {
+    if group.len() > LISTED {
+        return format!("{} types", group.len());
+    }
+    let each: Vec<String> = group.iter().map(|(machine, at)| one_type(machine, at)).collect();
+    clip(&each.join(", "), OFFERINGS)
+}
+
+/// `m6a.large in eu-1a, eu-1b (spot)`.
+fn one_type(machine: &str, at: &BTreeSet<(Option<&str>, Option<Market>)>) -> String {
+    let zones: BTreeSet<&str> = at.iter().filter_map(|(zone, _)| *zone).collect();
+    let markets: BTreeSet<Market> = at.iter().filter_map(|(_, market)| *market).collect();
+    let mut text = machine.to_owned();
+    if zones.len() > LISTED {
+        text.push_str(&format!(" in {} zones", zones.len()));
+    } else if !zones.is_empty() {
+        text.push_str(" in ");
+        text.push_str(&zones.into_iter().collect::<Vec<_>>().join(", "));
+    }
+    match markets.into_iter().collect::<Vec<_>>()[..] {
+        [Market::Spot] => text.push_str(" (spot)"),
+        [Market::OnDemand] => text.push_str(" (on demand)"),
+        _ => {}
+    }
+    text
+}
+
+fn words(reason: &Reason) -> String {
+    match reason {
+        Reason::Exhausted { why, ago: time } => format!("{why} ({})", ago(*time)),
+        Reason::Market(Market::Spot) => "spot is not wanted".into(),
+        Reason::Market(Market::OnDemand) => "on demand is not wanted".into(),
+        Reason::Zone => "not in a zone that is asked for".into(),
+        Reason::DisksIn(zone) => format!("the pod's disks are in {zone}"),
+        Reason::NotSold => "not sold there".into(),
+        Reason::Arch(arch) => format!("does not boot {arch} images"),
+        Reason::Confidential(what) => format!("has no {what}"),
+        Reason::Disks(wanted) => format!("takes less than {wanted} disks"),
+        Reason::Nics(wanted) => format!("takes less than {wanted} network cards"),
+        Reason::Vcpus(wanted) => format!("less than {wanted} vCPUs"),
+        Reason::Memory(wanted) => format!("less than {wanted} MiB"),
+        Reason::Gpus(wanted) => format!("less than {wanted} GPUs"),
+        Reason::GpuModel(wanted) => format!("no {}", clip(wanted, 80)),
+        Reason::HasGpus => "has GPUs, which were not asked for".into(),
+        Reason::OtherType(only) => format!("it must be {}", clip(only, 80)),
+        Reason::NotAllowed => "not in the list of allowed types".into(),
+    }
+}

@@ -1,0 +1,257 @@
+//! The planner as a provider holds it: catalogue, policy and the memory of what was exhausted.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+
+use peerpod_provider_api::{CreateRequest, Error, Market, Placement, Rejected};
+use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
+
+use crate::catalogue::{Catalogue, Offering};
+use crate::marks::Marks;
+use crate::plan::{Need, Policy, plan};
+use crate::words::clip;
+
+/// Chooses offerings, and remembers what was refused. One per account; shared by reference.
+///
+/// A create goes so: [`Planner::place`] in `Provider::place` (the caller records what it says), [`offerings`] in
+/// `Provider::create`, the cloud's call; for each offering that was refused [`Planner::exhausted`], and when all were,
+/// [`Planner::capacity_error`]. The caller records another attempt and asks for another place.
+#[derive(Debug)]
+pub struct Planner {
+    policy: Policy,
+    catalogue: RwLock<Arc<Catalogue>>,
+    marks: Mutex<Marks>,
+}
+
+/// What [`Placement`] holds, version 1.
+#[derive(Serialize, Deserialize)]
+struct Placed {
+    v: u32,
+    offerings: Vec<Offering>,
+}
+
+const VERSION: u32 = 1;
+
+impl Planner {
+    /// A planner that knows no types yet.
+    pub fn new(policy: Policy) -> Planner {
+        Planner { policy, catalogue: RwLock::default(), marks: Mutex::default() }
+    }
+
+    /// What the administrator set.
+    pub fn policy(&self) -> &Policy {
+        &self.policy
+    }
+
+    /// What is on offer, as it was learned last.
+    pub fn catalogue(&self) -> Arc<Catalogue> {
+        Arc::clone(&self.catalogue.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Learns what is on offer; plans that are being made go on with the old one.
+    pub fn learn(&self, catalogue: Catalogue) {
+        *self.catalogue.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(catalogue);
+    }
+
+    /// The best `at_most` offerings (at least one) that suit the need and are not known to be exhausted: what one call
+    /// names. `what` is for people: the VM's name.
+    ///
+    /// # Errors
+    /// [`Error::Capacity`] when all that fits is exhausted, [`Error::Invalid`] when nothing fits; both say why not for
+    /// everything on offer.
+    pub fn place(&self, what: &str, need: &Need, at_most: usize) -> Result<Placement, Error> {
+        let catalogue = self.catalogue();
+        let plan = plan(&catalogue, need, &self.policy, &self.marks(), Instant::now())?;
+        if plan.offerings.is_empty() {
+            return Err(plan.nothing_left(what, need));
+        }
+        let mut offerings: Vec<Offering> =
+            plan.offerings.iter().take(at_most.max(1)).map(|one| one.offering()).collect();
+        loop {
+            // Names are the cloud's: should they be so long that a ledger would not take them, fewer must do.
+            let placement = placement(&offerings);
+            if placement.is_ok() || offerings.len() <= 1 {
+                return placement;
+            }
+            offerings.truncate(offerings.len() / 2);
+        }
+    }
+
+    /// The cloud had none of this offering. `why`: its code or words, no secrets.
+    pub fn exhausted(&self, offering: &Offering, why: &str) {
+        self.marks().offering(offering, why, Instant::now());
+    }
+
+    /// The subnet has no free address.
+    pub fn subnet_full(&self, subnet: &str, why: &str) {
+        self.marks().subnet(subnet, why, Instant::now());
+    }
+
+    /// The account cannot have anything on this market.
+    pub fn market_closed(&self, market: Market, why: &str) {
+        self.marks().market(market, why, Instant::now());
+    }
+
+    /// That nothing was made because all that was tried is exhausted, each with what the cloud said.
+    pub fn capacity_error(&self, what: &str, tried: &[(Offering, String)]) -> Error {
+        let mut rejected: Vec<Rejected> = Vec::new();
+        for (offering, why) in tried {
+            let reason = clip(why, 160);
+            let has_room = rejected.len() < Error::MAX_REJECTED;
+            match rejected.iter_mut().find(|one| one.reason == reason) {
+                Some(one) if one.offerings.len() < 200 => {
+                    one.offerings.push_str(", ");
+                    one.offerings.push_str(&clip(&offering.to_string(), 80));
+                }
+                Some(one) if one.offerings.ends_with(" …") => {}
+                Some(one) => one.offerings.push_str(" …"),
+                None if has_room => {
+                    rejected.push(Rejected { offerings: clip(&offering.to_string(), 80), reason });
+                }
+                None => {}
+            }
+        }
+        let each: Vec<String> =
+            rejected.iter().take(4).map(|one| format!("{}: {}", one.offerings, one.reason)).collect();
+        let text = format!("create of {what}: the cloud has none of what was tried: {}", each.join("; "));
+        let offering = tried.first().map_or_else(String::new, |(offering, _)| offering.to_string());
+        Error::Capacity { offering, rejected, text }
+    }
+
+    fn marks(&self) -> MutexGuard<'_, Marks> {
+        self.marks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn placement(offerings: &[Offering]) -> Result<Placement, Error> {
+    let placed = Placed { v: VERSION, offerings: offerings.to_vec() };
+    let text = serde_json::to_string(&placed)
+        .map_err(|error| Error::invalid(format!("a placement cannot be written: {error}")))?;
+    Placement::new(text)
+}
+
+/// The offerings of the request's placement, the best first; `None` when the request has no placement.
+///
+/// # Errors
+/// [`Error::Invalid`] when it is not one of ours, or empty.
+pub fn offerings(request: &CreateRequest) -> Result<Option<Vec<Offering>>, Error> {
+    let Some(placement) = &request.placement else { return Ok(None) };
+    let unreadable = |why: &str| {
+        Error::invalid(format!("create of {}: its placement cannot be read: {why}", request.name))
+    };
+    let placed: Placed =
+        serde_json::from_str(placement.as_str()).map_err(|error| unreadable(&error.to_string()))?;
+    if placed.v != VERSION {
+        return Err(unreadable("another version wrote it"));
+    }
+    if placed.offerings.is_empty() {
+        return Err(unreadable("it names nothing"));
+    }
+    Ok(Some(placed.offerings))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use peerpod_provider_api::{Arch, Retry, Size};
+
+    use super::*;
+    use crate::catalogue::{MachineType, Place};
+
+    fn planner(names: &[&str]) -> Planner {
+        let policy = Policy {
+            allowed: names.iter().map(|name| (*name).to_owned()).collect(),
+            default: names[0].to_owned(),
+            markets: vec![Market::OnDemand],
+            arch: Some(Arch::X86_64),
+            ..Policy::default()
+        };
+        let planner = Planner::new(policy);
+        let types = names.iter().zip(1..).map(|(name, size)| MachineType {
+            name: (*name).to_owned(),
+            vcpus: 2 * size,
+            memory_mib: 4096 * u64::from(size),
+            archs: vec![Arch::X86_64],
+            ..MachineType::default()
+        });
+        let place = |zone: &str| Place { zone: zone.into(), subnet: Some(format!("subnet-{zone}")) };
+        planner.learn(Catalogue {
+            types: types.collect(),
+            places: vec![place("z1"), place("z2")],
+            ..Catalogue::default()
+        });
+        planner
+    }
+
+    fn need() -> Need {
+        Need { size: Size { vcpus: 1, ..Size::default() }, nics: 1, ..Need::default() }
+    }
+
+    fn named(planner: &Planner, at_most: usize) -> Vec<String> {
+        let request = CreateRequest {
+            placement: Some(planner.place("pod", &need(), at_most).unwrap()),
+            ..CreateRequest::default()
+        };
+        offerings(&request).unwrap().unwrap().iter().map(Offering::to_string).collect()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_was_refused_is_passed_over_for_three_minutes_and_then_is_first_again() {
+        let planner = planner(&["small", "large"]);
+        assert_eq!(named(&planner, 2), ["small in z1", "small in z2"]);
+        let small = |zone: &str| Offering {
+            machine: "small".into(),
+            zone: zone.into(),
+            subnet: None,
+            market: Market::OnDemand,
+        };
+        planner.exhausted(&small("z1"), "InsufficientInstanceCapacity");
+        assert_eq!(named(&planner, 2), ["small in z2", "large in z1"]);
+        planner.subnet_full("subnet-z2", "InsufficientFreeAddressesInSubnet");
+        assert_eq!(named(&planner, 2), ["large in z1"]);
+        tokio::time::advance(Duration::from_secs(180)).await;
+        assert_eq!(named(&planner, 1), ["small in z1"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn when_all_is_exhausted_the_error_says_so_for_each_and_what_would_help() {
+        let planner = planner(&["small", "large"]);
+        planner.market_closed(Market::OnDemand, "VcpuLimitExceeded");
+        tokio::time::advance(Duration::from_secs(125)).await;
+        let error = planner.place("pod-a", &need(), 5).unwrap_err();
+        assert_eq!(error.retry(), Retry::NextOffering);
+        let text = error.to_string();
+        for part in ["pod-a", "large in z1, z2", "VcpuLimitExceeded (2 min ago)", "allow more"] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+    }
+
+    #[test]
+    fn a_refused_call_names_what_was_tried_within_bounds() {
+        let planner = planner(&["small"]);
+        let tried: Vec<(Offering, String)> = (0..500)
+            .map(|number| {
+                let machine = format!("type-{number}-{}", "x".repeat(500));
+                let offering = Offering { machine, zone: "z".into(), subnet: None, market: Market::Spot };
+                (offering, format!("code {} {}", number % 100, "y".repeat(500)))
+            })
+            .collect();
+        let Error::Capacity { rejected, text, .. } = planner.capacity_error("pod", &tried) else {
+            panic!("another class");
+        };
+        assert_eq!(rejected.len(), Error::MAX_REJECTED);
+        assert!(text.len() < 4096, "{}", text.len());
+        assert!(text.contains("type-0-") && text.contains("code 0"), "{text}");
+    }
+
+    #[test]
+    fn a_placement_of_somebody_else_is_refused() {
+        for text in ["", "{}", r#"{"v":2,"offerings":[]}"#, r#"{"v":1,"offerings":[]}"#] {
+            let placement = Placement::new(text).ok();
+            let request = CreateRequest { placement, ..CreateRequest::default() };
+            assert!(matches!(offerings(&request), Err(Error::Invalid { .. })), "{text}");
+        }
+        assert_eq!(offerings(&CreateRequest::default()), Ok(None));
+    }
+}
