@@ -39,7 +39,7 @@ fn tell(report: &mut Report, veth: &Rates, vxlan: &Rates, ours: &Rates) {
     for (what, about) in vs {
         let [veth, vxlan, ours] = [veth, vxlan, ours].map(|rates| rates.of(what));
         report.figure(&format!("vxlan_{what}_vs_veth"), vxlan / veth, Goal::None, about);
-        let gate = if what == "tcp1" { Goal::AtLeast(0.88) } else { Goal::None };
+        let gate = if what == "tcp1" { Goal::Gate(0.88) } else { Goal::None };
         let about = if what == "tcp1" { "one TCP stream, node to pod; 0.93 is the goal" } else { about };
         report.figure(&format!("tunnel_{what}_vs_vxlan"), ours / vxlan, gate, about);
         report.figure(&format!("tunnel_{what}_vs_veth"), ours / veth, Goal::None, about);
@@ -47,7 +47,7 @@ fn tell(report: &mut Report, veth: &Rates, vxlan: &Rates, ours: &Rates) {
     report.figure(
         "tunnel_vs_plain_vxlan",
         ours.tcp1 / vxlan.tcp1,
-        Goal::AtLeast(0.88),
+        Goal::Gate(0.88),
         "the same by an older name",
     );
 }

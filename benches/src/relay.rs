@@ -88,7 +88,7 @@ fn chains(folder: &Path, agent: &Path, report: &mut Report) -> anyhow::Result<()
         relay.push(clients[RELAY_TLS].flood(16, BURST)?);
     }
     let c16 = median(&mut relay).context("no rounds")? / median(&mut direct).context("no rounds")?;
-    report.figure("relay_c16_vs_direct", c16, Goal::AtLeast(0.45), "calls/s, 16 in flight, TLS");
+    report.figure("relay_c16_vs_direct", c16, Goal::AtLeast(0.45), "calls/s, 16 in flight, TLS, one CPU");
 
     with_a_real_agent(folder, report)?;
 
