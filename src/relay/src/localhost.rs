@@ -8,15 +8,19 @@
 mod packet;
 
 use std::{
+    any::Any,
     collections::HashMap,
+    convert::Infallible,
     io,
     net::TcpListener as StdListener,
     os::fd::{AsRawFd, OwnedFd},
+    panic::AssertUnwindSafe,
     sync::{Arc, Weak},
     time::{Duration, Instant},
 };
 
 use async_trait::async_trait;
+use futures_util::FutureExt;
 use nix::sys::socket::{MsgFlags, SockaddrIn, SockaddrIn6, recv, sendto};
 use peerpod_link::{
     endpoint::{Connected, DialError, EndpointHandle},
@@ -47,8 +51,13 @@ const IPPROTO_RAW: u32 = 255;
 const NETLINK_NETFILTER: u32 = 12;
 /// Connections of one sandbox that are being made.
 const PENDING: usize = 512;
-/// How long a SYN that was sent again may take to become a connection.
+/// How long a SYN that was sent again may take to become a connection, and how long an answered one is remembered.
 const PARKED: Duration = Duration::from_secs(3);
+/// Answered SYNs that are remembered.
+const REMEMBERED: usize = 2048;
+/// After a panic of ours it begins again; doubled each time up to the maximum, until it went well for that long.
+const ANEW_AFTER: Duration = Duration::from_millis(50);
+const ANEW_AT_MOST: Duration = Duration::from_secs(10);
 /// A message of the kernel's log.
 const ROOM: usize = 16 << 10;
 
@@ -145,19 +154,19 @@ impl Serving {
         metrics: Arc<Metrics>,
         span: &Span,
     ) -> Serving {
-        let Sockets { log, families: [v4, v6] } = sockets;
         let door = Door {
             id,
             endpoint: Box::new(endpoint),
             metrics,
-            inject: [None, None],
+            sockets,
             pending: HashMap::new(),
+            answered: HashMap::new(),
             asking: JoinSet::new(),
         };
-        Serving { way, task: tokio::spawn(door.run(log, v4, v6).instrument(span.clone())) }
+        Serving { way, task: tokio::spawn(door.stay_open().instrument(span.clone())) }
     }
 
-    /// Whether it still works; a part of ours that failed does not.
+    /// Whether it still works.
     pub(crate) fn is_running(&self) -> bool {
         !self.task.is_finished()
     }
@@ -184,29 +193,52 @@ enum Pending {
     Parked(Connected, Instant),
 }
 
+/// A SYN that has its answer. Its client may have sent it again before that, and the copy waits in the log.
+struct Answered {
+    sequence: u32,
+    refused: bool,
+    at: Instant,
+}
+
 struct Door {
     id: SandboxId,
     endpoint: Box<dyn Fn() -> Option<EndpointHandle> + Send>,
     metrics: Arc<Metrics>,
-    inject: [Option<OwnedFd>; 2],
+    sockets: Sockets,
     pending: HashMap<Key, Pending>,
+    answered: HashMap<Key, Answered>,
     asking: JoinSet<(Syn, Result<Connected, DialError>)>,
 }
 
 impl Door {
-    async fn run(mut self, log: AsyncFd<OwnedFd>, v4: Option<Family>, v6: Option<Family>) {
-        let mut listeners = [None, None];
-        for (at, family) in [v4, v6].into_iter().enumerate() {
-            if let Some(Family { listener, inject }) = family {
-                listeners[at] = Some(listener);
-                self.inject[at] = Some(inject);
+    /// Runs until it is dropped. A panic is a bug of ours and costs the connections that are being made then; the
+    /// sockets stay, so that nobody has to notice and hand others in.
+    async fn stay_open(mut self) {
+        let mut pause = ANEW_AFTER;
+        loop {
+            let began = Instant::now();
+            let Err(panic) = AssertUnwindSafe(self.run()).catch_unwind().await;
+            self.metrics.panics.inc();
+            if began.elapsed() > ANEW_AT_MOST {
+                pause = ANEW_AFTER;
             }
+            tracing::error!(sandbox = %self.id, panic = words(&*panic), again_in = ?pause, "the pod's localhost failed; this is a bug of ours, and connections that were being made are lost");
+            self.pending = HashMap::new();
+            self.answered = HashMap::new();
+            self.asking = JoinSet::new();
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(ANEW_AT_MOST);
         }
-        let [v4, v6] = listeners;
+    }
+
+    async fn run(&mut self) -> Infallible {
         let mut sweep = tokio::time::interval(PARKED);
         loop {
+            let [v4, v6] = &self.sockets.families;
             tokio::select! {
-                syns = read(&log) => match syns {
+                // In this order: a SYN that was sent again is met while its first copy is still known here.
+                biased;
+                syns = read(&self.sockets.log) => match syns {
                     Ok(syns) => syns.into_iter().for_each(|syn| self.ask(syn)),
                     Err(error) => {
                         tracing::warn!(sandbox = %self.id, %error, "the pod's localhost is not heard");
@@ -221,7 +253,7 @@ impl Door {
                 }
                 accepted = accept(v4.as_ref()) => self.accepted(accepted).await,
                 accepted = accept(v6.as_ref()) => self.accepted(accepted).await,
-                _ = sweep.tick(), if !self.pending.is_empty() => self.sweep(),
+                _ = sweep.tick(), if !(self.pending.is_empty() && self.answered.is_empty()) => self.sweep(),
             }
         }
     }
@@ -233,6 +265,12 @@ impl Door {
             Some(Pending::Asking) => return,
             // Its SYN got lost, however that was.
             Some(Pending::Parked(..)) => return self.send(&syn.key, &syn.again()),
+            None => {}
+        }
+        // Only the order in which the kernel wakes us decides whether the copy or the connection is met first.
+        match self.answered.get(&syn.key).filter(|answered| answered.sequence == syn.sequence()) {
+            Some(Answered { refused: true, .. }) => return self.send(&syn.key, &syn.reset()),
+            Some(_) => return,
             None => {}
         }
         if self.pending.len() >= PENDING {
@@ -248,6 +286,10 @@ impl Door {
 
     /// What the guest said.
     fn answered(&mut self, syn: &Syn, result: Result<Connected, DialError>) {
+        if self.answered.len() < REMEMBERED {
+            let (sequence, refused) = (syn.sequence(), result.is_err());
+            self.answered.insert(syn.key, Answered { sequence, refused, at: Instant::now() });
+        }
         match result {
             Ok(connected) => {
                 self.pending.insert(syn.key, Pending::Parked(connected, Instant::now()));
@@ -268,8 +310,8 @@ impl Door {
     }
 
     fn send(&self, key: &Key, packet: &[u8]) {
-        let Some(inject) = &self.inject[usize::from(key.target.v6)] else { return };
-        let fd = inject.as_raw_fd();
+        let Some(family) = &self.sockets.families[usize::from(key.target.v6)] else { return };
+        let fd = family.inject.as_raw_fd();
         let to = key.target.v6;
         let sent = if to {
             let to = SockaddrIn6::from(std::net::SocketAddrV6::new(std::net::Ipv6Addr::LOCALHOST, 0, 0, 0));
@@ -311,14 +353,24 @@ impl Door {
         }
     }
 
-    /// Forgets connections whose client went away.
+    /// Forgets connections whose client went away, and what was answered long ago.
     fn sweep(&mut self) {
         let now = Instant::now();
         self.pending.retain(|_, pending| match pending {
             Pending::Asking => true,
             Pending::Parked(_, since) => now.duration_since(*since) < PARKED,
         });
+        self.answered.retain(|_, answered| now.duration_since(answered.at) < PARKED);
+        if self.answered.is_empty() {
+            self.answered.shrink_to_fit();
+        }
     }
+}
+
+/// What a panic said.
+fn words(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no words")
 }
 
 fn reset(socket: &TcpStream) {
@@ -327,9 +379,9 @@ fn reset(socket: &TcpStream) {
     }
 }
 
-async fn accept(listener: Option<&TcpListener>) -> io::Result<TcpStream> {
-    match listener {
-        Some(listener) => listener.accept().await.map(|(socket, _)| socket),
+async fn accept(family: Option<&Family>) -> io::Result<TcpStream> {
+    match family {
+        Some(family) => family.listener.accept().await.map(|(socket, _)| socket),
         None => std::future::pending().await,
     }
 }

@@ -108,7 +108,7 @@ impl Metrics {
             "Messages of guests that nobody asked for and that came too fast",
             m.guest_words_dropped.clone(),
         );
-        relay.register("panics", "Endpoints that ended by a panic", m.panics.clone());
+        relay.register("panics", "Endpoints and localhosts of pods that ended by a panic", m.panics.clone());
         relay.register("bytes", "Bytes of shims' conversations with agents", m.bytes.clone());
         relay.register("frames", "Frames of shims' conversations with agents", m.frames.clone());
         relay.register(

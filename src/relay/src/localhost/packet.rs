@@ -86,6 +86,11 @@ impl Syn {
         Some(Syn { key, source, destination, tcp: rest.get(..length)?.to_vec() })
     }
 
+    /// Its sequence number: the same in every copy, and another one in the client's next connection.
+    pub(super) fn sequence(&self) -> u32 {
+        self.tcp.get(4..).and_then(|rest| rest.first_chunk().copied()).map_or(0, u32::from_be_bytes)
+    }
+
     /// The same again, as its client sent it.
     pub(super) fn again(&self) -> Vec<u8> {
         packet(self.source, self.destination, self.tcp.clone())
@@ -93,8 +98,7 @@ impl Syn {
 
     /// The kernel's answer of a port where nobody listens.
     pub(super) fn reset(&self) -> Vec<u8> {
-        let sequence = self.tcp.get(4..).and_then(|rest| rest.first_chunk().copied()).unwrap_or_default();
-        let acknowledged = u32::from_be_bytes(sequence).wrapping_add(1);
+        let acknowledged = self.sequence().wrapping_add(1);
         let mut tcp = Vec::with_capacity(TCP_HEADER);
         tcp.extend_from_slice(&self.key.target.port.to_be_bytes());
         tcp.extend_from_slice(&self.key.client.port().to_be_bytes());

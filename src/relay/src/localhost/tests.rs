@@ -5,7 +5,7 @@ use std::{
     io::{ErrorKind, Read, Write},
     net::{TcpListener as Listener, TcpStream as Stream},
     process::Command,
-    sync::atomic::{AtomicBool, Ordering::SeqCst},
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
 };
 
 use bytes::Bytes;
@@ -21,7 +21,14 @@ use super::*;
 
 const DEADLINE: Duration = Duration::from_secs(30);
 
-struct End(Option<Netns>);
+/// How often the guest was asked to connect, and whether it takes its time.
+#[derive(Default)]
+struct Dials {
+    count: AtomicUsize,
+    held: AtomicBool,
+}
+
+struct End(Option<Netns>, Arc<Dials>);
 
 impl Handler for End {
     fn filter(&mut self) -> Box<dyn Filter> {
@@ -33,8 +40,12 @@ impl Handler for End {
     }
 
     fn dial_pod(&mut self, target: Target) -> BoxFuture<'static, io::Result<TcpStream>> {
-        let netns = self.0.clone().unwrap();
+        let (netns, dials) = (self.0.clone().unwrap(), self.1.clone());
+        dials.count.fetch_add(1, SeqCst);
         Box::pin(async move {
+            while dials.held.load(SeqCst) {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
             let make = if target.v6 { TcpSocket::new_v6 } else { TcpSocket::new_v4 };
             // The socket alone, made by a thread in there; the reactor is ours.
             let runtime = tokio::runtime::Handle::current();
@@ -72,6 +83,7 @@ struct Pod {
     relay: EndpointHandle,
     runtime: tokio::runtime::Handle,
     metrics: Arc<Metrics>,
+    dials: Arc<Dials>,
     /// Ends the thread without capabilities.
     stop: Arc<AtomicBool>,
     thread: Option<std::thread::JoinHandle<()>>,
@@ -82,11 +94,13 @@ impl Pod {
         let (node, vm) = (namespace(), namespace());
         let (tell, told) = std::sync::mpsc::channel();
         let (inside, stop) = (vm.clone(), Arc::new(AtomicBool::new(false)));
+        let dials = Arc::<Dials>::default();
         // The guest has its rights.
         let guest = std::thread::spawn({
             let stop = stop.clone();
             let tell = tell.clone();
-            move || serve(Role::Guest, End(Some(inside)), &tell, &stop)
+            let end = End(Some(inside), dials.clone());
+            move || serve(Role::Guest, end, &tell, &stop)
         });
         let (guest_handle, _) = told.recv().unwrap();
         let thread = std::thread::spawn({
@@ -94,7 +108,7 @@ impl Pod {
             move || {
                 crate::harden::harden(15151);
                 assert!(rustix::thread::capabilities(None).unwrap().effective.is_empty());
-                serve(Role::Relay, End(None), &tell, &stop);
+                serve(Role::Relay, End(None, Arc::default()), &tell, &stop);
                 guest.join().unwrap();
             }
         });
@@ -115,24 +129,26 @@ impl Pod {
             std::thread::sleep(Duration::from_millis(1));
         }
         let metrics = Arc::new(Metrics::new(&mut Registry::default()));
-        Pod { node, vm, relay, runtime, metrics, stop, thread: Some(thread) }
+        Pod { node, vm, relay, runtime, metrics, dials, stop, thread: Some(thread) }
     }
 
     /// What the node does.
     fn serve(&self) -> Serving {
+        let relay = self.relay.clone();
+        self.serve_on(&self.runtime, move || Some(relay.clone()))
+    }
+
+    fn serve_on(
+        &self,
+        runtime: &tokio::runtime::Handle,
+        endpoint: impl Fn() -> Option<EndpointHandle> + Send + 'static,
+    ) -> Serving {
         let (way, sockets) = localhost::open(&self.node).unwrap();
-        let _entered = self.runtime.enter();
+        let _entered = runtime.enter();
         let sockets = Sockets::take(&mut Handed::new(Value::Null, sockets)).unwrap();
         let id = SandboxId::parse("a").unwrap();
-        let relay = self.relay.clone();
-        let serving = Serving::start(
-            id,
-            way,
-            sockets,
-            move || Some(relay.clone()),
-            self.metrics.clone(),
-            &tracing::Span::none(),
-        );
+        let span = tracing::Span::none();
+        let serving = Serving::start(id, way, sockets, endpoint, self.metrics.clone(), &span);
         localhost::redirect(&self.node, &way).unwrap();
         serving
     }
@@ -146,6 +162,16 @@ impl Pod {
         let stream = self.node.run(|| Stream::connect((host, port))).unwrap()?;
         stream.set_read_timeout(Some(DEADLINE)).unwrap();
         Ok(stream)
+    }
+
+    /// Segments that the node's side of the pod sent again.
+    fn sent_again(&self) -> usize {
+        let read = || std::fs::read_to_string("/proc/thread-self/net/snmp").unwrap();
+        let text = self.node.run(read).unwrap();
+        let mut lines = text.lines().filter_map(|line| line.strip_prefix("Tcp: "));
+        let (names, values) = (lines.next().unwrap(), lines.next().unwrap());
+        let at = names.split(' ').position(|name| name == "RetransSegs").unwrap();
+        values.split(' ').nth(at).unwrap().parse().unwrap()
     }
 
     fn refused(&self, host: &str, port: u16) -> Duration {
@@ -320,6 +346,61 @@ fn another_node_hands_in_again_and_a_relay_that_is_gone_is_a_refusal_at_once() {
     localhost::remove(&pod.node).unwrap();
     assert_eq!(ruleset(&pod.node), "");
     assert!(pod.refused("127.0.0.1", 8080) < Duration::from_millis(900));
+}
+
+#[test]
+fn a_panic_of_ours_is_got_over_without_the_node_and_the_client_that_met_it_gets_through() {
+    let pod = Pod::new();
+    let server = echo(pod.listen("127.0.0.1:8080"), 2);
+    let (relay, sound) = (pod.relay.clone(), AtomicBool::new(false));
+    let serving = pod.serve_on(&pod.runtime, move || {
+        assert!(sound.swap(true, SeqCst), "what a bug of ours would say");
+        Some(relay.clone())
+    });
+    // The SYN that met it is lost, and sent again by the client's kernel.
+    exchange(pod.connect("127.0.0.1", 8080).unwrap(), b"once more");
+    exchange(pod.connect("127.0.0.1", 8080).unwrap(), b"as before");
+    server.join().unwrap();
+    assert_eq!(pod.metrics.panics.get(), 1);
+    assert!(serving.is_running());
+}
+
+#[test]
+fn a_syn_that_was_sent_again_while_the_guest_took_its_time_does_not_dial_the_server_twice() {
+    const CLIENTS: usize = 16;
+    let pod = Pod::new();
+    let server = echo(pod.listen("127.0.0.1:8080"), CLIENTS + 1);
+    // On a thread of its own that can be kept busy: what comes meanwhile is all met at once.
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let relay = pod.relay.clone();
+    let serving = pod.serve_on(runtime.handle(), move || Some(relay.clone()));
+    let until = |what: &str, done: &dyn Fn() -> bool| {
+        let start = Instant::now();
+        while !done() {
+            assert!(start.elapsed() < DEADLINE, "never {what}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    };
+    pod.dials.held.store(true, SeqCst);
+    std::thread::scope(|scope| {
+        for n in 0..CLIENTS as u32 {
+            let pod = &pod;
+            scope.spawn(move || exchange(pod.connect("127.0.0.1", 8080).unwrap(), &n.to_be_bytes()));
+        }
+        until("asked", &|| pod.dials.count.load(SeqCst) == CLIENTS);
+        let (go_on, waits) = std::sync::mpsc::channel::<()>();
+        runtime.spawn(async move { waits.recv().unwrap() });
+        until("sent again", &|| pod.sent_again() >= CLIENTS);
+        pod.dials.held.store(false, SeqCst);
+        // The guest's answers come to the relay's end of the link, where nothing shows them.
+        std::thread::sleep(Duration::from_millis(300));
+        go_on.send(()).unwrap();
+    });
+    // Behind whatever was logged before.
+    exchange(pod.connect("127.0.0.1", 8080).unwrap(), b"another");
+    server.join().unwrap();
+    assert_eq!(pod.dials.count.load(SeqCst), CLIENTS + 1);
+    runtime.block_on(serving.stop());
 }
 
 /// Waits for a future that belongs to another thread's runtime.
