@@ -159,6 +159,40 @@ fn metadata_the_vm_and_its_network_are_out_of_the_pods_reach() {
     assert_eq!(seen_by(&world, "node", "podns", "10.77.0.9:0"), ip("10.77.0.2"));
 }
 
+/// As Google, and some networks of Azure, give it: an address alone, and a route to the gateway.
+#[test]
+fn where_the_vms_address_names_no_network_its_gateways_and_neighbours_are_out_of_reach_all_the_same() {
+    let mut world = world();
+    for address in ["10.77.0.254/32", "10.78.0.9/32", "10.79.0.9/32"] {
+        world.ip("node", &format!("addr add {address} dev ul0"));
+    }
+    for address in ["fd77::254/128", "fd78::9/128"] {
+        world.ip("node", &format!("addr add {address} dev ul0 nodad"));
+    }
+    world.ip("vm", "addr flush dev eth0 scope global");
+    world.ip("vm", "addr add 10.77.0.2/32 dev eth0");
+    world.ip("vm", "addr add fd77::2/128 dev eth0 nodad");
+    for (beside, gateway) in [("10.78.0.0/24", "10.77.0.254"), ("fd78::/64", "fd77::254")] {
+        world.ip("vm", &format!("route add {gateway} dev eth0"));
+        world.ip("vm", &format!("route add {beside} dev eth0"));
+        world.ip("vm", &format!("route replace default via {gateway}"));
+    }
+    // Behind a router: no neighbour, and only that router is the VM's own.
+    world.ip("vm", "route add 10.79.0.0/24 via 10.77.0.254");
+    let (_pod, _seen, _held, plan) = world.whole(SHAPE4);
+    let applied = leave_by_vm(&mut world, &plan, &[]);
+    assert_eq!((applied.v4, applied.v6), (true, true));
+    assert_eq!(seen_by(&world, "internet", "podns", "203.0.113.2:0"), ip("10.77.0.2"));
+    assert_eq!(seen_by(&world, "internet", "podns", "[2001:db8::2]:0"), ip("fd77::2"));
+    assert_eq!(seen_by(&world, "node", "podns", "10.79.0.9:0"), ip("10.77.0.2"));
+    for address in ["10.77.0.254:0", "10.78.0.9:0", "[fd77::254]:0", "[fd78::9]:0"] {
+        assert_eq!(seen_by(&world, "node", "podns", address), None, "{address}");
+        assert!(seen_by(&world, "node", "vm", address).is_some(), "the VM itself reaches {address}");
+    }
+    leave_by_vm(&mut world, &plan, &["10.78.0.9/32"]);
+    assert_eq!(seen_by(&world, "node", "podns", "10.78.0.9:0"), ip("10.77.0.2"));
+}
+
 #[test]
 fn undone_it_leaves_nothing_and_the_tunnel_carries_all_again() {
     let mut world = world();

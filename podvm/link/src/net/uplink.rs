@@ -8,7 +8,7 @@ use netlink_packet_route::link::{
     InfoKind, LinkAttribute, LinkExtentMask, LinkFlags, LinkInfo, LinkLayerType, LinkMessage,
 };
 use netlink_packet_route::route::{
-    RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteType, RouteVia,
+    RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteNextHop, RouteType, RouteVia,
 };
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 
@@ -18,7 +18,7 @@ use super::{Error, link};
 /// A VM has one or two; containers of the image's own may add some.
 const MAX_LINKS: usize = 256;
 const MAX_ADDRESSES: usize = 1024;
-const MAX_DEFAULTS: usize = 256;
+const MAX_ROUTES: usize = 4096;
 /// Devices that are ours are no uplink.
 const OURS: &str = "pp-";
 const SCOPE_LINK: u8 = 253;
@@ -42,6 +42,9 @@ pub struct Uplink {
     pub gateways: Vec<IpAddr>,
     /// It has a default route, with a gateway or without one.
     pub is_default: bool,
+    /// What lies beside the VM, sorted: the routes without a gateway, and the gateways of all routes. Where the cloud
+    /// gives an address without its network (a /32), nothing else says it.
+    pub near: Vec<(IpAddr, u8)>,
 }
 
 impl Uplink {
@@ -62,17 +65,21 @@ pub fn look(client: &mut Client) -> Result<Vec<Uplink>, Error> {
             uplink.addresses.push((address, prefix));
         }
     }
-    let mut defaults = defaults(client)?;
-    defaults.sort_unstable_by_key(|default| (default.v6, default.metric));
-    for default in defaults {
-        if let Some(uplink) = uplinks.iter_mut().find(|uplink| uplink.index == default.index) {
+    let mut hops = hops(client)?;
+    hops.sort_unstable_by_key(|hop| (hop.v6, hop.metric));
+    for hop in hops {
+        let Some(uplink) = uplinks.iter_mut().find(|uplink| uplink.index == hop.index) else { continue };
+        if hop.is_default() {
             uplink.is_default = true;
-            uplink.gateways.extend(default.gateway);
+            uplink.gateways.extend(hop.gateway);
         }
+        uplink.near.extend(hop.near());
     }
     uplinks.retain(|uplink| uplink.is_default || !uplink.addresses.is_empty());
     for uplink in &mut uplinks {
         uplink.addresses.sort_unstable();
+        uplink.near.sort_unstable();
+        uplink.near.dedup();
     }
     uplinks.sort_unstable_by_key(|uplink| uplink.index);
     Ok(uplinks)
@@ -113,6 +120,7 @@ fn read_link(message: LinkMessage) -> Option<Uplink> {
         addresses: Vec::new(),
         gateways: Vec::new(),
         is_default: false,
+        near: Vec::new(),
     };
     let wrong = header.link_layer_type != LinkLayerType::Ether || header.flags.contains(LinkFlags::Loopback);
     let (mut kind, mut elsewhere) = (None, false);
@@ -164,29 +172,47 @@ fn addresses(client: &mut Client) -> Result<Vec<(u32, IpAddr, u8)>, Error> {
         .map_err(asking("addresses"))
 }
 
-struct Default {
+/// One next hop of a unicast route.
+#[derive(Clone, Debug)]
+struct Hop {
     v6: bool,
+    destination: Option<(IpAddr, u8)>,
     metric: u32,
     index: u32,
     gateway: Option<IpAddr>,
 }
 
-fn defaults(client: &mut Client) -> Result<Vec<Default>, Error> {
+impl Hop {
+    fn is_default(&self) -> bool {
+        self.destination.is_none()
+    }
+
+    /// What it says about the VM's own network. Link-local addresses lie beside every machine, and no packet for one is
+    /// ever forwarded.
+    fn near(&self) -> Option<(IpAddr, u8)> {
+        let near = match self.gateway {
+            Some(gateway) => Some((gateway, link::bits(gateway))),
+            None => self.destination,
+        };
+        near.filter(|(address, _)| !matches!(address, IpAddr::V6(a) if a.is_unicast_link_local()))
+    }
+}
+
+fn hops(client: &mut Client) -> Result<Vec<Hop>, Error> {
     let mut all = Vec::new();
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
         let mut message = RouteMessage::default();
         message.header.address_family = family;
         message.header.table = RouteHeader::RT_TABLE_MAIN;
         message.attributes.push(RouteAttribute::Table(u32::from(RouteHeader::RT_TABLE_MAIN)));
-        let found =
-            client.dump(&RouteNetlinkMessage::GetRoute(message), MAX_DEFAULTS, |answer| match answer {
-                RouteNetlinkMessage::NewRoute(route) if route.header.address_family == family => {
-                    read_default(&route)
-                }
-                _ => None,
-            });
+        let found = client.dump(&RouteNetlinkMessage::GetRoute(message), MAX_ROUTES, |answer| match answer {
+            RouteNetlinkMessage::NewRoute(route) if route.header.address_family == family => {
+                Some(read_hops(&route))
+            }
+            _ => None,
+        });
         match found {
-            Ok(found) => all.extend(found),
+            Ok(found) => all.extend(found.into_iter().flatten()),
             // A table nobody has put a route into does not exist; a kernel without IPv6 has no such routes.
             Err(netlink::Error::Refused(_)) => {}
             Err(e) => return Err(asking("routes")(e)),
@@ -195,28 +221,46 @@ fn defaults(client: &mut Client) -> Result<Vec<Default>, Error> {
     Ok(all)
 }
 
-fn read_default(route: &RouteMessage) -> Option<Default> {
+fn read_hops(route: &RouteMessage) -> Vec<Hop> {
     let header = &route.header;
-    if header.kind != RouteType::Unicast
-        || header.destination_prefix_length != 0
-        || header.table != RouteHeader::RT_TABLE_MAIN
-    {
-        return None;
+    if header.kind != RouteType::Unicast || header.table != RouteHeader::RT_TABLE_MAIN {
+        return Vec::new();
     }
     let v6 = header.address_family == AddressFamily::Inet6;
-    let (mut index, mut metric, mut gateway) = (None, 0, None);
+    let bits = header.destination_prefix_length;
+    let mut hop = Hop { v6, destination: None, metric: 0, index: 0, gateway: None };
+    let mut several = Vec::new();
     for attribute in &route.attributes {
         match attribute {
-            RouteAttribute::Oif(oif) => index = Some(*oif),
-            RouteAttribute::Priority(priority) => metric = *priority,
-            RouteAttribute::Gateway(RouteAddress::Inet(a)) => gateway = Some(IpAddr::V4(*a)),
-            RouteAttribute::Gateway(RouteAddress::Inet6(a)) | RouteAttribute::Via(RouteVia::Inet6(a)) => {
-                gateway = Some(IpAddr::V6(*a));
+            RouteAttribute::Destination(RouteAddress::Inet(a)) => hop.destination = Some(((*a).into(), bits)),
+            RouteAttribute::Destination(RouteAddress::Inet6(a)) => {
+                hop.destination = Some(((*a).into(), bits));
             }
-            _ => {}
+            RouteAttribute::Oif(oif) => hop.index = *oif,
+            RouteAttribute::Priority(priority) => hop.metric = *priority,
+            RouteAttribute::MultiPath(hops) => several.clone_from(hops),
+            other => hop.gateway = gateway(other).or(hop.gateway),
         }
     }
-    Some(Default { v6, metric, index: index?, gateway })
+    hop.destination = hop.destination.filter(|_| bits > 0);
+    if several.is_empty() {
+        return if hop.index == 0 { Vec::new() } else { vec![hop] };
+    }
+    let one = |next: &RouteNextHop| {
+        let gateway = next.attributes.iter().find_map(gateway);
+        Hop { index: next.interface_index, gateway, ..hop.clone() }
+    };
+    several.iter().map(one).collect()
+}
+
+fn gateway(attribute: &RouteAttribute) -> Option<IpAddr> {
+    match attribute {
+        RouteAttribute::Gateway(RouteAddress::Inet(a)) => Some(IpAddr::V4(*a)),
+        RouteAttribute::Gateway(RouteAddress::Inet6(a)) | RouteAttribute::Via(RouteVia::Inet6(a)) => {
+            Some(IpAddr::V6(*a))
+        }
+        _ => None,
+    }
 }
 
 /// The network of an address.
@@ -265,12 +309,25 @@ mod tests {
         ip(&vm, "addr add fd09::5/64 dev eth0 nodad");
         ip(&vm, "route add default via 10.9.0.1");
         ip(&vm, "route add default via 10.9.0.2 metric 50");
+        ip(&vm, "route add 10.20.0.0/16 dev eth0");
+        ip(&vm, "route add 10.30.0.0/16 nexthop via 10.9.0.3 nexthop via 10.9.0.4");
+        ip(&vm, "route add 192.168.0.0/16 dev docker0");
         let seen = look(&mut vm.netlink().unwrap()).unwrap();
         let [uplink] = seen.as_slice() else { panic!("{seen:?}") };
         assert_eq!((uplink.name.as_str(), uplink.mtu, uplink.is_default), ("eth0", 1500, true));
         let addresses = [("10.9.0.5", 24), ("fd09::5", 64)].map(|(a, p)| (a.parse::<IpAddr>().unwrap(), p));
         assert_eq!(uplink.addresses, addresses);
         assert_eq!(uplink.gateways, ["10.9.0.1", "10.9.0.2"].map(|a| a.parse::<IpAddr>().unwrap()));
+        let near = [
+            ("10.9.0.0", 24),
+            ("10.9.0.1", 32),
+            ("10.9.0.2", 32),
+            ("10.9.0.3", 32),
+            ("10.9.0.4", 32),
+            ("10.20.0.0", 16),
+            ("fd09::", 64),
+        ];
+        assert_eq!(uplink.near, near.map(|(a, p)| (a.parse::<IpAddr>().unwrap(), p)));
         assert_eq!(towards(&mut vm.netlink().unwrap(), "10.9.0.77".parse().unwrap()).unwrap(), "eth0");
     }
 

@@ -91,7 +91,8 @@ pub fn apply(external: &External, podns: &Path) -> Result<Applied, Error> {
         // Nobody else's pair has that name; half of ours from before a crash has no alias, and switched nothing.
         None => (!is_on("ipv4/ip_forward"), !is_on("ipv6/conf/all/forwarding")),
     };
-    let own = uplinks.iter().flat_map(|uplink| &uplink.addresses);
+    // Its own networks, and what it reaches without a router though its address names no network (a /32).
+    let own = uplinks.iter().flat_map(|uplink| uplink.addresses.iter().chain(&uplink.near));
     let wall = Wall {
         door: DOOR.to_owned(),
         pod: pod.clone(),
