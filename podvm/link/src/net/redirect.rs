@@ -3,10 +3,12 @@
 //!
 //! tc: an `ingress` qdisc on each device and one filter that takes everything. An `ingress` or `clsact` qdisc that is
 //! there already is used, with what others have on it, and stays when ours is taken back. Each filter of ours says
-//! whose it is ([`super::mark`]); no other is changed or deleted.
+//! whose it is ([`super::mark`]); no other is changed or deleted. Ours come before others' where the kernel has a place
+//! there (it has none before one of another kind or protocol in the first preference), and where not that is said.
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::thread::sleep;
 use std::time::Duration;
 
@@ -83,7 +85,7 @@ pub(crate) struct Maker {
 /// Messages for one datagram. What they refer to lives as long as this.
 pub(crate) struct Prepared {
     pub(crate) messages: Vec<(u16, RouteNetlinkMessage)>,
-    _programs: Vec<OwnedFd>,
+    _programs: Vec<Arc<OwnedFd>>,
 }
 
 /// Both redirects of a pair: the pod's interface, and its tunnel.
@@ -92,18 +94,16 @@ fn ways((interface, tunnel): (u32, u32)) -> [Way; 2] {
 }
 
 /// Messages of one pair of devices.
-const PER_PAIR: usize = 4;
+const PER_PAIR: usize = 3;
 
 impl Maker {
     /// The messages that redirect both ways between each pair of interface and tunnel; to be sent together with what else the
-    /// pod needs.
+    /// pod needs. The tunnel has its qdisc since it was made.
     pub(crate) fn messages(&self, pairs: &[(u32, u32)]) -> Result<Prepared, Error> {
         let new = NLM_F_CREATE | NLM_F_EXCL;
         let (mut messages, mut programs) = (Vec::with_capacity(pairs.len() * PER_PAIR), Vec::new());
         for &(one, other) in pairs {
-            for device in [one, other] {
-                messages.push((new, RouteNetlinkMessage::NewQueueDiscipline(qdisc(device))));
-            }
+            messages.push((new, RouteNetlinkMessage::NewQueueDiscipline(qdisc(one))));
             for way in ways((one, other)) {
                 let by = self.by(way);
                 let made = make(by, self.tag, way, FIRST, by.first_handle()).map_err(program(way))?;
@@ -114,54 +114,57 @@ impl Maker {
         Ok(Prepared { messages, _programs: programs })
     }
 
-    /// Looks at the answers to [`Maker::messages`] and mends what was not as new: something was there already.
+    /// Looks at the answers to [`Maker::messages`] and mends what was not as new: something was there already. Returns
+    /// what may keep the pod's traffic from the tunnel and cannot be helped, in words.
     pub(crate) fn complete(
         &self,
         client: &mut Client,
         pairs: &[(u32, u32)],
         answers: &[Answer],
-    ) -> Result<(), Error> {
-        for (&(one, other), answers) in pairs.iter().zip(answers.chunks(PER_PAIR)) {
-            let [qdisc_one, qdisc_other, filter_one, filter_other] = answers else {
+    ) -> Result<Vec<String>, Error> {
+        let mut obstacles = Vec::new();
+        for (&pair, answers) in pairs.iter().zip(answers.chunks(PER_PAIR)) {
+            let [qdisc, into, back] = answers else {
                 return Err(Error::kernel("redirect a pod's interface")(netlink::Error::Garbled(
                     "answers are missing".to_owned(),
                 )));
             };
-            let answered = [(qdisc_one, filter_one), (qdisc_other, filter_other)];
-            for (way, (qdisc, filter)) in ways((one, other)).into_iter().zip(answered) {
-                match (qdisc, filter) {
-                    (Ok(()), Ok(())) => {}
-                    (Err(no), _) if !matches!(no.errno, Errno::EEXIST | Errno::EBUSY) => {
-                        return Err(Error::kernel(format!("add the ingress qdisc of device {}", way.from))(
-                            no.clone().into(),
-                        ));
-                    }
-                    (qdisc, _) => {
-                        self.ensure(client, way, matches!(qdisc, Err(no) if no.errno == Errno::EBUSY))?
-                    }
+            let ways = ways(pair);
+            match (qdisc, into) {
+                (Ok(()), Ok(())) => {}
+                (Err(no), _) if !matches!(no.errno, Errno::EEXIST | Errno::EBUSY) => {
+                    return Err(Error::kernel(format!("add the ingress qdisc of device {}", ways[0].from))(
+                        no.clone().into(),
+                    ));
+                }
+                (qdisc, _) => {
+                    let none = matches!(qdisc, Err(no) if no.errno == Errno::EBUSY);
+                    obstacles.extend(self.ensure(client, ways[0], none)?);
                 }
             }
+            if back.is_err() {
+                obstacles.extend(self.ensure(client, ways[1], true)?);
+            }
         }
-        Ok(())
+        Ok(obstacles)
     }
 
     /// Takes back the qdiscs that the answers to [`Maker::messages`] say were made in vain, because the filter on it was
     /// refused. Later nobody could tell whose an empty one is.
     pub(crate) fn abandon(client: &mut Client, pairs: &[(u32, u32)], answers: &[Answer]) {
-        for (&(one, other), answers) in pairs.iter().zip(answers.chunks(PER_PAIR)) {
-            let [qdisc_one, qdisc_other, filter_one, filter_other] = answers else { continue };
-            for (device, made, filled) in [(one, qdisc_one, filter_one), (other, qdisc_other, filter_other)] {
-                if made.is_ok() && filled.is_err() {
-                    let message = RouteNetlinkMessage::DelQueueDiscipline(qdisc(device));
-                    // The error that counts is the one that brought us here.
-                    drop(patient(client, 0, &message, &[Errno::ENOENT, Errno::ENODEV, Errno::EINVAL]));
-                }
+        for (&(one, _), answers) in pairs.iter().zip(answers.chunks(PER_PAIR)) {
+            let [made, filled, _] = answers else { continue };
+            if made.is_ok() && filled.is_err() {
+                let message = RouteNetlinkMessage::DelQueueDiscipline(qdisc(one));
+                // The error that counts is the one that brought us here.
+                drop(patient(client, 0, &message, &[Errno::ENOENT, Errno::ENODEV, Errno::EINVAL]));
             }
         }
     }
 
-    /// Makes sure that device `from` has exactly our redirect to `to`.
-    fn ensure(&self, client: &mut Client, way: Way, no_qdisc: bool) -> Result<(), Error> {
+    /// Makes sure that device `from` has exactly our redirect to `to`, before all others where that can be. Returns in
+    /// words what comes before it all the same.
+    fn ensure(&self, client: &mut Client, way: Way, no_qdisc: bool) -> Result<Option<String>, Error> {
         let (Way { from, to, .. }, by) = (way, self.by(way));
         let attempt = || Error::kernel(format!("redirect device {from} to device {to}"));
         if no_qdisc {
@@ -170,7 +173,7 @@ impl Maker {
         }
         let all = filters(client, from)?;
         let (mut ours, others): (Vec<Filter>, Vec<Filter>) =
-            all.into_iter().partition(|filter| self.is_ours(filter, to));
+            all.iter().cloned().partition(|filter| self.is_ours(filter, to));
         // Another's that takes everything first would leave us nothing; where its device is gone it only drops.
         for other in &others {
             let Some(target) = other.target else { continue };
@@ -189,39 +192,55 @@ impl Maker {
             .position(|filter| filter.target == Some(to))
             .or_else(|| ours.iter().position(|filter| filter.classifier() == Some(by)));
         let kept = keep.map(|at| ours.swap_remove(at));
+        let new = NLM_F_CREATE | NLM_F_EXCL;
+        match kept {
+            Some(right) if right.target == Some(to) => {
+                // The kernel goes through filters in the order it lists them.
+                let first = all.iter().position(|filter| self.is_ours(filter, to)).unwrap_or_default();
+                let place = place(&others, by);
+                if first > 0 && place.is_first && self.put(client, way, place, new).is_ok() {
+                    // Two of ours for a moment, rather than none.
+                    ours.push(right);
+                }
+            }
+            Some(wrong) => {
+                let place =
+                    Place { by, preference: wrong.preference(), handle: wrong.handle, is_first: false };
+                self.put(client, way, place, NLM_F_CREATE | NLM_F_REPLACE)?;
+            }
+            None => self.put(client, way, place(&others, by), new)?,
+        }
         for more in &ours {
             let message = RouteNetlinkMessage::DelTrafficFilter(more.deletion(from));
             patient(client, 0, &message, &[Errno::ENOENT]).map_err(attempt())?;
         }
-        match kept {
-            Some(right) if right.target == Some(to) => Ok(()),
-            Some(wrong) => {
-                let place = (wrong.preference(), wrong.handle);
-                self.put(client, way, place, NLM_F_CREATE | NLM_F_REPLACE)
-            }
-            None => {
-                let preference = free(&others, by);
-                if preference != FIRST {
-                    tracing::warn!(
-                        device = from,
-                        preference,
-                        "other filters come before the redirect of a pod's traffic"
-                    );
-                }
-                // Handle 0: another u32 table may have come first, and then ours has another number.
-                self.put(client, way, (preference, 0), NLM_F_CREATE | NLM_F_EXCL)
-            }
-        }
+        if others.is_empty() { Ok(None) } else { self.obstacle(client, way) }
     }
 
-    fn put(
-        &self,
-        client: &mut Client,
-        way: Way,
-        (preference, handle): (u32, u32),
-        flags: u16,
-    ) -> Result<(), Error> {
-        let made = make(self.by(way), self.tag, way, preference, handle).map_err(program(way))?;
+    /// What comes before our redirect, in words.
+    fn obstacle(&self, client: &mut Client, Way { from, to, .. }: Way) -> Result<Option<String>, Error> {
+        let now = filters(client, from)?;
+        let before: Vec<String> = now
+            .iter()
+            .take_while(|filter| !self.is_ours(filter, to))
+            .take(4)
+            .map(ToString::to_string)
+            .collect();
+        if before.is_empty() {
+            return Ok(None);
+        }
+        let link = link::by_index(client, from)
+            .map_err(Error::kernel(format!("look at device {from}")))?
+            .map_or_else(|| from.to_string(), |link| link.name);
+        Ok(Some(format!(
+            "filters of somebody else come before the redirect of {link} ({}), and what they pass on does not reach the \
+             VM; give them a preference above 1, or have them continue",
+            before.join("; ")
+        )))
+    }
+
+    fn put(&self, client: &mut Client, way: Way, place: Place, flags: u16) -> Result<(), Error> {
+        let made = make(place.by, self.tag, way, place.preference, place.handle).map_err(program(way))?;
         let message = RouteNetlinkMessage::NewTrafficFilter(made.message);
         patient(client, flags, &message, &[])
             .map_err(Error::kernel(format!("redirect device {} to device {}", way.from, way.to)))
@@ -250,11 +269,34 @@ impl Filter {
     }
 }
 
-/// The first preference that our filter can have beside these.
-fn free(others: &[Filter], by: Classifier) -> u32 {
-    (FIRST..)
-        .find(|at| others.iter().all(|other| other.preference() != *at || other.goes_with(by)))
-        .unwrap_or(FIRST)
+/// Where a filter of ours goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Place {
+    by: Classifier,
+    preference: u32,
+    /// 0: the kernel chooses.
+    handle: u32,
+    /// Nothing comes before it.
+    is_first: bool,
+}
+
+/// The best place beside these. In one preference the kernel keeps one kind and one protocol; of `bpf` a new filter
+/// comes before those that are there, of `u32` the one with the lower handle.
+fn place(others: &[Filter], by: Classifier) -> Place {
+    let at = |preference| others.iter().filter(move |other| other.preference() == preference);
+    // Handle 0: another u32 table may have come first, and then ours has another number.
+    let first = Place { by, preference: FIRST, handle: 0, is_first: true };
+    if at(FIRST).next().is_none() || (by == Classifier::Bpf && at(FIRST).all(|other| other.goes_with(by))) {
+        return first;
+    }
+    // The one of the lowest handle comes first; more than one table is more than we know the order of.
+    let lowest = at(FIRST).min_by_key(|other| other.handle);
+    let one_table = at(FIRST).all(|other| lowest.is_some_and(|lowest| other.is_beside(lowest)));
+    if let Some(handle) = lowest.filter(|_| one_table).and_then(Filter::handle_before) {
+        return Place { by: Classifier::U32, handle, ..first };
+    }
+    let preference = (FIRST..).find(|preference| at(*preference).all(|other| other.goes_with(by)));
+    Place { preference: preference.unwrap_or(FIRST), is_first: false, ..first }
 }
 
 fn program(way: Way) -> impl Fn(io::Error) -> Error {
@@ -281,7 +323,8 @@ fn patient(
     Ok(())
 }
 
-fn qdisc(device: u32) -> TcMessage {
+/// An ingress qdisc for a device.
+pub(crate) fn qdisc(device: u32) -> TcMessage {
     let mut message = TcMessage::with_index(device.cast_signed());
     message.header.parent = TcHandle::INGRESS;
     message.header.handle = QDISC;

@@ -76,14 +76,15 @@ const PER_PAIR: usize = 3;
 const OPTIONAL: usize = 1;
 
 /// Gives the devices their ends, takes them up, and redirects each interface of the pod into its tunnel and back: one
-/// datagram of seven messages each. Called again it mends what is not so: a device that is down or has another MTU,
+/// datagram of six messages each. Called again it mends what is not so: a device that is down or has another MTU,
 /// remote or local address, a qdisc or a filter that is missing or double. With the same values and nothing to mend it
-/// changes nothing.
+/// changes nothing. Returns, in words, what may keep the pod's traffic from the tunnel and is not ours to change: filters
+/// of somebody else before our redirect.
 ///
 /// # Errors
 /// [`Error::Gone`] when a device is not (or no longer) there, [`Error::Kernel`], [`Error::CannotCarry`] where somebody
 /// else already redirects the pod's traffic. What was done stays; [`undo`].
-pub fn connect(netns: &Netns, connection: &Connection<'_>) -> Result<(), Error> {
+pub fn connect(netns: &Netns, connection: &Connection<'_>) -> Result<Vec<String>, Error> {
     let mut pod = netns.netlink()?;
     let maker = Maker { by: connection.by, tag: connection.mark.tag() };
     let ways: Vec<(u32, u32)> = connection.pairs.iter().map(|p| (p.interface, p.held.ifindex)).collect();
@@ -97,7 +98,7 @@ pub fn connect(netns: &Netns, connection: &Connection<'_>) -> Result<(), Error> 
             due.push(pair);
         }
     }
-    let mut messages = Vec::with_capacity(7 * connection.pairs.len());
+    let mut messages = Vec::with_capacity(6 * connection.pairs.len());
     for pair in &due {
         messages.push((0, vxlan::with_mtu(pair.held.ifindex, pair.mtu)));
         // Said at the reservation already; but an MTU that was too small for IPv6 made the kernel forget it. Refused
@@ -128,7 +129,7 @@ pub fn connect(netns: &Netns, connection: &Connection<'_>) -> Result<(), Error> 
             }
         }
     }
-    Ok(())
+    Ok(Vec::new())
 }
 
 fn is_connected(link: &link::Link, pair: &Pair, connection: &Connection<'_>) -> bool {

@@ -3,6 +3,7 @@
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use nix::libc;
 
@@ -31,6 +32,14 @@ const SOURCE: i16 = 6;
 const ADDRESSES: i32 = 12;
 /// The bit of a MAC address's first byte that says "made up here".
 const LOCAL: i32 = 2;
+
+/// Loaded programs that are kept. Tunnels have the same few indexes in all pods' namespaces, so nearly all need the
+/// same programs, and checking and compiling one takes the kernel as long as half a pod's set-up.
+const KEPT: usize = 16;
+static LOADED: Mutex<Vec<(Kind, Arc<OwnedFd>)>> = Mutex::new(Vec::new());
+
+/// What tells programs apart.
+type Kind = (u32, Also);
 
 /// What a program does besides redirecting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,12 +108,27 @@ fn program(target: u32, also: Also) -> Vec<Instruction> {
     }
 }
 
-/// Loads the program; it may be closed once a filter has it.
+/// The program, loaded now or before. A filter that has it keeps it.
 ///
 /// # Errors
 /// What the kernel says: EPERM without CAP_BPF (or CAP_SYS_ADMIN), ENOSYS or EINVAL without BPF.
+pub(super) fn loaded(target: u32, also: Also) -> io::Result<Arc<OwnedFd>> {
+    let kept = || LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = kept().iter().find(|(kind, _)| *kind == (target, also)).map(|(_, program)| program.clone());
+    if let Some(program) = known {
+        return Ok(program);
+    }
+    let program = Arc::new(load(target, also)?);
+    let mut kept = kept();
+    if kept.len() == KEPT {
+        kept.remove(0);
+    }
+    kept.push(((target, also), program.clone()));
+    Ok(program)
+}
+
 #[allow(unsafe_code)] // no crate of ours has bpf(2), and one for a call of a dozen lines would bring a loader
-pub(super) fn load(target: u32, also: Also) -> io::Result<OwnedFd> {
+fn load(target: u32, also: Also) -> io::Result<OwnedFd> {
     let instructions = program(target, also);
     let load = Load {
         kind: BPF_PROG_TYPE_SCHED_CLS,

@@ -1,8 +1,10 @@
 //! One tc filter that redirects everything, in the three forms kernels have for it: how it is made, and how a filter
 //! that is there is read. Pure but for loading the program.
 
+use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
 
 use netlink_packet_core::{NlasIterator, parse_string};
 use netlink_packet_route::RouteNetlinkMessage;
@@ -84,7 +86,7 @@ impl Classifier {
 /// A filter to be made. The program, where it has one, must stay open until the message is sent.
 pub(super) struct Made {
     pub(super) message: TcMessage,
-    pub(super) program: Option<OwnedFd>,
+    pub(super) program: Option<Arc<OwnedFd>>,
 }
 
 /// The filter that redirects what comes in on one device to the other.
@@ -112,7 +114,7 @@ pub(super) fn make(
         }
         Classifier::Bpf => {
             let also = if into { Also::TellsReflectedApart } else { Also::Nothing };
-            let loaded = bpf::load(to, also)?;
+            let loaded = bpf::loaded(to, also)?;
             let descriptor = loaded.as_raw_fd().cast_unsigned();
             program = Some(loaded);
             vec![
@@ -151,6 +153,15 @@ fn redirect_to(target: u32, tag: Tag) -> TcAction {
     action
 }
 
+/// As `tc` names it.
+impl fmt::Display for Filter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let protocol = u16::from_be(self.info as u16); // the lower half
+        write!(f, "{} of preference {}, handle {:#x}", self.kind, self.preference(), self.handle)?;
+        if protocol == ETH_P_ALL { Ok(()) } else { write!(f, ", protocol {protocol:#06x}") }
+    }
+}
+
 /// A filter of a device's ingress side.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Filter {
@@ -178,6 +189,22 @@ impl Filter {
         self.kind == by.name() && self.info & 0xffff == every_protocol() && by != Classifier::Matchall
     }
 
+    /// The part of a u32 filter's handle that says where in its table it is; the table is the rest.
+    const NODE: u32 = 0xfff;
+
+    /// A handle by which a redirect of ours comes before this one, where the kernel has such a place in the same
+    /// preference: it goes through a u32 table in the order of handles.
+    pub(super) fn handle_before(&self) -> Option<u32> {
+        let node = self.handle & Filter::NODE;
+        (self.goes_with(Classifier::U32) && node > 1).then(|| self.handle - 1)
+    }
+
+    /// Whether both are of one u32 table.
+    pub(super) fn is_beside(&self, other: &Filter) -> bool {
+        let table = |filter: &Filter| (filter.info, filter.handle & !Filter::NODE);
+        self.kind == "u32" && other.kind == "u32" && table(self) == table(other)
+    }
+
     pub(super) fn deletion(&self, device: u32) -> TcMessage {
         let mut message = TcMessage::with_index(device.cast_signed());
         message.header.parent = INGRESS_SIDE;
@@ -195,7 +222,7 @@ impl Filter {
             // Somebody else's, of a form this program does not know; that it is there is what counts.
             Err(_) => Filter::of_unknown(payload)?,
         };
-        let part = if filter.kind == "u32" { filter.handle & 0xfff } else { filter.handle };
+        let part = if filter.kind == "u32" { filter.handle & Filter::NODE } else { filter.handle };
         (part != 0).then_some(filter)
     }
 

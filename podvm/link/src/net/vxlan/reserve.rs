@@ -12,11 +12,15 @@ use crate::net::link::{self, Link};
 use crate::net::mark::{Mark, holder};
 use crate::net::netlink::{self, Client, Refusal};
 use crate::net::netns::Netns;
+use crate::net::redirect::qdisc;
 
 /// The devices' indexes begin here, so that a new one need not be looked for. Namespaces count from 1 upwards.
 const FIRST_INDEX: u32 = 0x10_0000;
 /// More than a namespace that nobody else works on ever needs.
 const ROUNDS: u32 = 8192;
+
+/// Messages that name a device.
+const PER_DEVICE: usize = 3;
 
 /// What is to be reserved.
 #[derive(Clone, Copy, Debug)]
@@ -134,21 +138,25 @@ impl Reserving<'_> {
         Err(self.draw.exhausted(self.wanted.shape.port))
     }
 
-    /// The alias, and no IPv6 address of its own: what the device itself said would only disturb the VM.
+    /// The alias, no IPv6 address of its own (what the device itself said would only disturb the VM), and the qdisc that
+    /// its redirect will need: on a device that is up the kernel would wait for all processors before it has one.
     fn name_all(&self, pod: &mut Client) -> Result<Vec<Held>, Error> {
         let held: Vec<Held> = self.slots.iter().filter_map(|state| state.held).collect();
-        let mut messages = Vec::with_capacity(2 * held.len());
+        let mut messages = Vec::with_capacity(PER_DEVICE * held.len());
         for held in &held {
             let mut alias = LinkMessage::default();
             alias.header.index = held.ifindex;
             alias.attributes.push(LinkAttribute::IfAlias(self.wanted.mark.alias()));
             messages.push((0, RouteNetlinkMessage::SetLink(alias)));
             messages.push((0, RouteNetlinkMessage::SetLink(no_v6_address(held.ifindex))));
+            let new = NLM_F_CREATE | NLM_F_EXCL;
+            messages.push((new, RouteNetlinkMessage::NewQueueDiscipline(qdisc(held.ifindex))));
         }
         let attempt = || Error::kernel("name the tunnel's devices");
         let answers = pod.batch(&messages).map_err(attempt())?;
-        // Every second is refused where the kernel has no IPv6; then there is nothing to switch off.
-        match answers.into_iter().step_by(2).find_map(Result::err) {
+        // The second is refused where the kernel has no IPv6; then there is nothing to switch off. The third, where it is
+        // there already; whoever connects mends it.
+        match answers.into_iter().step_by(PER_DEVICE).find_map(Result::err) {
             Some(no) => Err(attempt()(no.into())),
             None => Ok(held),
         }
