@@ -12,6 +12,7 @@ pub mod metrics;
 pub mod relay_client;
 pub mod roll_over;
 pub mod rpc;
+pub mod runtime;
 pub mod sandbox;
 pub mod spec;
 pub mod trust;

@@ -10,7 +10,7 @@ use peerpod_base::{
     program::{self, Program},
     telemetry,
 };
-use peerpod_node::{app, config::NodeConfig};
+use peerpod_node::{app, config::NodeConfig, runtime};
 
 const PROGRAM: Program = Program {
     name: "peerpod-node",
@@ -58,7 +58,7 @@ fn start(
     if let Err(error) = program::own_rights_and_limits() {
         tracing::warn!(%error, "the limit of open files stays as it is");
     }
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let runtime = runtime::new()?;
     let ended = runtime.block_on(async {
         let shutdown = lifecycle::signals()?;
         // A signal during the start ends it, too: what was begun is in the ledger.

@@ -24,7 +24,11 @@ use peerpod_proto::{
     relay_ttrpc::RelayClient as Stub,
 };
 use protobuf::Message;
-use tokio::{net::UnixStream, sync::watch, time::timeout};
+use tokio::{
+    net::UnixStream,
+    sync::{Semaphore, watch},
+    time::timeout,
+};
 use tracing::{debug, info, warn};
 use ttrpc::{asynchronous::transport::Socket, context::with_duration};
 
@@ -60,6 +64,8 @@ struct Shared {
     /// The TCP address that guests dial, as the relay bound it.
     listen: watch::Sender<Option<std::net::SocketAddr>>,
     guests: Mutex<HashMap<String, watch::Sender<Guest>>>,
+    /// Turns to hand something in.
+    turns: Arc<Semaphore>,
 }
 
 impl RelayClient {
@@ -73,6 +79,7 @@ impl RelayClient {
             epoch: watch::Sender::new(0),
             listen: watch::Sender::new(None),
             guests: Mutex::default(),
+            turns: Arc::new(Semaphore::new(hand_in::AT_A_TIME)),
         }))
     }
 

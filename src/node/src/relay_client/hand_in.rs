@@ -8,13 +8,15 @@ use std::{
 
 use peerpod_base::handin::{self, Answer, Header};
 use serde_json::Value;
-use tokio::task::spawn_blocking;
+use tokio::{task::spawn_blocking, time::timeout};
 
 use super::RelayClient;
 use crate::{sandbox::effects::RelayError, spec::SandboxId};
 
 /// How long the relay may take; it answers at once unless it is stuck.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// Hand-ins under way: each has a thread while it waits for the relay, which takes 64 at a time and refuses more.
+pub(super) const AT_A_TIME: usize = 16;
 
 impl RelayClient {
     /// Hands descriptors in, each with its name, instead of those of before of this kind and sandbox (none: the
@@ -49,7 +51,11 @@ impl RelayClient {
         let path = self.0.socket.with_file_name(handin::SOCKET);
         let attempt = format!("hand the {} descriptors to peerpod-relay", header.kind);
         let failed = |why: &dyn std::fmt::Display| RelayError { text: format!("{attempt}: {why}") };
+        // A relay that hangs must not take all threads, nor keep a stop waiting for ever.
+        let turn = timeout(PATIENCE, self.0.turns.clone().acquire_owned()).await;
+        let turn = turn.map_err(|_| failed(&"it does not answer the ones before"))?;
         let work = move || {
+            let _turn = turn;
             let borrowed: Vec<BorrowedFd<'_>> = descriptors.iter().map(AsFd::as_fd).collect();
             handin::hand_in(&path, &header, &borrowed, PATIENCE)
         };

@@ -1,0 +1,86 @@
+//! The runtime that everything runs on, and how many threads it may have.
+
+use std::io;
+
+use tokio::runtime::{Builder, Runtime};
+
+/// Threads for steps that wait for disk or kernel. The runtime's own default is 512, and each that was needed once for
+/// a moment keeps its stack and its heap. None of these steps waits for another one, so that a queue for them is only
+/// slower, never stuck; what waits for another process is bounded where it is begun
+/// ([`crate::relay_client::RelayClient::hand_in`]).
+pub const BLOCKING_THREADS: usize = 64;
+
+/// Makes it.
+///
+/// # Errors
+/// The kernel gives no threads or no epoll.
+pub fn new() -> io::Result<Runtime> {
+    Builder::new_multi_thread().max_blocking_threads(BLOCKING_THREADS).enable_all().build()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        sync::{
+            Arc,
+            atomic::{AtomicUsize, Ordering::SeqCst},
+        },
+        time::{Duration, Instant},
+    };
+
+    use peerpod_proto::relay::ConfigureRequest;
+    use tokio::task::{JoinSet, spawn_blocking};
+
+    use super::*;
+    use crate::{metrics::Metrics, relay_client::RelayClient};
+
+    #[test]
+    fn a_burst_of_steps_for_a_thousand_sandboxes_needs_few_threads_and_all_are_done() {
+        let (now, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        new().unwrap().block_on(async {
+            let mut steps = JoinSet::new();
+            for _ in 0..1000 {
+                let (now, most) = (now.clone(), most.clone());
+                steps.spawn_blocking(move || {
+                    most.fetch_max(now.fetch_add(1, SeqCst) + 1, SeqCst);
+                    std::thread::sleep(Duration::from_millis(2));
+                    now.fetch_sub(1, SeqCst);
+                });
+            }
+            assert_eq!(steps.join_all().await.len(), 1000);
+        });
+        let most = most.load(SeqCst);
+        assert!((2..=BLOCKING_THREADS).contains(&most), "{most} at once");
+    }
+
+    #[test]
+    fn a_relay_that_hangs_holds_up_no_step_of_the_nodes_own() {
+        let dir = std::env::temp_dir().join(format!("peerpod-runtime-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        // Who connects is taken by the kernel, and never answered.
+        let deaf = peerpod_base::handin::listen(&dir.join(peerpod_base::handin::SOCKET)).unwrap();
+        let identity = Arc::new(|| Ok(ConfigureRequest::default()));
+        let client = RelayClient::new(dir.join("relay.sock"), identity, Metrics::default());
+        let runtime = new().unwrap();
+        runtime.block_on(async {
+            let mut waiting = JoinSet::new();
+            for n in 0..2 * BLOCKING_THREADS {
+                let client = client.clone();
+                waiting.spawn(async move {
+                    client.held("localhost", Some(&format!("s{n}").parse().unwrap())).await
+                });
+            }
+            tokio::task::yield_now().await;
+            for _ in 0..20 {
+                let began = Instant::now();
+                spawn_blocking(|| ()).await.unwrap();
+                assert!(began.elapsed() < Duration::from_secs(2), "a step waited for {:?}", began.elapsed());
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            waiting.abort_all();
+        });
+        runtime.shutdown_background();
+        drop(deaf);
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+}
