@@ -37,6 +37,7 @@ pub(super) struct Way {
 /// A sandbox whose tunnels are connected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Connected {
+    pub(super) sandbox: String,
     pub(super) reserved: Reserved,
     pub(super) vm: IpAddr,
 }
@@ -76,6 +77,15 @@ pub(super) trait Backend: Debug + Send + Sync {
     /// # Errors
     /// [`Error::Kernel`].
     fn dismiss(&self, reserved: Option<&Reserved>, vm: Option<IpAddr>) -> Result<(), Error>;
+
+    /// Takes back whatever this process admitted for the sandbox: a stop in the middle of a change finds a record that
+    /// does not have all of it.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`].
+    fn forget(&self, _sandbox: &str) -> Result<(), Error> {
+        Ok(())
+    }
 
     /// Admits exactly these sandboxes, at the start of a daemon. Also `stay` what is known only by its devices. Returns
     /// how many others were dismissed.

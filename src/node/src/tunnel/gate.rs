@@ -23,6 +23,8 @@ pub(super) struct Gate {
     idle: Mutex<Vec<Client>>,
     /// By port. The lock is never held while the kernel is asked.
     known: Mutex<HashMap<u16, HashSet<Peer>>>,
+    /// What this process admitted, by sandbox. Never held with the other lock.
+    admitted: Mutex<HashMap<String, HashSet<(u16, Peer)>>>,
 }
 
 impl Gate {
@@ -31,7 +33,8 @@ impl Gate {
         let missing = |e: Error| Error::NoFilter(e.to_string());
         let mut client = host.netfilter().map_err(missing)?;
         let known = read(owner, &mut client).map_err(missing)?;
-        Ok(Gate { netns: host.clone(), owner, idle: Mutex::new(vec![client]), known: Mutex::new(known) })
+        let idle = Mutex::new(vec![client]);
+        Ok(Gate { netns: host.clone(), owner, idle, known: Mutex::new(known), admitted: Mutex::default() })
     }
 
     fn filter(&self, port: u16) -> Filter {
@@ -52,8 +55,10 @@ impl Gate {
         result
     }
 
-    /// Accepts the packets of these tunnels from these addresses, and from no others.
-    pub(super) fn admit(&self, port: u16, peers: &[Peer]) -> Result<(), Error> {
+    /// Accepts the packets of these tunnels of a sandbox from these addresses, and from no others.
+    pub(super) fn admit(&self, sandbox: &str, port: u16, peers: &[Peer]) -> Result<(), Error> {
+        let all = peers.iter().map(|peer| (port, *peer));
+        lock(&self.admitted).entry(sandbox.to_owned()).or_default().extend(all);
         let old: Vec<Peer> = {
             let mut known = lock(&self.known);
             let known = known.entry(port).or_default();
@@ -70,6 +75,9 @@ impl Gate {
         })?;
         if let Some(known) = lock(&self.known).get_mut(&port) {
             known.retain(|peer| !old.contains(peer));
+        }
+        if let Some(admitted) = lock(&self.admitted).get_mut(sandbox) {
+            admitted.retain(|(of, peer)| *of != port || !old.contains(peer));
         }
         Ok(())
     }
@@ -93,6 +101,21 @@ impl Gate {
             let gone = peers.into_iter().filter(|peer| vm == Some(peer.address)).collect();
             self.remove(port, &gone)?;
         }
+        Ok(())
+    }
+
+    /// Forgets whatever was admitted for a sandbox.
+    pub(super) fn forget(&self, sandbox: &str) -> Result<(), Error> {
+        let Some(admitted) = lock(&self.admitted).get(sandbox).cloned() else { return Ok(()) };
+        let mut by_port: HashMap<u16, HashSet<Peer>> = HashMap::new();
+        for (port, peer) in admitted {
+            // What is not known any more is out of the kernel's set already.
+            if lock(&self.known).get(&port).is_some_and(|known| known.contains(&peer)) {
+                by_port.entry(port).or_default().insert(peer);
+            }
+        }
+        by_port.iter().try_for_each(|(port, gone)| self.remove(*port, gone))?;
+        lock(&self.admitted).remove(sandbox);
         Ok(())
     }
 

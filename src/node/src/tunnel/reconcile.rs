@@ -92,7 +92,7 @@ pub(super) fn reconcile(steps: &Steps, live: &[Live]) -> Reconciled {
 
 fn connected(live: &Live, kind: Kind) -> Option<Connected> {
     let reserved = live.reserved.clone().filter(|reserved| reserved.kind == kind)?;
-    Some(Connected { reserved, vm: live.vm? })
+    Some(Connected { sandbox: live.sandbox.clone(), reserved, vm: live.vm? })
 }
 
 type Result<T> = std::result::Result<T, Vec<Error>>;

@@ -132,7 +132,7 @@ impl Steps {
         let backend = self.backends.of(reserved.kind)?;
         let way = backend.way(reserved, vm)?;
         let carried = carried(reserved, plan::node(seen, way.room, vm)?);
-        let connected = Connected { reserved: reserved.clone(), vm };
+        let connected = Connected { sandbox: sandbox.to_owned(), reserved: reserved.clone(), vm };
         // The filter first: the devices are never up without it.
         backend.admit(&connected)?;
         let pairs: Vec<Pair> = carried
@@ -184,9 +184,8 @@ impl Steps {
         }
         let of = |kind| reserved.is_none_or(|reserved| reserved.kind == kind);
         for (_, backend) in self.backends.all().filter(|(kind, _)| of(*kind)) {
-            if let Err(e) = backend.dismiss(reserved, vm) {
-                errors.push(e);
-            }
+            errors.extend(backend.dismiss(reserved, vm).err());
+            errors.extend(backend.forget(sandbox).err());
         }
         if errors.is_empty() { Ok(()) } else { Err(errors) }
     }

@@ -59,7 +59,7 @@ impl Backend for Vxlan {
 
     fn admit(&self, connected: &Connected) -> Result<(), Error> {
         let Some(gate) = &self.gate else { return Ok(()) };
-        gate.admit(connected.reserved.port, &peers(connected))
+        gate.admit(&connected.sandbox, connected.reserved.port, &peers(connected))
     }
 
     fn dismiss(&self, reserved: Option<&Reserved>, vm: Option<IpAddr>) -> Result<(), Error> {
@@ -67,6 +67,10 @@ impl Backend for Vxlan {
         let Some(reserved) = reserved else { return gate.dismiss_address(vm) };
         let vnis: Vec<u32> = reserved.devices.iter().map(|device| device.vni).collect();
         gate.dismiss(reserved.port, reserved.v6, &vnis, vm)
+    }
+
+    fn forget(&self, sandbox: &str) -> Result<(), Error> {
+        self.gate.as_ref().map_or(Ok(()), |gate| gate.forget(sandbox))
     }
 
     fn reconcile(&self, connected: &[Connected], stay: &[Peer]) -> Result<usize, Error> {

@@ -68,6 +68,34 @@ async fn a_sandbox_whose_record_cannot_be_read_keeps_what_it_has() {
 }
 
 #[tokio::test]
+async fn a_stop_in_the_middle_of_a_hot_plug_leaves_nothing_in_the_filter() {
+    for gone in [false, true] {
+        let mut world = World::new();
+        let tunnel = open(&world);
+        let pod = world.pod("pod", 7);
+        let before = world.traces("pod");
+        let (_, recorded, _) = whole(&tunnel, &pod, "sandbox", ip(VM)).await;
+        let (_, beside, _) = whole(&tunnel, &world.pod("beside", 8), "beside", ip("10.77.0.3")).await;
+        world.attach("pod", "net1", "10.55.0.2/24");
+        let seen = tunnel.look(&pod).await.unwrap();
+        let both = tunnel.reserve(&pod, "sandbox", &seen, false, Some(&recorded)).await.unwrap();
+        tunnel.connect(&pod, "sandbox", &both, &seen, ip(VM)).await.unwrap();
+        assert_eq!(world.tables("node").len(), 3);
+        // The stop came before the second tunnel was written down; with its namespace, maybe.
+        let netns = (!gone).then_some(&pod);
+        tunnel.undo("sandbox", netns, Some(&recorded), Some(ip(VM))).await.unwrap();
+        let left: Vec<u32> = world.tables("node").iter().map(|peer| peer.vni).collect();
+        assert_eq!(left, [beside.vni().unwrap()]);
+        if !gone {
+            world.ip("pod", "link del net1");
+            assert_eq!(world.traces("pod"), before);
+        }
+        tunnel.undo("beside", Some(&world.open("beside")), Some(&beside), None).await.unwrap();
+        assert!(!table(&world, "node"));
+    }
+}
+
+#[tokio::test]
 async fn two_daemons_of_one_machine_keep_their_own() {
     let mut world = World::new();
     let ours = open(&world);
