@@ -167,6 +167,7 @@ pub async fn build(
     if let Some(carrier) = tunnel.carrier() {
         tasks.spawn(carry::run(relay.clone(), carrier, addresses.clone()));
     }
+    let surroundings = Surroundings::new(addresses.clone(), relay.listening(), tunnel.clone());
     let fx = Arc::new(Real {
         ledger,
         provider,
@@ -177,7 +178,7 @@ pub async fn build(
         lease: config.lease,
         localhost: Localhost::new(config.localhost).await,
         boot_id,
-        surroundings: Surroundings::new(addresses.clone(), relay.listening()),
+        surroundings,
     });
     let mut settings = config.sandbox_settings();
     settings.guest_addresses = addresses.in_words(None);

@@ -45,6 +45,8 @@ pub use tidy::tidy;
 mod addresses;
 mod ear;
 mod surroundings;
+#[cfg(test)]
+mod tests;
 mod tidy;
 
 /// All that is real.

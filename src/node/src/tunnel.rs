@@ -25,7 +25,7 @@ mod reconcile;
 mod reserved;
 mod steps;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod vxlan;
 mod wireguard;
 
@@ -166,6 +166,25 @@ impl Tunnel {
     /// Whoever supplies the relay with the encrypted tunnel's descriptors, where there is one.
     pub fn carrier(&self) -> Option<Carrier> {
         self.steps.backends.wireguard().cloned().map(Carrier)
+    }
+
+    /// The node's own addresses that its guests keep to the tunnel, as they were last looked at; `None`: their pods
+    /// have no other way.
+    pub fn own_addresses(&self) -> Option<Arc<Vec<IpAddr>>> {
+        self.steps.outside.as_ref().map(|outside| outside.own())
+    }
+
+    /// Looks at them again, after something changed around the node; whether they are others now. The next
+    /// [`Tunnel::connect`] of each sandbox writes them into its plan.
+    ///
+    /// # Errors
+    /// [`Error::Netns`].
+    pub async fn look_at_own_addresses(&self) -> Result<bool, Error> {
+        if self.steps.outside.is_none() {
+            return Ok(false);
+        }
+        let steps = self.steps.clone();
+        blocking(move || steps.outside.as_ref().map_or(Ok(false), external::Outside::look)).await
     }
 
     /// The node's address towards the VM, and the largest packet of a pod that fits on the way.

@@ -32,13 +32,13 @@ pub(super) fn listen_to(
     surroundings: &Surroundings,
 ) -> watch::Receiver<Heard> {
     let (sender, receiver) = watch::channel(0);
+    let (underlay, own) = (surroundings.underlay(), tunnel.own_addresses());
     let ear = Ear { boot_id, netns, tunnel, way, turns: surroundings.turns(), sender };
-    let underlay = surroundings.underlay();
     tokio::spawn(async move {
         tokio::select! {
             () = ear.sender.closed() => {}
             () = ear.hear_pod() => {}
-            () = ear.hear_node(underlay) => {}
+            () = ear.hear_node(underlay, own) => {}
         }
     });
     receiver
@@ -72,13 +72,14 @@ impl Ear {
         }
     }
 
-    /// Of all that changes on a node little concerns one way.
-    async fn hear_node(&self, mut underlay: watch::Receiver<u64>) {
+    /// Of all that changes on a node little concerns one sandbox: the way to its VM, and where its pod keeps to the
+    /// tunnel the node's `own` addresses.
+    async fn hear_node(&self, mut underlay: watch::Receiver<u64>, mut own: Option<Arc<Vec<IpAddr>>>) {
         let mut way = self.find_way().await;
         while underlay.changed().await.is_ok() {
-            let now = self.find_way().await;
-            if now != way {
-                way = now;
+            let now = (self.find_way().await, self.tunnel.own_addresses());
+            if (&now.0, &now.1) != (&way, &own) {
+                (way, own) = now;
                 self.sender.send_modify(|heard| *heard += 1);
             }
         }

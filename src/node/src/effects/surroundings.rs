@@ -11,7 +11,7 @@ use tokio::{
 use tracing::warn;
 
 use super::GuestAddresses;
-use crate::sandbox::follow::Homes;
+use crate::{sandbox::follow::Homes, tunnel::Tunnel};
 
 /// On a busy node every pod that starts changes links and routes. Looking is cheap, yet once for each sandbox.
 const QUIET: Duration = Duration::from_millis(300);
@@ -33,8 +33,12 @@ pub struct Surroundings {
 
 impl Surroundings {
     /// Listens in the network namespace of the calling thread, for as long as somebody is interested. `listening`:
-    /// where the relay says that it listens.
-    pub fn new(addresses: GuestAddresses, listening: watch::Receiver<Option<SocketAddr>>) -> Surroundings {
+    /// where the relay says that it listens. `tunnel` is kept up to date about the node's own addresses.
+    pub fn new(
+        addresses: GuestAddresses,
+        listening: watch::Receiver<Option<SocketAddr>>,
+        tunnel: Tunnel,
+    ) -> Surroundings {
         let (news, underlay) = watch::channel(0);
         let (homes_sender, homes) = watch::channel(None);
         let host = Netns::current();
@@ -45,7 +49,7 @@ impl Surroundings {
                 return;
             };
             tokio::select! {
-                () = hear(&host, &news) => {}
+                () = hear(&host, &tunnel, &news) => {}
                 () = news.closed() => {}
             }
         });
@@ -70,11 +74,17 @@ impl Surroundings {
     }
 }
 
-async fn hear(host: &Netns, news: &watch::Sender<u64>) {
+async fn hear(host: &Netns, tunnel: &Tunnel, news: &watch::Sender<u64>) {
     loop {
         match Events::of_underlay(host) {
             Ok(mut events) => {
+                // What changed before anybody listened.
+                if look_at_own_addresses(tunnel).await {
+                    news.send_modify(|count| *count += 1);
+                }
                 while events.settled(QUIET, AT_MOST).await.is_ok() {
+                    // First, so that who hears of it finds them.
+                    look_at_own_addresses(tunnel).await;
                     news.send_modify(|count| *count += 1);
                     sleep(PAUSE).await;
                 }
@@ -84,6 +94,14 @@ async fn hear(host: &Netns, news: &watch::Sender<u64>) {
         sleep(RETRY).await;
         news.send_modify(|count| *count += 1); // whatever happened meanwhile
     }
+}
+
+async fn look_at_own_addresses(tunnel: &Tunnel) -> bool {
+    let looked = tunnel.look_at_own_addresses().await;
+    looked.unwrap_or_else(|error| {
+        warn!(%error, "cannot look at the node's own addresses; guests keep to the ones before");
+        false
+    })
 }
 
 async fn keep_homes(

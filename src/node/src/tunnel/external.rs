@@ -1,8 +1,14 @@
 //! What the node wants of the pods' way out of the cluster (`tunnel.external`). Only says it: the VM does it.
 
 use std::net::IpAddr;
+use std::sync::{Arc, Mutex};
 
+use peerpod_link::net::Error;
+use peerpod_link::net::netns::Netns;
+use peerpod_link::net::uplink::network;
 use peerpod_proto::guest;
+
+use super::backend::lock;
 
 /// A node has a handful of addresses; more are not told.
 const MOST_ADDRESSES: usize = 32;
@@ -31,20 +37,73 @@ impl External {
     }
 }
 
-/// Whether a text is a prefix as `tunnel.cluster-cidrs` wants it: an address and the bits of its network.
-pub fn is_prefix(text: &str) -> bool {
-    let Some((address, bits)) = text.split_once('/') else { return false };
-    let most = match address.parse::<IpAddr>() {
-        Ok(IpAddr::V4(_)) => 32,
-        Ok(IpAddr::V6(_)) => 128,
-        Err(_) => return false,
-    };
-    bits.parse::<u8>().is_ok_and(|bits| bits <= most)
+/// What is wanted, and the node's own addresses as they were when something last changed around it: asked for then,
+/// not per pod, because a node has hundreds of links.
+#[derive(Debug)]
+pub(super) struct Outside {
+    wanted: External,
+    /// The node's namespace.
+    host: Netns,
+    own: Mutex<Arc<Vec<IpAddr>>>,
 }
 
-/// This namespace's own addresses that somebody else could speak from or to. Asked for once, not per pod: a node has
-/// hundreds of links.
-pub(super) fn own_addresses() -> Vec<IpAddr> {
+impl Outside {
+    /// In the network namespace of the calling thread.
+    ///
+    /// # Errors
+    /// [`Error::Netns`].
+    pub(super) fn open(wanted: External) -> Result<Outside, Error> {
+        let outside = Outside { wanted, host: Netns::current()?, own: Mutex::default() };
+        outside.look()?;
+        Ok(outside)
+    }
+
+    /// Looks at the node's addresses; says whether they are others than before.
+    ///
+    /// # Errors
+    /// [`Error::Netns`].
+    pub(super) fn look(&self) -> Result<bool, Error> {
+        let failed = |source| Error::Netns { attempt: "enter", path: self.host.path().to_owned(), source };
+        let mut now = self.host.run(own_addresses).map_err(failed)?;
+        // What the cluster's prefixes cover keeps to the tunnel by them: a proxy may hold every service's address.
+        let cluster: Vec<_> = self.wanted.cluster_cidrs.iter().filter_map(|text| prefix(text)).collect();
+        let covers = |of: &(IpAddr, u8), address: IpAddr| {
+            of.0.is_ipv6() == address.is_ipv6() && network(of.0, of.1) == network(address, of.1)
+        };
+        now.retain(|address| !cluster.iter().any(|of| covers(of, *address)));
+        let mut own = lock(&self.own);
+        let changed = **own != now;
+        if changed {
+            *own = Arc::new(now);
+        }
+        Ok(changed)
+    }
+
+    /// The node's addresses as they were last looked at.
+    pub(super) fn own(&self) -> Arc<Vec<IpAddr>> {
+        lock(&self.own).clone()
+    }
+
+    /// For a plan; `node` is the node's address towards the VM.
+    pub(super) fn write(&self, node: IpAddr) -> guest::External {
+        self.wanted.write(node, &self.own())
+    }
+}
+
+/// Whether a text is a prefix as `tunnel.cluster-cidrs` wants it: an address and the bits of its network.
+pub fn is_prefix(text: &str) -> bool {
+    prefix(text).is_some()
+}
+
+fn prefix(text: &str) -> Option<(IpAddr, u8)> {
+    let (address, bits) = text.split_once('/')?;
+    let (address, bits) = (address.parse::<IpAddr>().ok()?, bits.parse().ok()?);
+    let most = if address.is_ipv6() { 128 } else { 32 };
+    (bits <= most).then_some((address, bits))
+}
+
+/// This namespace's own addresses that somebody else could speak from or to.
+fn own_addresses() -> Vec<IpAddr> {
     let Ok(interfaces) = nix::ifaddrs::getifaddrs() else { return Vec::new() };
     let ips = interfaces.filter_map(|interface| {
         let address = interface.address?;

@@ -13,7 +13,7 @@ use peerpod_link::net::vxlan::{self, Held, Slot, Vnis, Wanted};
 use peerpod_proto::guest::NetworkPlan;
 
 use super::backend::{Backend, Backends, Connected};
-use super::external::{External, own_addresses};
+use super::external::Outside;
 use super::{Device, Kind, Reserved, TunnelConfig};
 
 #[derive(Debug)]
@@ -22,8 +22,8 @@ pub(super) struct Steps {
     pub(super) backends: Backends,
     vnis: Vnis,
     by: Classifiers,
-    /// The pods' way out of the cluster, where it is not the tunnel, and the node's own addresses.
-    external: Option<(External, Vec<IpAddr>)>,
+    /// The pods' way out of the cluster, where it is not the tunnel.
+    pub(super) outside: Option<Outside>,
 }
 
 impl Steps {
@@ -32,8 +32,8 @@ impl Steps {
         let backends = Backends::open(config)?;
         tracing::debug!(owner = %config.owner, into = by.into.name(), back = by.back.name(), "pods' tunnels can be made");
         // In the calling thread's namespace, as the sockets.
-        let external = config.external.clone().map(|external| (external, own_addresses()));
-        Ok(Steps { owner: config.owner, backends, vnis: config.vnis, by, external })
+        let outside = config.external.clone().map(Outside::open).transpose()?;
+        Ok(Steps { owner: config.owner, backends, vnis: config.vnis, by, outside })
     }
 
     fn mark<'a>(&self, sandbox: &'a str) -> Mark<'a> {
@@ -160,8 +160,7 @@ impl Steps {
             })
             .collect();
         let mut plan = plan::write(seen, &tunnels, &backend.underlay(&connected, &way));
-        let external = self.external.as_ref();
-        plan.external = external.map(|(external, own)| external.write(way.node, own)).into();
+        plan.external = self.outside.as_ref().map(|outside| outside.write(way.node)).into();
         backend.finish(&mut plan, &connected, &way)?;
         Ok(plan)
     }

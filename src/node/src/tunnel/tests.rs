@@ -1,7 +1,7 @@
 //! The node's tunnels with real namespaces: what the whole daemon relies on.
 
 #[path = "../../../../podvm/link/tests/net_world/mod.rs"]
-mod net_world;
+pub(crate) mod net_world;
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};

@@ -1,0 +1,52 @@
+//! What is heard around a running pod, with real namespaces.
+
+use tokio::time::timeout;
+
+use super::*;
+use crate::tunnel::{Owner, TunnelConfig, external::External, tests::net_world::World};
+
+const DEADLINE: Duration = Duration::from_secs(20);
+
+#[tokio::test]
+async fn a_new_address_of_the_node_is_heard_and_is_in_the_next_plan() {
+    let mut world = World::new();
+    let external = External { cluster_cidrs: vec!["10.96.0.0/12".into()], allow: Vec::new() };
+    let owner = Owner::of(&["heard", &world.name("node")]);
+    let config = TunnelConfig { owner, external: Some(external), ..TunnelConfig::default() };
+    let tunnel = world.within("node", || Tunnel::open(config)).unwrap();
+    let addresses = GuestAddresses::new(vec![], "[::]:15151".parse().unwrap());
+    let runtime = tokio::runtime::Handle::current();
+    let surroundings = world.within("node", || {
+        let _entered = runtime.enter();
+        Surroundings::new(addresses, watch::Sender::new(None).subscribe(), tunnel.clone())
+    });
+    let pod = world.pod("pod", 7);
+    let vm: IpAddr = "10.77.0.2".parse().unwrap();
+    let seen = tunnel.look(&pod).await.unwrap();
+    let reserved = tunnel.reserve(&pod, "sandbox", &seen, false, None).await.unwrap();
+    let told = async || {
+        let plan = tunnel.connect(&pod, "sandbox", &reserved, &seen, vm).await.unwrap();
+        plan.external.node_addresses.clone()
+    };
+    let before = told().await;
+    assert_eq!(before[0], "10.77.0.1");
+    let NetnsId { dev, inode } = pod.id();
+    let netns = NetnsRef { path: pod.path().to_owned(), dev, inode, boot_id: "this".into() };
+    let way = Some((reserved.clone(), vm));
+    let mut ear = ear::listen_to("this".into(), netns, tunnel.clone(), way, &surroundings);
+    // One that the cluster's prefixes cover is a proxy's, say, and no news.
+    world.ip("node", "addr add 10.96.0.10/32 dev cni0");
+    world.ip("node", "addr add 10.66.0.1/24 dev cni0");
+    let mut after = before.clone();
+    while after == before {
+        timeout(DEADLINE, ear.changed()).await.expect("nothing is heard").unwrap();
+        after = told().await;
+    }
+    assert!(after.contains(&"10.66.0.1".to_owned()) && after.len() == before.len() + 1, "{after:?}");
+    world.ip("node", "addr del 10.66.0.1/24 dev cni0");
+    while after != before {
+        timeout(DEADLINE, ear.changed()).await.expect("nothing is heard").unwrap();
+        after = told().await;
+    }
+    tunnel.undo("sandbox", Some(&pod), Some(&reserved), Some(vm)).await.unwrap();
+}
