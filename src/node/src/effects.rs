@@ -88,6 +88,34 @@ impl Real {
         open(&self.boot_id, netns).await
     }
 
+    /// Connects, and says what may be in the traffic's way all the same.
+    async fn connect_telling(
+        &self,
+        netns: &NetnsRef,
+        id: &SandboxId,
+        network: &Network,
+        vm: IpAddr,
+    ) -> Result<(NetworkPlan, Vec<String>), NetworkError> {
+        let netns = self.open(netns).await?;
+        let Woven { seen, reserved, .. } = woven(network)?;
+        let id = id.as_str();
+        match self.tunnel.connect_telling(&netns, id, &reserved, &seen, vm).await {
+            Err(NetError::Gone { .. }) => {
+                // Somebody deleted the device. The guest knows the VNI, so it must be the same again.
+                let again = self.tunnel.reserve(&netns, id, &seen, network.v6, Some(&reserved)).await;
+                let again = again.map_err(within(&netns))?;
+                if !again.is_same(&reserved) {
+                    let vnis: Vec<String> = reserved.devices.iter().map(|d| d.vni.to_string()).collect();
+                    let text =
+                        format!("the pod's tunnel was deleted and its VNI ({}) is taken", vnis.join(", "));
+                    return Err(NetworkError { text, permanent: true });
+                }
+                self.tunnel.connect_telling(&netns, id, &again, &seen, vm).await.map_err(within(&netns))
+            }
+            other => other.map_err(within(&netns)),
+        }
+    }
+
     async fn losses(&self, netns: &Netns) -> Result<BTreeMap<u32, u32>, NetworkError> {
         let open = netns.clone();
         on_thread(move || carrier::losses(&open)).await?.map_err(within(netns))
@@ -271,24 +299,7 @@ impl Effects for Real {
         network: &Network,
         vm: IpAddr,
     ) -> Result<NetworkPlan, NetworkError> {
-        let netns = self.open(netns).await?;
-        let Woven { seen, reserved, .. } = woven(network)?;
-        match self.tunnel.connect(&netns, id.as_str(), &reserved, &seen, vm).await {
-            Err(NetError::Gone { .. }) => {
-                // Somebody deleted the device. The guest knows the VNI, so it must be the same again.
-                let again =
-                    self.tunnel.reserve(&netns, id.as_str(), &seen, network.v6, Some(&reserved)).await;
-                let again = again.map_err(within(&netns))?;
-                if !again.is_same(&reserved) {
-                    let vnis: Vec<String> = reserved.devices.iter().map(|d| d.vni.to_string()).collect();
-                    let text =
-                        format!("the pod's tunnel was deleted and its VNI ({}) is taken", vnis.join(", "));
-                    return Err(NetworkError { text, permanent: true });
-                }
-                self.tunnel.connect(&netns, id.as_str(), &again, &seen, vm).await.map_err(within(&netns))
-            }
-            other => other.map_err(within(&netns)),
-        }
+        self.connect_telling(netns, id, network, vm).await.map(|(plan, _)| plan)
     }
 
     async fn follow(
@@ -321,8 +332,9 @@ impl Effects for Real {
             let woven = Woven { seen, reserved, losses: Some(losses) };
             followed = Some(Network { v6: network.v6, tunnel: written(&woven)? });
         }
-        let plan = self.connect(netns, id, followed.as_ref().unwrap_or(network), vm).await?;
-        Ok(Followed { network: followed, plan, changes, left })
+        let network = followed.as_ref().unwrap_or(network);
+        let (plan, obstacles) = self.connect_telling(netns, id, network, vm).await?;
+        Ok(Followed { network: followed, plan, changes, left, obstacles })
     }
 
     async fn is_one_way(&self, one: IpAddr, other: IpAddr) -> bool {

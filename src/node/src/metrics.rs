@@ -37,6 +37,13 @@ pub struct ByReason {
     pub reason: String,
 }
 
+/// Labels by kind.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct ByKind {
+    /// One word.
+    pub kind: &'static str,
+}
+
 type Histograms = Family<ByStage, Histogram, fn() -> Histogram>;
 
 /// Cheap to clone; all clones count together.
@@ -64,6 +71,9 @@ pub struct Metrics {
     pub relay_epochs: Counter,
     /// Changes of running pods' networks that were followed.
     pub network_changes: Counter,
+    /// What was found in the way of running pods' traffic, others' filters above all.
+    pub obstacles: Counter,
+    paths: Family<ByKind, Counter>,
     /// Tasks that ended by a panic. Anything but 0 is a bug.
     pub panics: Counter,
 }
@@ -94,6 +104,8 @@ impl Default for Metrics {
             ledger_errors: Counter::default(),
             relay_epochs: Counter::default(),
             network_changes: Counter::default(),
+            obstacles: Counter::default(),
+            paths: Family::default(),
             panics: Counter::default(),
         }
     }
@@ -129,6 +141,16 @@ impl Metrics {
             "Changes of running pods' networks that were followed",
             self.network_changes.clone(),
         );
+        node.register(
+            "network_obstacles",
+            "What was found in the way of running pods' traffic: others' filters before our redirects",
+            self.obstacles.clone(),
+        );
+        node.register(
+            "paths",
+            "What guests found of their way to the node: as_planned, narrow (the pod's MTU is smaller), untried",
+            self.paths.clone(),
+        );
         node.register("panics", "Tasks that panicked", self.panics.clone());
         for phase in Phase::NAMES {
             drop(self.phases.get_or_create(&ByPhase { phase: phase.into() }));
@@ -163,6 +185,16 @@ impl Metrics {
         let mut names = self.guest_stage_names.lock().unwrap_or_else(PoisonError::into_inner);
         names.contains(stage)
             || (names.len() < MAX_GUEST_STAGES && stage.len() <= 32 && names.insert(stage.to_owned()))
+    }
+
+    /// A guest's way to the node was found to be of this kind.
+    pub fn path(&self, kind: &'static str) {
+        self.paths.get_or_create(&ByKind { kind }).inc();
+    }
+
+    /// How often [`Metrics::path`] was said of this kind.
+    pub fn paths(&self, kind: &'static str) -> u64 {
+        self.paths.get_or_create(&ByKind { kind }).get()
     }
 
     /// A sandbox was stopped.

@@ -6,6 +6,7 @@
 //! * `task` (with `steps`, `outcomes`, `claims`, `clear`, `slots`): the owner of one sandbox.
 //! * `table` ([`Sandboxes`]): id → task; the door's calls end here.
 //! * [`recover`]: what a restarted node does before it answers anybody.
+//! * `reports`: what guests say of their networks.
 //! * `reaper`: what nobody stops. `deaths`: VMs that are gone. `revive`: tasks of ours that panicked.
 //!
 //! Knows nothing of ttrpc, sockets or providers' names.
@@ -25,6 +26,7 @@ mod localhost;
 mod outcomes;
 mod reaper;
 mod renew;
+mod reports;
 mod revive;
 mod slots;
 mod steps;

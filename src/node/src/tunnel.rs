@@ -213,6 +213,22 @@ impl Tunnel {
         seen: &Seen,
         vm: IpAddr,
     ) -> Result<NetworkPlan, Error> {
+        self.connect_telling(netns, sandbox, reserved, seen, vm).await.map(|(plan, _)| plan)
+    }
+
+    /// As [`Tunnel::connect`]; and what may keep the pod's traffic from the tunnel although all of it stands, in words:
+    /// filters of somebody else, which are not ours to change.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn connect_telling(
+        &self,
+        netns: &Netns,
+        sandbox: &str,
+        reserved: &Reserved,
+        seen: &Seen,
+        vm: IpAddr,
+    ) -> Result<(NetworkPlan, Vec<String>), Error> {
         let (steps, netns, sandbox) = (self.steps.clone(), netns.clone(), sandbox.to_owned());
         let (reserved, seen) = (reserved.clone(), seen.clone());
         blocking(move || steps.connect(&netns, &sandbox, &reserved, &seen, vm)).await

@@ -43,6 +43,8 @@ pub struct Followed {
     pub changes: Vec<String>,
     /// What is new and cannot be followed, in words.
     pub left: Vec<String>,
+    /// What may keep the pod's traffic from the VM although all stands, in words.
+    pub obstacles: Vec<String>,
 }
 
 /// What went wrong between us and the relay, or behind it.

@@ -8,7 +8,7 @@ use peerpod_proto::guest::{NetworkPlan, Status};
 use protobuf::Message;
 use sha2::{Digest, Sha256};
 use tokio::sync::watch;
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
 use super::{
     effects::{CloudError, Followed, NetworkError},
@@ -64,6 +64,8 @@ pub(super) struct Following {
     asked: Option<IpAddr>,
     /// What was not followed, as it was last said.
     left: Vec<String>,
+    /// What may be in the traffic's way, as it was last said.
+    obstacles: Vec<String>,
 }
 
 impl Following {
@@ -130,6 +132,13 @@ impl Task {
                 warn!(what, "the pod's network changed in a way that the VM does not follow");
             }
             self.following.left = followed.left;
+        }
+        if self.following.obstacles != followed.obstacles {
+            for what in &followed.obstacles {
+                error!(what, "the pod's traffic may not reach its VM");
+                self.metrics.obstacles.inc();
+            }
+            self.following.obstacles = followed.obstacles;
         }
         let told = Told::new(followed.plan);
         if self.plan.as_ref().is_none_or(|plan| plan.digest != told.digest) {
@@ -232,7 +241,7 @@ impl Task {
 
     /// The guest did not take a plan while the pod runs.
     pub(super) fn refused_plan(&mut self, session: String, digest: String, error: &str) {
-        tracing::error!(error = clip(error), "the guest cannot follow the pod's network");
+        error!(error = clip(error), "the guest cannot follow the pod's network");
         self.refused = Some((session, digest));
     }
 }

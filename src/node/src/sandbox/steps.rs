@@ -41,6 +41,7 @@ impl Task {
                 self.renew();
                 self.follow();
                 self.trace();
+                self.hear_reports();
             }
             Action::Learn => self.learn(),
             Action::Clear => self.clear(),

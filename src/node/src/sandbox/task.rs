@@ -22,6 +22,7 @@ use super::{
     follow::{Following, Homes, Told},
     phase::{self, Action, Event, Phase},
     renew::Renewal,
+    reports::Reports,
     slots::{Outcome, Slots, Which},
     view::View,
 };
@@ -107,6 +108,8 @@ pub(super) struct Task {
     pub(super) homes: watch::Receiver<Homes>,
     /// What changed around the pod's network, and how far that is followed.
     pub(super) following: Following,
+    /// What its guest said of the pod's network.
+    pub(super) reports: Reports,
     /// The pod network of a running sandbox cannot be mended; do not try for ever.
     pub(super) network_given_up: bool,
     /// What the relay must have been told, and what it was told.

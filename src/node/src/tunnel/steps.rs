@@ -128,7 +128,7 @@ impl Steps {
         reserved: &Reserved,
         seen: &Seen,
         vm: IpAddr,
-    ) -> Result<NetworkPlan, Error> {
+    ) -> Result<(NetworkPlan, Vec<String>), Error> {
         let backend = self.backends.of(reserved.kind)?;
         let way = backend.way(reserved, vm)?;
         let carried = carried(reserved, plan::node(seen, way.room, vm)?);
@@ -150,7 +150,7 @@ impl Steps {
             by: self.by,
             pairs: &pairs,
         };
-        tunnel::connect(netns, &connection)?;
+        let obstacles = tunnel::connect(netns, &connection)?;
         let tunnels: Vec<plan::Tunnel> = carried
             .iter()
             .map(|(carry, device)| plan::Tunnel {
@@ -162,7 +162,7 @@ impl Steps {
         let mut plan = plan::write(seen, &tunnels, &backend.underlay(&connected, &way));
         plan.external = self.outside.as_ref().map(|outside| outside.write(way.node)).into();
         backend.finish(&mut plan, &connected, &way)?;
-        Ok(plan)
+        Ok((plan, obstacles))
     }
 
     pub(super) fn undo(

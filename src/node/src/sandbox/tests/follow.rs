@@ -128,3 +128,35 @@ async fn a_node_with_another_address_tells_its_guests() {
     assert_eq!(world.greetings(), 3);
     node.kill().await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn what_is_in_the_traffics_way_is_said_once() {
+    let (world, dir) = (World::new(1), Dir::new());
+    *world.obstacles.lock().unwrap() = vec!["somebody's filter".into()];
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    settled(&node, &world).await;
+    settled(&node, &world).await;
+    assert_eq!((node.metrics.obstacles.get(), node.phase("a").as_str()), (1, "running"));
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_path_that_is_narrower_than_planned_is_counted_once_and_no_guest_fills_the_log() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    node.fx.finds_path("a", 1500, 1450);
+    node.until("heard", |node| node.metrics.paths("as_planned") == 1).await;
+    node.fx.finds_path("a", 1400, 1350);
+    node.until("heard", |node| node.metrics.paths("narrow") == 1).await;
+    settled(&node, &world).await;
+    assert_eq!((node.metrics.paths("as_planned"), node.metrics.paths("narrow")), (1, 1));
+    for n in 0..1000 {
+        node.fx.finds_path("a", 1500 - n % 2, 1450 - n % 2);
+        tokio::task::yield_now().await;
+    }
+    settled(&node, &world).await;
+    assert!(node.metrics.paths("narrow") < 100, "{}", node.metrics.paths("narrow"));
+    node.kill().await;
+}

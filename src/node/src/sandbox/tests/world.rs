@@ -131,6 +131,8 @@ pub(super) struct World {
     pub homes: watch::Sender<Homes>,
     /// The VMs' addresses.
     pub addresses: Mutex<Vec<IpAddr>>,
+    /// What is in the way of every pod's traffic.
+    pub obstacles: Mutex<Vec<String>>,
     /// Percent of effects that fail; of those, half fail after they worked.
     pub faults: AtomicU64,
     pub epoch: watch::Sender<u64>,
@@ -151,7 +153,7 @@ impl World {
         let mut plan = NetworkPlan { version: 1, ..NetworkPlan::default() };
         plan.underlay.mut_or_insert_default().vm_address = vm.to_string();
         let name = self.network.lock().unwrap().clone();
-        plan.interfaces.push(peerpod_proto::guest::Interface { name, ..Default::default() });
+        plan.interfaces.push(peerpod_proto::guest::Interface { name, mtu: 1450, ..Default::default() });
         plan
     }
 
@@ -199,6 +201,7 @@ impl World {
             network: Mutex::new("eth0".into()),
             homes: watch::Sender::new(None),
             addresses: Mutex::new(vec![IpAddr::V4(Ipv4Addr::new(10, 99, 0, 7))]),
+            obstacles: Mutex::default(),
             faults: AtomicU64::new(0),
             epoch: watch::Sender::new(1),
             trusted: watch::Sender::new(Arc::new(Trusted { id: "first".into(), cas: vec![b"ca".to_vec()] })),
@@ -334,6 +337,15 @@ impl Fake {
     pub(super) fn has_address(&self, id: &str, address: IpAddr) {
         let mut status = peerpod_proto::guest::Status::new();
         status.uplink_addresses.push(address.to_string());
+        let status = protobuf::Message::write_to_bytes(&status).unwrap();
+        self.guest_sender(id).send_modify(|guest| guest.status = status);
+    }
+
+    /// The guest says how large a packet may be on its way to the node, and what MTU its pod has for that.
+    pub(super) fn finds_path(&self, id: &str, mtu: u32, pod_mtu: u32) {
+        let mut status = peerpod_proto::guest::Status::new();
+        status.path = Some(peerpod_proto::guest::Path { mtu, probed: mtu, ..Default::default() }).into();
+        status.pod_mtu = pod_mtu;
         let status = protobuf::Message::write_to_bytes(&status).unwrap();
         self.guest_sender(id).send_modify(|guest| guest.status = status);
     }
@@ -590,7 +602,13 @@ impl Effects for Fake {
         }
         self.world.state().looks += 1;
         let plan = self.world.plan(vm);
-        Ok(Followed { network: None, plan, changes: vec!["all".into()], left: vec![] })
+        Ok(Followed {
+            network: None,
+            plan,
+            changes: vec!["all".into()],
+            left: vec![],
+            obstacles: self.world.obstacles.lock().unwrap().clone(),
+        })
     }
 
     async fn is_one_way(&self, one: IpAddr, other: IpAddr) -> bool {

@@ -153,6 +153,94 @@ async fn what_others_have_on_the_ingress_side_stays_and_works() {
     }
 }
 
+/// A filter that ends classification for what it matches.
+fn add_ending(name: &str, filter: &str) {
+    let mut tc = std::process::Command::new("tc");
+    tc.args(format!("-n {name} filter add dev eth0 ingress prio 1").split(' '));
+    tc.args(filter.split(' '));
+    if filter.ends_with("bytecode") {
+        tc.arg("1,6 0 0 4294967295,");
+    }
+    tc.args(["flowid", "1:1"]);
+    let out = tc.output().unwrap();
+    assert!(out.status.success(), "{filter}: {}", String::from_utf8_lossy(&out.stderr));
+}
+
+#[tokio::test]
+async fn a_foreign_filter_that_ends_classification_comes_behind_ours_where_the_kernel_has_a_place_and_is_named_where_not()
+ {
+    for (filter, first, kind) in [
+        ("protocol all bpf bytecode", true, "clsact"),
+        ("protocol all bpf bytecode", true, "ingress"),
+        ("protocol all u32 match u32 0 0", true, "clsact"),
+        ("protocol ip u32 match u32 0 0", false, "clsact"),
+        ("protocol ip bpf bytecode", false, "ingress"),
+    ] {
+        let mut world = World::new();
+        let tunnel = open(&world);
+        let (pod, name) = (world.pod("pod", 7), world.name("pod"));
+        run(&format!("tc -n {name} qdisc add dev eth0 {kind}"));
+        add_ending(&name, filter);
+        let before = world.traces("pod");
+        let (seen, reserved, plan) = whole(&tunnel, &pod, "sandbox", ip(VM)).await;
+        world.apply(&plan).unwrap();
+        for _ in 0..2 {
+            let told = tunnel.connect_telling(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();
+            assert_eq!((told.0, told.1.is_empty()), (plan.clone(), first), "{filter}: {:?}", told.1);
+            if !first {
+                let what = filter.split(' ').nth(2).unwrap();
+                let [said] = told.1.as_slice() else { panic!("{:?}", told.1) };
+                assert!(["eth0", what, "preference 1"].iter().all(|word| said.contains(word)), "{said}");
+            }
+        }
+        if first {
+            world.ping("other", "10.244.1.7", 56);
+        }
+        tunnel.undo("sandbox", Some(&pod), Some(&reserved), Some(ip(VM))).await.unwrap();
+        assert_eq!(world.traces("pod"), before, "{filter}");
+    }
+}
+
+#[tokio::test]
+async fn a_filter_of_the_first_preference_that_comes_after_ours_does_not_stay_before_it() {
+    let mut world = World::new();
+    let tunnel = open(&world);
+    let (pod, name) = (world.pod("pod", 7), world.name("pod"));
+    let (seen, reserved, plan) = whole(&tunnel, &pod, "sandbox", ip(VM)).await;
+    world.apply(&plan).unwrap();
+    add_ending(&name, "protocol all bpf bytecode");
+    let told = tunnel.connect_telling(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();
+    assert_eq!(told.1, [""; 0]);
+    world.ping("other", "10.244.1.7", 56);
+    for _ in 0..3 {
+        let filters = run(&format!("tc -n {name} filter show dev eth0 ingress"));
+        let places: Vec<Option<usize>> = ["peerpod:", "bytecode"].map(|word| filters.find(word)).into();
+        assert!(filters.matches("peerpod:").count() == 1 && places.is_sorted(), "{filters}");
+        let again = tunnel.connect_telling(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();
+        assert_eq!(again.1, [""; 0]);
+    }
+}
+
+#[tokio::test]
+async fn what_a_connection_would_wait_for_is_there_before_it_and_one_program_serves_all_pods() {
+    let mut world = World::new();
+    let tunnel = open(&world);
+    let mut programs = Vec::new();
+    for (number, name) in [(7, "one"), (8, "two")] {
+        let pod = world.pod(name, number);
+        let seen = tunnel.look(&pod).await.unwrap();
+        let reserved = tunnel.reserve(&pod, name, &seen, false, None).await.unwrap();
+        // On a device that is up the kernel waits for all processors before it has a qdisc.
+        let qdiscs = run(&format!("tc -n {} qdisc show dev pp-vx0", world.name(name)));
+        assert!(qdiscs.contains("ingress") && !world.ip(name, "link show pp-vx0").contains("UP"), "{qdiscs}");
+        tunnel.connect(&pod, name, &reserved, &seen, ip(VM)).await.unwrap();
+        let filters = run(&format!("tc -n {} filter show dev eth0 ingress", world.name(name)));
+        let id = filters.split_once(" id ").and_then(|(_, rest)| rest.split(' ').next()).map(str::to_owned);
+        programs.push(id.unwrap_or_else(|| panic!("no program: {filters}")));
+    }
+    assert_eq!(programs[0], programs[1]);
+}
+
 #[tokio::test]
 async fn an_empty_qdisc_that_was_there_stays_there() {
     let mut world = World::new();

@@ -1,0 +1,169 @@
+//! What a guest says of itself while its pod runs: how large a packet may be on the way to the node, and what of the
+//! pod's network is not as planned. Only read and told to people; nothing is decided by it, and a guest that says
+//! something else each time fills no log.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use peerpod_proto::guest::{NetworkPlan, Status};
+use protobuf::Message;
+use tracing::{info, warn};
+
+use super::{outcomes::clip, phase::Phase, task::Task};
+
+/// What is said about one sandbox at most, in one life of its task.
+const MOST_SAID: u32 = 64;
+/// Notes of one status that are looked at.
+const MOST_NOTES: usize = 8;
+
+/// What was heard and said.
+#[derive(Default)]
+pub(super) struct Reports {
+    /// The status that was looked at last, and the MTU that was planned then.
+    seen: u64,
+    path: Option<Path>,
+    notes: Vec<String>,
+    said: u32,
+}
+
+/// What became of the way between VM and node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Path {
+    /// For the metric.
+    kind: &'static str,
+    sentence: String,
+}
+
+impl Task {
+    /// Looks at the guest's last status, where it is another one.
+    pub(super) fn hear_reports(&mut self) {
+        let Phase::Running { .. } = self.record.phase else { return };
+        let Some(plan) = &self.plan else { return };
+        let planned = plan.network.interfaces.first().map_or(0, |interface| interface.mtu);
+        let status = {
+            let guest = self.guest.borrow();
+            let mut hasher = DefaultHasher::new();
+            (&guest.status, planned).hash(&mut hasher);
+            let now = hasher.finish();
+            if guest.status.is_empty() || std::mem::replace(&mut self.reports.seen, now) == now {
+                return;
+            }
+            Status::parse_from_bytes(&guest.status).unwrap_or_default()
+        };
+        let path = judge(&plan.network, &status);
+        if path.is_some() && path != self.reports.path {
+            self.say_path(path);
+        }
+        let notes: Vec<String> = status.notes.iter().take(MOST_NOTES).map(|note| clip(note)).collect();
+        if notes != self.reports.notes {
+            for note in notes.iter().filter(|note| !self.reports.notes.contains(note)) {
+                if may_say(&mut self.reports.said) {
+                    warn!(note, "the guest says");
+                }
+            }
+            self.reports.notes = notes;
+        }
+    }
+
+    fn say_path(&mut self, path: Option<Path>) {
+        let before = std::mem::replace(&mut self.reports.path, path);
+        let Some(Path { kind, sentence }) = &self.reports.path else { return };
+        if before.is_none_or(|before| before.kind != *kind) && self.reports.said < MOST_SAID {
+            self.metrics.path(kind);
+        }
+        if may_say(&mut self.reports.said) {
+            match *kind {
+                "narrow" => warn!(path = sentence, "packets of the pod are smaller than planned"),
+                "untried" => warn!(path = sentence, "the way to the VM could not be tried"),
+                _ => info!(path = sentence, "the way to the VM was tried"),
+            }
+        }
+    }
+}
+
+fn may_say(said: &mut u32) -> bool {
+    *said = said.saturating_add(1);
+    if *said == MOST_SAID {
+        warn!(bound = MOST_SAID, "the guest reports too often; no more of it is said");
+    }
+    *said < MOST_SAID
+}
+
+/// What the status says of the path, beside what was planned; `None`: nothing yet.
+fn judge(plan: &NetworkPlan, status: &Status) -> Option<Path> {
+    let path = status.path.as_ref().filter(|path| path.mtu > 0)?;
+    let planned = plan.interfaces.first().map_or(0, |interface| interface.mtu);
+    let overhead = plan.underlay.as_ref().map_or(0, |underlay| underlay.overhead);
+    let by = match path.probed {
+        0 => "as the VM's kernel says",
+        _ => "as tried",
+    };
+    let mut sentence = format!(
+        "packets of at most {} bytes pass between VM and {}, {by} (its device {}, its route {})",
+        path.mtu,
+        clip(&path.peer),
+        path.device,
+        path.kernel
+    );
+    let narrow = status.pod_mtu > 0 && status.pod_mtu < planned;
+    if narrow {
+        sentence.push_str(&format!(
+            "; with {overhead} for the tunnel the pod has an MTU of {} instead of {planned}",
+            status.pod_mtu
+        ));
+    }
+    if !path.why.is_empty() {
+        sentence.push_str("; ");
+        sentence.push_str(&clip(&path.why));
+    }
+    let kind = match (narrow, path.why.is_empty()) {
+        (true, _) => "narrow",
+        (false, false) => "untried",
+        (false, true) => "as_planned",
+    };
+    Some(Path { kind, sentence })
+}
+
+#[cfg(test)]
+mod tests {
+    use peerpod_proto::guest;
+
+    use super::*;
+
+    fn plan() -> NetworkPlan {
+        let interface = guest::Interface { mtu: 1450, ..Default::default() };
+        let underlay = guest::Underlay { overhead: 50, ..Default::default() };
+        NetworkPlan { interfaces: vec![interface], underlay: Some(underlay).into(), ..Default::default() }
+    }
+
+    fn status(mtu: u32, probed: u32, why: &str, pod_mtu: u32) -> Status {
+        let path = guest::Path {
+            peer: "10.0.0.1".into(),
+            mtu,
+            probed,
+            kernel: 1500,
+            device: 1500,
+            why: why.into(),
+            ..Default::default()
+        };
+        Status { path: Some(path).into(), pod_mtu, ..Default::default() }
+    }
+
+    #[test]
+    fn a_path_is_said_with_what_it_costs_the_pod_and_why() {
+        let plan = plan();
+        assert_eq!(judge(&plan, &Status::new()), None);
+        assert_eq!(judge(&plan, &status(0, 0, "", 1450)), None, "not tried yet");
+        for (status, kind, words) in [
+            (status(1500, 1500, "", 1450), "as_planned", &["1500", "10.0.0.1", "as tried"][..]),
+            (status(1500, 0, "UDP is blocked", 1450), "untried", &["kernel says", "UDP is blocked"]),
+            (status(1400, 1400, "", 1350), "narrow", &["1400", "50", "1350 instead of 1450"]),
+            (status(1400, 0, "UDP is\nblocked", 1350), "narrow", &["1350 instead of 1450", "UDP is blocked"]),
+        ] {
+            let path = judge(&plan, &status).unwrap();
+            assert_eq!(path.kind, kind);
+            for word in words {
+                assert!(path.sentence.contains(word), "{}", path.sentence);
+            }
+        }
+    }
+}
