@@ -54,7 +54,10 @@ pub(crate) async fn connect(
     carrier.taken(&json!({ "port": port }));
     let node_key = key_of(&detail.0)?;
     let guest_key = PrivateKey::generate()?;
-    let lane = |ours, theirs| Lane { ours, theirs, port: reserved.port, vnis: vec![vni] };
+    let lane = |ours, theirs| {
+        let fragments = ours != NODE_INNER;
+        Lane { ours, theirs, port: reserved.port, vnis: vec![vni], fragments }
+    };
     let peer = |name: &str, key: &PrivateKey, lane, endpoints| PeerConfig {
         name: name.to_owned(),
         key: key.public(),

@@ -166,7 +166,7 @@ impl Wanted {
         let peer = PeerConfig {
             name: "node".to_owned(),
             key: PublicKey::from_bytes(&outside.node_key)?,
-            lane: Lane { ours, theirs, port, vnis },
+            lane: Lane { ours, theirs, port, vnis, fragments: true },
             endpoints,
             keepalive: match outside.keepalive_seconds {
                 0 => None,

@@ -1,5 +1,8 @@
 //! The data plane: two threads between a TUN device and a UDP socket, one per direction, that do nothing else. They
 //! sleep when there is nothing to do, take many packets per wake-up, and hold a bounded amount of memory.
+//!
+//! The two live and die together: when one ends, by an error or by a panic, so does the other, and device and socket
+//! are free. Half a plane would carry nothing, and keep the device from whoever makes it anew.
 
 use std::io;
 use std::net::UdpSocket;
@@ -29,6 +32,9 @@ const FULL: Duration = Duration::from_millis(10);
 /// Largest packet of the device.
 const PACKET: usize = 1 << 16;
 
+/// What one thread does until it is told to stop.
+type Half = fn(&Shared, &Ends) -> io::Result<()>;
+
 /// Two running threads. Dropped, they end; the device and the socket stay with whoever has other descriptors of them.
 #[derive(Debug)]
 pub struct DataPlane {
@@ -42,6 +48,7 @@ struct Shared {
     stop: AtomicBool,
     begin: AtomicBool,
     failed: AtomicBool,
+    panicked: AtomicBool,
     /// Readable when the threads shall end; never read.
     ending: EventFd,
     /// Wakes the thread that keeps time.
@@ -61,6 +68,16 @@ impl DataPlane {
     /// # Errors
     /// The socket or the kernel's threads; nothing runs then.
     pub fn start(engine: Arc<Engine>, tun: Tun, socket: UdpSocket, name: &str) -> io::Result<DataPlane> {
+        DataPlane::with(engine, tun, socket, name, [("out", outgoing), ("in", incoming)])
+    }
+
+    fn with(
+        engine: Arc<Engine>,
+        tun: Tun,
+        socket: UdpSocket,
+        name: &str,
+        halves: [(&str, Half); 2],
+    ) -> io::Result<DataPlane> {
         nix::fcntl::fcntl(&tun, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK))?;
         let prefix = if tun.has_prefix()? { PREFIX } else { 0 };
         let ends = Arc::new(Ends { tun, prefix, udp: Udp::new(socket)? });
@@ -70,24 +87,24 @@ impl DataPlane {
             stop: AtomicBool::new(false),
             begin: AtomicBool::new(true),
             failed: AtomicBool::new(false),
+            panicked: AtomicBool::new(false),
             ending: event()?,
             word: event()?,
         });
         // Dropping it ends what was started so far.
         let mut plane = DataPlane { shared: shared.clone(), threads: Vec::new() };
-        let mut spawn = |what: &str, run: fn(&Shared, &Ends) -> io::Result<()>| {
+        for (what, half) in halves {
             let (shared, ends) = (shared.clone(), ends.clone());
-            let thread = Builder::new().name(format!("{name}-{what}")).spawn(move || {
-                if let Err(error) = run(&shared, &ends) {
-                    shared.failed.store(true, Ordering::Relaxed);
+            let run = move || {
+                // Dropped after the device and the socket are let go.
+                let _both = Both(&shared);
+                let ends = ends;
+                if let Err(error) = half(&shared, &ends) {
                     tracing::error!(%error, "the encrypted tunnel's data plane ended");
                 }
-            })?;
-            plane.threads.push(thread);
-            Ok::<(), io::Error>(())
-        };
-        spawn("out", outgoing)?;
-        spawn("in", incoming)?;
+            };
+            plane.threads.push(Builder::new().name(format!("{name}-{what}")).spawn(run)?);
+        }
         Ok(plane)
     }
 
@@ -103,19 +120,49 @@ impl DataPlane {
         self.shared.word.write(1).ok();
     }
 
-    /// Whether both threads do their work: not, when the device was deleted.
+    /// Whether both threads do their work: not, when the device was deleted or one of them panicked. What it held is
+    /// free once it is dropped.
     pub fn is_running(&self) -> bool {
-        !self.shared.failed.load(Ordering::Relaxed)
+        !self.shared.failed.load(Ordering::Acquire) && !self.threads.iter().any(JoinHandle::is_finished)
+    }
+
+    /// Whether it ended by a panic, which may have left a session of the engine half-way.
+    pub fn has_panicked(&self) -> bool {
+        self.shared.panicked.load(Ordering::Acquire)
     }
 }
 
 impl Drop for DataPlane {
     fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::Release);
-        self.shared.ending.write(1).ok();
+        self.shared.end();
         for thread in self.threads.drain(..) {
-            // A panic there was told by the runtime.
+            // A panic there was told when it happened.
             drop(thread.join());
+        }
+    }
+}
+
+impl Shared {
+    /// Tells both threads to end; whether they had not been told before.
+    fn end(&self) -> bool {
+        let first = !self.stop.swap(true, Ordering::AcqRel);
+        // Fails only when it is readable already.
+        self.ending.write(1).ok();
+        first
+    }
+}
+
+/// Ends both threads when one of them does, however it does.
+struct Both<'s>(&'s Shared);
+
+impl Drop for Both<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.panicked.store(true, Ordering::Release);
+            tracing::error!("the encrypted tunnel's data plane panicked; this is a bug of ours");
+        }
+        if self.0.end() {
+            self.0.failed.store(true, Ordering::Release);
         }
     }
 }
@@ -340,3 +387,6 @@ impl Sink for Out<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -145,6 +145,16 @@ impl Engine {
         peer.and_then(|peer| peer.lock().path)
     }
 
+    /// Looks for peers where another engine of the same key found them last: one that is to be replaced, whose sessions
+    /// are worth nothing. What is sent to such a peer begins a session there.
+    pub fn take_places(&self, from: &Engine) {
+        for peer in self.all() {
+            let place = from.path_of(&peer.name);
+            let mut state = peer.lock();
+            state.path = state.path.or(place);
+        }
+    }
+
     /// Takes a peer in. Again with the same key and address its session goes on; with others it is another peer.
     ///
     /// # Errors
@@ -246,11 +256,12 @@ impl Engine {
                 self.proved(&peer, &mut state, path);
                 let admitted = state.lane.admits(packet);
                 drop(state);
-                if admitted {
-                    self.stats.received(packet.len());
-                    sink.tunnel(packet);
-                } else {
-                    self.stats.drop(Reason::NotAllowed);
+                match admitted {
+                    Ok(()) => {
+                        self.stats.received(packet.len());
+                        sink.tunnel(packet);
+                    }
+                    Err(why) => self.stats.drop(why),
                 }
             }
             TunnResult::WriteToTunnelV6(..) => {

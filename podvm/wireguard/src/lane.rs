@@ -4,6 +4,8 @@
 
 use std::net::Ipv4Addr;
 
+use crate::stats::Reason;
+
 /// The node's inner address.
 pub const NODE_INNER: Ipv4Addr = Ipv4Addr::new(10, 0, 0, 1);
 
@@ -20,6 +22,9 @@ const UDP: u8 = 17;
 const IP_HEADER: usize = 20;
 /// UDP and VXLAN header: what the first fragment must hold whole, and no later one may reach into.
 const HEADERS: usize = 16;
+/// Of IP's sixth and seventh byte: more fragments follow; where this one begins, in units of eight bytes.
+const MORE: u16 = 0x2000;
+const OFFSET: u16 = 0x1fff;
 
 /// One peer's way: from its inner address to ours.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,30 +37,44 @@ pub struct Lane {
     pub port: u16,
     /// The VXLAN networks of this peer.
     pub vnis: Vec<u32>,
+    /// Whether datagrams may come in fragments. Never at the node: all VMs share the memory in which its kernel puts
+    /// fragments together, one VM with lone ones could fill it, and none needs any, because a guest makes its pod's
+    /// MTU fit. At the guest, which has one peer: the node cuts what others send to the pod beyond that.
+    pub fragments: bool,
 }
 
 impl Lane {
     /// Whether the peer may send this packet to us.
     ///
-    /// A datagram may come in fragments (the kernel makes them where the pod sends more than the tunnel's MTU). Its
-    /// first fragment shows the network's number; later ones cannot overwrite it, because they begin behind it and
-    /// the kernel drops what overlaps.
-    pub fn admits(&self, packet: &[u8]) -> bool {
-        let Some((ip, rest)) = packet.split_first_chunk::<IP_HEADER>() else { return false };
+    /// Where fragments are let in, the first one shows the network's number; later ones cannot overwrite it, because
+    /// they begin behind it and the kernel drops what overlaps.
+    ///
+    /// # Errors
+    /// Why not: [`Reason::Fragment`], or [`Reason::NotAllowed`].
+    pub fn admits(&self, packet: &[u8]) -> Result<(), Reason> {
+        let Some((ip, rest)) = packet.split_first_chunk::<IP_HEADER>() else {
+            return Err(Reason::NotAllowed);
+        };
         let [version, _, l0, l1, _, _, f0, f1, _, protocol, _, _, s0, s1, s2, s3, d0, d1, d2, d3] = *ip;
         if version != 0x45 || protocol != UDP || usize::from(u16::from_be_bytes([l0, l1])) != packet.len() {
-            return false;
+            return Err(Reason::NotAllowed);
         }
         let from = Ipv4Addr::new(s0, s1, s2, s3);
         let to = Ipv4Addr::new(d0, d1, d2, d3);
         if from != self.theirs || to != self.ours {
-            return false;
+            return Err(Reason::NotAllowed);
         }
-        let offset = usize::from(u16::from_be_bytes([f0, f1]) & 0x1fff) * 8;
-        if offset != 0 {
-            return offset >= HEADERS;
+        let place = u16::from_be_bytes([f0, f1]);
+        if place & (MORE | OFFSET) != 0 && !self.fragments {
+            return Err(Reason::Fragment);
         }
-        let Some(headers) = rest.first_chunk::<HEADERS>() else { return false };
+        let offset = usize::from(place & OFFSET) * 8;
+        let allowed = if offset == 0 { self.is_of_its_network(rest) } else { offset >= HEADERS };
+        if allowed { Ok(()) } else { Err(Reason::NotAllowed) }
+    }
+
+    fn is_of_its_network(&self, datagram: &[u8]) -> bool {
+        let Some(headers) = datagram.first_chunk::<HEADERS>() else { return false };
         let [_, _, p0, p1, _, _, _, _, flags, _, _, _, v0, v1, v2, _] = *headers;
         let vni = u32::from_be_bytes([0, v0, v1, v2]);
         u16::from_be_bytes([p0, p1]) == self.port && flags & 0x08 != 0 && self.vnis.contains(&vni)
@@ -94,48 +113,74 @@ pub(crate) mod tests {
 
     const VM: Ipv4Addr = Ipv4Addr::new(10, 0, 3, 4);
 
+    const REFUSED: Result<(), Reason> = Err(Reason::NotAllowed);
+
     fn lane() -> Lane {
-        Lane { ours: NODE_INNER, theirs: VM, port: 4789, vnis: vec![7, 0xff_fffe] }
+        Lane { ours: NODE_INNER, theirs: VM, port: 4789, vnis: vec![7, 0xff_fffe], fragments: false }
     }
 
     #[test]
     fn a_peers_own_networks_pass_and_nothing_else_does() {
         let lane = lane();
-        assert!(lane.admits(&vxlan(VM, NODE_INNER, 4789, 7, b"frame")));
-        assert!(lane.admits(&vxlan(VM, NODE_INNER, 4789, 0xff_fffe, b"")));
+        assert_eq!(lane.admits(&vxlan(VM, NODE_INNER, 4789, 7, b"frame")), Ok(()));
+        assert_eq!(lane.admits(&vxlan(VM, NODE_INNER, 4789, 0xff_fffe, b"")), Ok(()));
         let other = Ipv4Addr::new(10, 0, 3, 5);
-        assert!(!lane.admits(&vxlan(VM, NODE_INNER, 4789, 8, b"frame")), "another pod's network");
-        assert!(!lane.admits(&vxlan(other, NODE_INNER, 4789, 7, b"frame")), "another VM's address");
-        assert!(!lane.admits(&vxlan(VM, other, 4789, 7, b"frame")), "through us to another VM");
-        assert!(!lane.admits(&vxlan(VM, NODE_INNER, 22, 7, b"frame")), "another port");
+        assert_eq!(REFUSED, lane.admits(&vxlan(VM, NODE_INNER, 4789, 8, b"frame")), "another pod's network");
+        assert_eq!(
+            REFUSED,
+            lane.admits(&vxlan(other, NODE_INNER, 4789, 7, b"frame")),
+            "another VM's address"
+        );
+        assert_eq!(REFUSED, lane.admits(&vxlan(VM, other, 4789, 7, b"frame")), "through us to another VM");
+        assert_eq!(REFUSED, lane.admits(&vxlan(VM, NODE_INNER, 22, 7, b"frame")), "another port");
         for at in [0, 9] {
             let mut packet = vxlan(VM, NODE_INNER, 4789, 7, b"frame");
             packet[at] ^= 0x10; // IP options; another protocol
-            assert!(!lane.admits(&packet));
+            assert_eq!(REFUSED, lane.admits(&packet));
         }
         let mut unmarked = vxlan(VM, NODE_INNER, 4789, 7, b"frame");
         unmarked[28] = 0;
-        assert!(!lane.admits(&unmarked), "a number that does not count");
+        assert_eq!(REFUSED, lane.admits(&unmarked), "a number that does not count");
         let mut longer = vxlan(VM, NODE_INNER, 4789, 7, b"frame");
         longer.push(0);
-        assert!(!lane.admits(&longer), "bytes beyond the packet");
+        assert_eq!(REFUSED, lane.admits(&longer), "bytes beyond the packet");
+    }
+
+    /// A piece of a datagram of the pod's own network, `units` of eight bytes into it.
+    fn fragment(units: u16, more: bool, length: usize) -> Vec<u8> {
+        let mut packet = vxlan(VM, NODE_INNER, 4789, 7, &[1; 200]);
+        packet.truncate(length);
+        let size = u16::try_from(length).unwrap();
+        packet[2..4].copy_from_slice(&size.to_be_bytes());
+        packet[6..8].copy_from_slice(&(units | if more { MORE } else { 0 }).to_be_bytes());
+        packet
     }
 
     #[test]
-    fn fragments_pass_where_they_cannot_touch_the_networks_number() {
+    fn at_the_node_no_fragment_passes_that_could_wait_in_its_kernel_for_the_rest() {
         let lane = lane();
-        let fragment = |units: u16, length: usize| {
-            let mut packet = vxlan(VM, NODE_INNER, 4789, 7, &[1; 200]);
-            packet.truncate(length);
-            let size = u16::try_from(length).unwrap();
-            packet[2..4].copy_from_slice(&size.to_be_bytes());
-            packet[6..8].copy_from_slice(&(0x2000 | units).to_be_bytes());
-            packet
-        };
-        assert!(lane.admits(&fragment(0, 100)), "the first one, with its headers");
-        assert!(!lane.admits(&fragment(0, 28)), "a first one without the network's number");
-        assert!(!lane.admits(&fragment(1, 100)), "one that would write the number");
-        assert!(lane.admits(&fragment(2, 100)));
+        for piece in [
+            fragment(0, true, 100),
+            fragment(2, true, 100),
+            fragment(2, false, 100),
+            fragment(0x1fff, false, 28),
+            fragment(1, true, 100),
+        ] {
+            assert_eq!(lane.admits(&piece), Err(Reason::Fragment));
+        }
+        let mut whole = vxlan(VM, NODE_INNER, 4789, 7, b"frame");
+        whole[6] = 0x40;
+        assert_eq!(lane.admits(&whole), Ok(()), "one that must not be fragmented is none");
+    }
+
+    #[test]
+    fn at_the_guest_fragments_pass_where_they_cannot_touch_the_networks_number() {
+        let lane = Lane { fragments: true, ..lane() };
+        assert_eq!(lane.admits(&fragment(0, true, 100)), Ok(()), "the first one, with its headers");
+        assert_eq!(lane.admits(&fragment(0, true, 28)), REFUSED, "a first one without the network's number");
+        assert_eq!(lane.admits(&fragment(1, true, 100)), REFUSED, "one that would write the number");
+        assert_eq!(lane.admits(&fragment(2, true, 100)), Ok(()));
+        assert_eq!(lane.admits(&fragment(2, false, 100)), Ok(()));
     }
 
     #[test]
@@ -149,7 +194,8 @@ pub(crate) mod tests {
     proptest! {
         #[test]
         fn no_bytes_make_the_check_panic(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
-            lane().admits(&bytes);
+            lane().admits(&bytes).ok();
+            Lane { fragments: true, ..lane() }.admits(&bytes).ok();
             destination(&bytes);
         }
     }

@@ -17,6 +17,8 @@ pub enum Reason {
     Replayed,
     /// A peer sent what it may not: another pod's network, another address.
     NotAllowed,
+    /// A VM sent a fragment, which the node's kernel would have to keep for the rest.
+    Fragment,
     /// Nobody has the inner address a packet goes to.
     NoPeer,
     /// The peer has not come yet: where it is, nobody knows.
@@ -29,13 +31,14 @@ pub enum Reason {
 
 impl Reason {
     /// All of them, in the order of [`Snapshot::drops`].
-    pub const ALL: [Reason; 10] = [
+    pub const ALL: [Reason; 11] = [
         Reason::Malformed,
         Reason::Unknown,
         Reason::Handshake,
         Reason::Forged,
         Reason::Replayed,
         Reason::NotAllowed,
+        Reason::Fragment,
         Reason::NoPeer,
         Reason::NoEndpoint,
         Reason::NoSession,
@@ -51,6 +54,7 @@ impl Reason {
             Reason::Forged => "forged",
             Reason::Replayed => "replayed",
             Reason::NotAllowed => "not_allowed",
+            Reason::Fragment => "fragment",
             Reason::NoPeer => "no_peer",
             Reason::NoEndpoint => "no_endpoint",
             Reason::NoSession => "no_session",

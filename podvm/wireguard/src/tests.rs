@@ -39,12 +39,12 @@ fn inner(vni: u32) -> Ipv4Addr {
 }
 
 fn guest_of(name: &str, key: PublicKey, vni: u32) -> PeerConfig {
-    let lane = Lane { ours: NODE_INNER, theirs: inner(vni), port: PORT, vnis: vec![vni] };
+    let lane = Lane { ours: NODE_INNER, theirs: inner(vni), port: PORT, vnis: vec![vni], fragments: false };
     PeerConfig { name: name.to_owned(), key, lane, endpoints: vec![], keepalive: None }
 }
 
 fn node_of(key: PublicKey, vni: u32, endpoints: &[&str]) -> PeerConfig {
-    let lane = Lane { ours: inner(vni), theirs: NODE_INNER, port: PORT, vnis: vec![vni] };
+    let lane = Lane { ours: inner(vni), theirs: NODE_INNER, port: PORT, vnis: vec![vni], fragments: true };
     let endpoints: Vec<SocketAddr> = endpoints.iter().map(|e| e.parse().unwrap()).collect();
     let keepalive = Some(Duration::from_secs(15));
     PeerConfig { name: "node".to_owned(), key, lane, endpoints, keepalive }
@@ -289,6 +289,23 @@ fn a_guest_whose_node_forgot_it_begins_anew_within_seconds() {
     assert!(healed.is_some_and(|ms| ms <= 4_000), "{healed:?}");
     let sealed = pair.seal_at_guest(b"y");
     assert_eq!(pair.node_hears(&sealed).len(), 1);
+}
+
+#[test]
+fn an_engine_that_takes_places_over_reaches_a_guest_that_says_nothing() {
+    let mut pair = Pair::connected();
+    let node = Engine::new(PrivateKey::from_bytes(pair.node.key_bytes().as_ref()).unwrap());
+    node.put_peer(&guest_of("pod", pair.guest.public_key(), VNI)).unwrap();
+    let asked = vxlan(NODE_INNER, inner(VNI), PORT, VNI, b"are you there");
+    let mut out = Caught::default();
+    node.outgoing(&asked, &mut pair.scratch, &mut out);
+    assert!(out.network.is_empty(), "where it is, nobody knows");
+    node.take_places(&pair.node);
+    assert_eq!(node.path_of("pod"), Some(pair.guest_at));
+    pair.node = node;
+    pair.node.outgoing(&asked, &mut pair.scratch, &mut out);
+    let (_, at_guest) = pair.settle(Caught::default(), out);
+    assert_eq!(at_guest, [asked]);
 }
 
 #[test]

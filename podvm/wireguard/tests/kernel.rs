@@ -19,7 +19,7 @@ use nix::sys::time::TimeVal;
 use peerpod_link::net::netns::Netns;
 use peerpod_wireguard::inner::{self, Inner};
 use peerpod_wireguard::{
-    DataPlane, Engine, Lane, NODE_INNER, PeerConfig, PrivateKey, bind, inner_of, port_of,
+    DataPlane, Engine, Lane, NODE_INNER, PeerConfig, PrivateKey, Reason, bind, inner_of, port_of,
 };
 
 static COUNTER: AtomicU32 = AtomicU32::new(0);
@@ -162,7 +162,7 @@ impl Tunnel {
         let tun = world.end("vm", "pod", vm, NODE_INNER, 7);
         let socket = world.netns("vm").run(|| bind(0)).unwrap().unwrap();
         let engine = Engine::new(keys[1].clone());
-        let lane = Lane { ours: vm, theirs: NODE_INNER, port: VXLAN_PORT, vnis: vec![VNI] };
+        let lane = Lane { ours: vm, theirs: NODE_INNER, port: VXLAN_PORT, vnis: vec![VNI], fragments: true };
         let endpoint = SocketAddr::from(([10, 77, 0, 1], port));
         let peer = PeerConfig {
             name: "node".to_owned(),
@@ -180,8 +180,8 @@ impl Tunnel {
 
     fn node_engine(keys: &[PrivateKey; 2]) -> Arc<Engine> {
         let engine = Engine::new(keys[0].clone());
-        let lane =
-            Lane { ours: NODE_INNER, theirs: inner_of(VNI).unwrap(), port: VXLAN_PORT, vnis: vec![VNI] };
+        let theirs = inner_of(VNI).unwrap();
+        let lane = Lane { ours: NODE_INNER, theirs, port: VXLAN_PORT, vnis: vec![VNI], fragments: false };
         let peer = PeerConfig {
             name: "pod".to_owned(),
             key: keys[1].public(),
@@ -266,9 +266,19 @@ fn packets_of_exactly_the_mtu_pass_whole_and_larger_ones_are_cut_inside() {
     // Fragments of the pod's own.
     assert!(world.ping("outer", "10.244.1.7", "-s 4000"));
     // A device whose MTU is wrong, as a redirect from a wider one: the packet is cut inside the tunnel.
+    let lone = || tunnel.node().engine().stats().snapshot().dropped(Reason::Fragment);
     run(&format!("ip -n {} link set eth0 mtu 2000", world.name("outer")));
+    assert!(world.ping("outer", "10.244.1.7", "-s 1900"), "the pod's answer fits, in fragments of its own");
+    assert_eq!(lone(), 0);
+    // Not the other way: a guest makes its pod's MTU fit, and who undoes that fills nobody's memory.
     run(&format!("ip -n {} link set eth0 mtu 2000", world.name("pod")));
-    assert!(world.ping("outer", "10.244.1.7", "-M do -s 1900"));
+    assert!(!world.ping("outer", "10.244.1.7", "-s 1900"));
+    assert!(lone() >= 2, "{}", lone());
+    let node = world.inner_path("node").display().to_string();
+    let counters = run(&format!("nsenter --net={node} cat /proc/net/snmp"));
+    let ip: Vec<&str> = counters.lines().filter(|line| line.starts_with("Ip: ")).collect();
+    let at = ip[0].split(' ').position(|name| name == "ReasmReqds").unwrap();
+    assert_eq!(ip[1].split(' ').nth(at), Some("0"), "nothing waits in the node's kernel: {counters}");
     let sent = run(&format!("ip netns exec {} nft list ruleset", world.name("nat")));
     assert!(sent.contains("masquerade"));
 }

@@ -34,9 +34,15 @@ const MAX_VNIS: usize = 64;
 
 #[derive(Default)]
 struct State {
+    /// The sessions; they go on in the next data plane of the same key. None before the first.
+    engine: Option<Arc<Engine>>,
+    /// One that panicked: a session of it may be half-way, but where the guests are it knows.
+    broken: Option<Arc<Engine>>,
     plane: Option<Plane>,
     /// By sandbox; also while there is no data plane.
     peers: HashMap<SandboxId, PeerConfig>,
+    /// Data planes that ended by themselves.
+    failures: u64,
 }
 
 struct Plane {
@@ -46,6 +52,24 @@ struct Plane {
     port: u16,
     /// Which namespace the device is in, in the node's words.
     inside: String,
+}
+
+impl State {
+    /// Lets go of everything that a data plane held which ended by itself: the node opens the device and binds the port
+    /// anew. Blocks until its threads have ended, which they are about to.
+    fn bury(&mut self) {
+        let Some(dead) = self.plane.take_if(|plane| !plane.threads.is_running()) else { return };
+        let panicked = dead.threads.has_panicked();
+        if panicked {
+            self.broken = self.engine.take();
+        }
+        self.failures += 1;
+        drop(dead);
+        tracing::error!(
+            panicked,
+            "the encrypted tunnel carries nothing until the node has made its data plane anew"
+        );
+    }
 }
 
 /// The data plane and its peers.
@@ -72,8 +96,8 @@ impl WireGuard {
         if let Some((other, _)) = state.peers.iter().find(|(other, known)| *other != id && taken(known)) {
             return Err(format!("key or inner address belong to sandbox {other} already"));
         }
-        if let Some(plane) = &state.plane {
-            plane.threads.engine().put_peer(&config).map_err(|error| error.to_string())?;
+        if let Some(engine) = &state.engine {
+            engine.put_peer(&config).map_err(|error| error.to_string())?;
         }
         state.peers.insert(id.clone(), config);
         Ok(())
@@ -83,13 +107,19 @@ impl WireGuard {
     pub(crate) fn delete(&self, id: &SandboxId) {
         let mut state = self.lock();
         if state.peers.remove(id).is_some()
-            && let Some(plane) = &state.plane
+            && let Some(engine) = &state.engine
         {
-            plane.threads.engine().remove_peer(&id.to_string());
+            engine.remove_peer(&id.to_string());
         }
     }
 
-    /// Starts the threads, instead of those that run. Blocks until these have ended.
+    /// Starts the threads, then ends those that ran. Where it fails these go on.
+    ///
+    /// In this order nothing is lost by a failure, and nothing is in the way of a success. A TUN device has one
+    /// opener, but we open none: that is what the node did before it handed the descriptor in, and it can only have
+    /// done so where no plane of ours holds the device (one that ended let go of it, see [`State::bury`]) or with a
+    /// descriptor that it shares with us. Two planes on one device or one socket each take some of the packets for
+    /// the moment that both run.
     fn start(
         &self,
         key: PrivateKey,
@@ -99,38 +129,43 @@ impl WireGuard {
     ) -> Result<Value, String> {
         let unusable = |error| format!("the UDP socket: {error}");
         let mut state = self.lock();
+        state.bury();
         let held =
             state.plane.as_ref().map(|plane| plane.socket.try_clone()).transpose().map_err(unusable)?;
         let socket = socket.or(held).ok_or("there is no UDP socket yet")?;
         let port = peerpod_wireguard::port_of(&socket).map_err(unusable)?;
         let kept = socket.try_clone().map_err(unusable)?;
-        // The same node handed in anew: its sessions go on.
-        let before = state.plane.take().map(|plane| plane.threads.engine().clone());
-        let engine = before.filter(|engine| engine.public_key() == key.public());
-        let engine = engine.unwrap_or_else(|| Arc::new(Engine::new(key)));
+        let same = state.engine.clone().filter(|engine| engine.public_key() == key.public());
+        let engine = same.unwrap_or_else(|| Arc::new(Engine::new(key)));
         for (id, config) in &state.peers {
             if let Err(error) = engine.put_peer(config) {
                 tracing::error!(sandbox = %id, %error, "guest is no peer of the encrypted tunnel");
             }
         }
-        let threads =
-            DataPlane::start(engine, tun, socket, "wireguard").map_err(|error| error.to_string())?;
+        if let Some(broken) = &state.broken {
+            engine.take_places(broken);
+        }
+        let threads = DataPlane::start(engine.clone(), tun, socket, "wireguard")
+            .map_err(|error| format!("start the data plane: {error}"))?;
         tracing::info!(port, peers = state.peers.len(), "the encrypted tunnel's data plane runs");
         let plane = Plane { threads, socket: kept, port, inside };
         let detail = describe(&plane);
-        state.plane = Some(plane);
+        (state.engine, state.broken) = (Some(engine), None);
+        drop(state.plane.replace(plane));
         Ok(detail)
     }
 
-    /// What there is to see, when there is a data plane.
+    /// What there is to see, once there was a data plane.
     fn figures(&self) -> Option<Figures> {
         let state = self.lock();
-        let plane = state.plane.as_ref()?;
-        let engine = plane.threads.engine();
+        if state.engine.is_none() && state.failures == 0 {
+            return None;
+        }
         Some(Figures {
-            running: plane.threads.is_running(),
-            peers: engine.peers(),
-            counters: engine.stats().snapshot(),
+            running: state.plane.as_ref().is_some_and(|plane| plane.threads.is_running()),
+            peers: state.peers.len(),
+            failures: state.failures,
+            counters: state.engine.as_ref().map(|engine| engine.stats().snapshot()).unwrap_or_default(),
         })
     }
 }
@@ -138,6 +173,7 @@ impl WireGuard {
 struct Figures {
     running: bool,
     peers: usize,
+    failures: u64,
     counters: peerpod_wireguard::Snapshot,
 }
 
@@ -154,7 +190,8 @@ fn config(id: &SandboxId, peer: &TunnelPeer) -> Result<PeerConfig, String> {
     if peer.inner == NODE_INNER || peer.inner.octets()[0] != NODE_INNER.octets()[0] {
         return Err(format!("{} is no inner address of a VM", peer.inner));
     }
-    let lane = Lane { ours: NODE_INNER, theirs: peer.inner, port: peer.vxlan_port, vnis: peer.vnis.clone() };
+    let (theirs, port, vnis) = (peer.inner, peer.vxlan_port, peer.vnis.clone());
+    let lane = Lane { ours: NODE_INNER, theirs, port, vnis, fragments: false };
     let name = id.to_string();
     Ok(PeerConfig { name, key, lane, endpoints: Vec::new(), keepalive: None })
 }
@@ -169,10 +206,10 @@ impl Kind for WireGuard {
         if sandbox.is_some() {
             return None;
         }
-        let state = self.lock();
-        // One whose device is gone holds nothing that is of use.
-        let plane = state.plane.as_ref().filter(|plane| plane.threads.is_running())?;
-        Some(describe(plane))
+        let mut state = self.lock();
+        // The node asks every second: so it hears soon of one that failed.
+        state.bury();
+        state.plane.as_ref().map(describe)
     }
 
     async fn take(&self, sandbox: Option<&SandboxId>, mut handed: Handed) -> Result<Value, String> {
@@ -204,7 +241,7 @@ impl std::fmt::Debug for Shown {
 
 impl Collector for Shown {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        let Some(Figures { running, peers, counters }) = self.0.figures() else { return Ok(()) };
+        let Some(Figures { running, peers, failures, counters }) = self.0.figures() else { return Ok(()) };
         for (name, help, value) in [
             ("wireguard_running", "1 while the encrypted tunnel's data plane runs", i64::from(running)),
             ("wireguard_peers", "Guests of the encrypted tunnel", i64::try_from(peers).unwrap_or(i64::MAX)),
@@ -214,6 +251,7 @@ impl Collector for Shown {
             gauge.encode(metric)?;
         }
         for (name, help, value) in [
+            ("wireguard_failures", "Times the encrypted tunnel's data plane ended by itself", failures),
             ("wireguard_handshakes", "Handshakes with guests that were completed", counters.handshakes),
             ("wireguard_cookies", "Handshakes put off with a cookie", counters.cookies),
             ("wireguard_roams", "Times a guest was found at another address", counters.roams),
@@ -242,48 +280,4 @@ impl Collector for Shown {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn id(text: &str) -> SandboxId {
-        SandboxId::parse(text).unwrap()
-    }
-
-    fn peer(last: u8) -> TunnelPeer {
-        TunnelPeer {
-            key: vec![last; 32],
-            inner: [10, 0, 1, last].into(),
-            vnis: vec![256 + u32::from(last)],
-            vxlan_port: 4789,
-        }
-    }
-
-    #[test]
-    fn a_peer_waits_for_the_data_plane_and_belongs_to_one_sandbox() {
-        let plane = WireGuard::default();
-        plane.put(&id("a"), Some(&peer(2))).unwrap();
-        plane.put(&id("a"), Some(&peer(2))).unwrap();
-        let error = plane.put(&id("b"), Some(&peer(2))).unwrap_err();
-        assert!(error.contains("sandbox a"), "{error}");
-        plane.put(&id("b"), Some(&peer(3))).unwrap();
-        assert!(plane.figures().is_none());
-        plane.delete(&id("a"));
-        plane.put(&id("b"), Some(&peer(2))).unwrap();
-        plane.put(&id("b"), None).unwrap();
-        assert!(plane.lock().peers.is_empty());
-    }
-
-    #[test]
-    fn a_peer_that_makes_no_sense_is_refused() {
-        let plane = WireGuard::default();
-        for wrong in [
-            TunnelPeer { key: vec![1; 31], ..peer(2) },
-            TunnelPeer { key: vec![0; 32], ..peer(2) },
-            TunnelPeer { vnis: vec![], ..peer(2) },
-            TunnelPeer { inner: NODE_INNER, ..peer(2) },
-            TunnelPeer { inner: [192, 0, 2, 1].into(), ..peer(2) },
-        ] {
-            plane.put(&id("a"), Some(&wrong)).unwrap_err();
-        }
-    }
-}
+mod tests;

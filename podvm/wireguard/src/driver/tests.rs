@@ -1,0 +1,79 @@
+//! Halves that fail, between a real TUN device and a real socket. Needs root.
+
+use peerpod_link::net::netns::Netns;
+
+use super::*;
+use crate::key::PrivateKey;
+use crate::sys::open_tun;
+use crate::udp::bind;
+
+const PATIENCE: Duration = Duration::from_secs(10);
+
+fn until(what: &str, is: impl Fn() -> bool) {
+    let since = Instant::now();
+    while !is() {
+        assert!(since.elapsed() < PATIENCE, "{what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn device(netns: &Netns) -> io::Result<Tun> {
+    netns.run(|| open_tun("pp-wg0")).unwrap()
+}
+
+fn plane(netns: &Netns, halves: [(&'static str, Half); 2]) -> DataPlane {
+    let socket = netns.run(|| bind(0)).unwrap().unwrap();
+    let engine = Arc::new(Engine::new(PrivateKey::generate().unwrap()));
+    DataPlane::with(engine, device(netns).unwrap(), socket, "test", halves).unwrap()
+}
+
+fn panics(_: &Shared, _: &Ends) -> io::Result<()> {
+    panic!("as a bug of ours would")
+}
+
+fn fails(_: &Shared, _: &Ends) -> io::Result<()> {
+    Err(io::Error::other("as a socket that is gone would"))
+}
+
+#[test]
+fn a_half_that_panics_or_fails_is_noticed_and_takes_the_other_along() {
+    let netns = Netns::scratch().unwrap();
+    for (bad, panicked) in [(panics as Half, true), (fails, false)] {
+        for halves in [[("out", outgoing as Half), ("in", bad)], [("out", bad), ("in", incoming)]] {
+            let plane = plane(&netns, halves);
+            until("it says that it does not run", || !plane.is_running());
+            // Also while nobody drops it: the device is free for whoever makes the plane anew.
+            until("both halves end", || plane.threads.iter().all(JoinHandle::is_finished));
+            assert_eq!(plane.has_panicked(), panicked);
+            let free = device(&netns);
+            assert!(free.is_ok(), "{free:?}");
+        }
+    }
+}
+
+#[test]
+fn a_half_that_ends_without_a_word_is_an_end_too() {
+    let netns = Netns::scratch().unwrap();
+    let plane = plane(&netns, [("out", |_, _| Ok(())), ("in", incoming)]);
+    until("it says that it does not run", || !plane.is_running());
+}
+
+#[test]
+fn one_that_works_runs_until_it_is_dropped_and_then_its_device_is_free() {
+    let netns = Netns::scratch().unwrap();
+    let plane = plane(&netns, [("out", outgoing), ("in", incoming)]);
+    assert!(plane.is_running() && !plane.has_panicked());
+    assert_eq!(device(&netns).unwrap_err().kind(), io::ErrorKind::ResourceBusy);
+    drop(plane);
+    device(&netns).unwrap();
+}
+
+#[test]
+fn a_device_that_is_deleted_ends_the_plane_at_once() {
+    let netns = Netns::scratch().unwrap();
+    let plane = plane(&netns, [("out", outgoing), ("in", incoming)]);
+    let delete = || std::process::Command::new("ip").args(["link", "del", "pp-wg0"]).status();
+    assert!(netns.run(delete).unwrap().unwrap().success());
+    until("both halves end", || plane.threads.iter().all(JoinHandle::is_finished));
+    assert!(!plane.is_running() && !plane.has_panicked());
+}
