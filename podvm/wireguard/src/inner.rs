@@ -2,11 +2,15 @@
 //! pods' VXLAN devices have their UDP socket. Nothing else lives there: no other route, no rule, no conntrack.
 //!
 //! Its name is a file in a folder of ours, and its device persists: the tunnels of pods live in it, and survive every
-//! process of ours. Who holds the device's descriptor carries its packets.
+//! process of ours. Who holds the device's descriptor carries its packets. What others delete of it is put back
+//! ([`Inner::mend`]): the pods' VXLAN devices find it again by addresses and routes.
 
+use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_REPLACE};
 use netlink_packet_route::address::{AddressAttribute, AddressMessage};
@@ -19,7 +23,8 @@ use netlink_packet_route::route::{
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use peerpod_link::net::Error;
 use peerpod_link::net::netlink::Client;
-use peerpod_link::net::netns::{Netns, create_named, delete_named};
+use peerpod_link::net::netlink::Error as Netlink;
+use peerpod_link::net::netns::{Netns, create_named, delete_named, name_again};
 
 use crate::sys::{Tun, open_tun};
 
@@ -27,12 +32,17 @@ use crate::sys::{Tun, open_tun};
 pub const DEVICE: &str = "pp-wg0";
 /// All inner addresses.
 const INNER_PREFIX: u8 = 8;
+/// Addresses and routes that are read there; many times what we make.
+const MAX_ENTRIES: usize = 1 << 18;
 
-/// The namespace and its device.
+/// The namespace and its device. Clones are the same one.
 #[derive(Clone, Debug)]
 pub struct Inner {
     netns: Netns,
-    index: u32,
+    address: Ipv4Addr,
+    mtu: u32,
+    /// The device's; another one after it was made anew.
+    index: Arc<AtomicU32>,
 }
 
 /// What opening found.
@@ -44,37 +54,113 @@ pub struct Opened {
     pub tun: Option<Tun>,
 }
 
+/// What [`Inner::mend`] did.
+#[derive(Debug, Default)]
+pub struct Mended {
+    /// The namespace's name was gone.
+    pub name: bool,
+    /// The device, its address or a route was.
+    pub device: bool,
+    /// The device, where nobody held it: it was made anew.
+    pub tun: Option<Tun>,
+}
+
 impl Inner {
     /// Makes namespace and device at `path`, or finds them; `address` is ours, `mtu` the device's.
     ///
     /// # Errors
     /// [`Error::Netns`], [`Error::Kernel`]: no right to it, or a kernel without TUN devices.
     pub fn open(path: &Path, address: Ipv4Addr, mtu: u32) -> Result<Opened, Error> {
-        let netns = create_named(path)?;
+        let inner = Inner { netns: create_named(path)?, address, mtu, index: Arc::default() };
+        let tun = inner.prepare(&mut inner.netns.netlink()?)?;
+        Ok(Opened { inner, tun })
+    }
+
+    fn prepare(&self, client: &mut Client) -> Result<Option<Tun>, Error> {
         let failed = |e: io::Error| Error::Kernel {
             attempt: format!("open the TUN device {DEVICE} for the encrypted tunnel (kernel module tun)"),
             source: e.into(),
         };
-        let tun = match netns.run(|| open_tun(DEVICE)).and_then(|opened| opened) {
+        let opened = self.netns.run(|| {
+            let opened = open_tun(DEVICE);
+            (opened, nix::net::if_::if_nametoindex(DEVICE))
+        });
+        let (tun, index) = opened.map_err(failed)?;
+        let tun = match tun {
             Ok(tun) => Some(tun),
             Err(e) if e.kind() == io::ErrorKind::ResourceBusy => None,
             Err(e) => return Err(failed(e)),
         };
-        let mut client = netns.netlink()?;
-        let index = netns
-            .run(|| nix::net::if_::if_nametoindex(DEVICE))
-            .map_err(failed)?
-            .map_err(|e| failed(e.into()))?;
-        let attempt = |what: &str| format!("{what} {DEVICE} in {}", path.display());
+        let index = index.map_err(|e| failed(e.into()))?;
+        let attempt = |what: &str| format!("{what} {DEVICE} in {}", self.netns.path().display());
         // Optional: a kernel without IPv6 has nothing to switch off.
         drop(client.tell(0, RouteNetlinkMessage::SetLink(quiet(index))));
         client
-            .tell(0, RouteNetlinkMessage::SetLink(up(index, Some(mtu))))
+            .tell(0, RouteNetlinkMessage::SetLink(up(index, Some(self.mtu))))
             .map_err(kernel(attempt("take up")))?;
-        client
-            .tell(NLM_F_CREATE | NLM_F_REPLACE, RouteNetlinkMessage::NewAddress(address_of(index, address)))
-            .map_err(kernel(attempt("give an address to")))?;
-        Ok(Opened { inner: Inner { netns, index }, tun })
+        let address = RouteNetlinkMessage::NewAddress(address_of(index, self.address));
+        client.tell(NLM_F_CREATE | NLM_F_REPLACE, address).map_err(kernel(attempt("give an address to")))?;
+        self.index.store(index, Ordering::Release);
+        Ok(tun)
+    }
+
+    /// Looks whether the namespace has its name, the device its address, and each peer of `routes` its route
+    /// ([`Inner::fit`]) with this MTU; puts back what is missing. Changes nothing where all is well. `client` is a
+    /// socket of the namespace.
+    ///
+    /// # Errors
+    /// [`Error::Netns`], [`Error::Kernel`]; what was put back by then stays.
+    pub fn mend(&self, client: &mut Client, routes: &HashMap<Ipv4Addr, u32>) -> Result<Mended, Error> {
+        let mut mended = Mended { name: !self.netns.is_still_there(), ..Mended::default() };
+        if mended.name {
+            name_again(&self.netns)?;
+        }
+        mended.device = !self.is_whole(client, routes).map_err(kernel(format!("look after {DEVICE}")))?;
+        if mended.device {
+            mended.tun = self.prepare(client)?;
+            for (peer, mtu) in routes {
+                self.route_to(client, *peer, *mtu)?;
+            }
+        }
+        Ok(mended)
+    }
+
+    fn is_whole(&self, client: &mut Client, routes: &HashMap<Ipv4Addr, u32>) -> Result<bool, Netlink> {
+        let index = self.index.load(Ordering::Acquire);
+        let mut message = LinkMessage::default();
+        message.header.index = index;
+        match client.ask(RouteNetlinkMessage::GetLink(message)) {
+            Ok(RouteNetlinkMessage::NewLink(link)) => {
+                let named = link.attributes.contains(&LinkAttribute::IfName(DEVICE.to_owned()));
+                if !named || !link.header.flags.contains(LinkFlags::Up) {
+                    return Ok(false);
+                }
+            }
+            Ok(other) => return Err(Netlink::Garbled(format!("no link: {other:?}"))),
+            Err(e) if e.is_gone() => return Ok(false),
+            Err(e) => return Err(e),
+        }
+        let ours = AddressAttribute::Local(IpAddr::V4(self.address));
+        let all = RouteNetlinkMessage::GetAddress(AddressMessage::default());
+        let addresses = client.dump(&all, MAX_ENTRIES, |answer| match answer {
+            RouteNetlinkMessage::NewAddress(of) if of.header.index == index => Some(of),
+            _ => None,
+        })?;
+        if !addresses.iter().any(|address| address.attributes.contains(&ours)) {
+            return Ok(false);
+        }
+        if routes.is_empty() {
+            return Ok(true);
+        }
+        let mut main = RouteMessage::default();
+        main.header.address_family = AddressFamily::Inet;
+        let there =
+            client.dump(&RouteNetlinkMessage::GetRoute(main), MAX_ENTRIES, |answer| match answer {
+                RouteNetlinkMessage::NewRoute(route) => read_route(&route, index),
+                _ => None,
+            })?;
+        let there: HashMap<Ipv4Addr, u32> = there.into_iter().collect();
+        Ok(routes.iter().all(|(peer, mtu)| there.get(peer) == Some(mtu)))
     }
 
     /// The namespace. VXLAN devices made by a socket of it send through the tunnel.
@@ -87,8 +173,12 @@ impl Inner {
     /// # Errors
     /// [`Error::Kernel`].
     pub fn fit(&self, peer: Ipv4Addr, mtu: u32) -> Result<(), Error> {
+        self.route_to(&mut self.client()?, peer, mtu)
+    }
+
+    fn route_to(&self, client: &mut Client, peer: Ipv4Addr, mtu: u32) -> Result<(), Error> {
         let message = RouteNetlinkMessage::NewRoute(self.route(peer, Some(mtu)));
-        self.client()?
+        client
             .tell(NLM_F_CREATE | NLM_F_REPLACE, message)
             .map_err(kernel(format!("route the inner address {peer} into {DEVICE}")))
     }
@@ -116,8 +206,9 @@ impl Inner {
         message.header.protocol = RouteProtocol::Static;
         message.header.scope = RouteScope::Link;
         message.header.kind = RouteType::Unicast;
+        let index = self.index.load(Ordering::Acquire);
         message.attributes =
-            vec![RouteAttribute::Destination(RouteAddress::Inet(peer)), RouteAttribute::Oif(self.index)];
+            vec![RouteAttribute::Destination(RouteAddress::Inet(peer)), RouteAttribute::Oif(index)];
         if let Some(mtu) = mtu {
             message.attributes.push(RouteAttribute::Metrics(vec![RouteMetric::Mtu(mtu)]));
         }
@@ -131,6 +222,25 @@ impl Inner {
 /// [`Error::Netns`].
 pub fn remove(path: &Path) -> Result<(), Error> {
     delete_named(path)
+}
+
+/// Peer and MTU of a route that [`Inner::fit`] made.
+fn read_route(route: &RouteMessage, device: u32) -> Option<(Ipv4Addr, u32)> {
+    let (mut to, mut by, mut fits) = (None, None, None);
+    for attribute in &route.attributes {
+        match attribute {
+            RouteAttribute::Destination(RouteAddress::Inet(peer)) => to = Some(*peer),
+            RouteAttribute::Oif(index) => by = Some(*index),
+            RouteAttribute::Metrics(metrics) => {
+                fits = metrics.iter().find_map(|metric| match metric {
+                    RouteMetric::Mtu(mtu) => Some(*mtu),
+                    _ => None,
+                });
+            }
+            _ => {}
+        }
+    }
+    (route.header.destination_prefix_length == 32 && by == Some(device)).then_some((to?, fits?))
 }
 
 fn up(index: u32, mtu: Option<u32>) -> LinkMessage {

@@ -164,10 +164,10 @@ pub async fn build(
             "relay client"
         });
     }
-    if let Some(carrier) = tunnel.carrier() {
-        tasks.spawn(carry::run(relay.clone(), carrier, addresses.clone()));
-    }
     let surroundings = Surroundings::new(addresses.clone(), relay.listening(), tunnel.clone());
+    if let Some(carrier) = tunnel.carrier() {
+        tasks.spawn(carry::run(relay.clone(), carrier, addresses.clone(), surroundings.underlay()));
+    }
     let fx = Arc::new(Real {
         ledger,
         provider,

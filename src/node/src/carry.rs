@@ -1,9 +1,16 @@
-//! Supplies the relay with the encrypted tunnel's descriptors: at the start, when it is another process, and when it
-//! says that it no longer carries packets. Touches `relay-fds.sock` only; what is handed in is the tunnel's matter.
+//! Supplies the relay with the encrypted tunnel's descriptors: at the start, when it is another process, when it says
+//! that it no longer carries packets, and when somebody deleted something in the tunnel's private namespace, which is
+//! heard there. Keeps up to date where guests find the tunnel. Touches `relay-fds.sock` only; what is handed in is the
+//! tunnel's matter.
 
 use std::{net::SocketAddr, time::Duration};
 
-use tokio::{task::spawn_blocking, time::timeout};
+use peerpod_link::net::events::Events;
+use tokio::{
+    sync::watch,
+    task::spawn_blocking,
+    time::{sleep, timeout},
+};
 use tracing::{info, warn};
 
 use crate::{
@@ -12,22 +19,43 @@ use crate::{
     tunnel::{Carrier, HandIn},
 };
 
-/// How often the relay is asked whether all is well.
-const LOOK_EVERY: Duration = Duration::from_secs(10);
+/// How often the relay is asked whether all is well: so long may a data plane that failed carry nothing.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// After something that did not work.
 const AGAIN: Duration = Duration::from_millis(500);
+/// Pods come and go in the private namespace too: wait until it is quiet there, but not for long.
+const QUIET: Duration = Duration::from_millis(50);
+const AT_MOST: Duration = Duration::from_millis(500);
+/// How often the addresses are looked at without being asked: the provider may have learnt others.
+const ADDRESSES_EVERY: Duration = Duration::from_secs(10);
 
-/// Runs for ever.
-pub(crate) async fn run(relay: RelayClient, carrier: Carrier, addresses: GuestAddresses) -> &'static str {
+/// Runs for ever. `underlay` ticks when the node's own network changed.
+pub(crate) async fn run(
+    relay: RelayClient,
+    carrier: Carrier,
+    addresses: GuestAddresses,
+    underlay: watch::Receiver<u64>,
+) -> &'static str {
+    tokio::select! {
+        () = supply_always(&relay, &carrier) => {}
+        () = find_always(&carrier, &addresses, relay.listening(), underlay) => {}
+    }
+    "encrypted tunnel"
+}
+
+async fn supply_always(relay: &RelayClient, carrier: &Carrier) {
     let mut epoch = relay.epoch();
     let mut said = String::new();
+    let mut inside: Option<Events> = None;
     loop {
+        if inside.is_none() {
+            // Without it what was deleted is found at the next look.
+            inside = Events::of_underlay(carrier.inside()).ok();
+        }
         let met = *epoch.borrow_and_update() > 0;
         let mut pause = LOOK_EVERY;
         if met {
-            let found = addresses.now(relay.listen()).unwrap_or_default();
-            carrier.found_at(found.iter().map(SocketAddr::ip).collect());
-            match supply(&relay, &carrier).await {
+            match supply(relay, carrier).await {
                 Ok(()) => said.clear(),
                 Err(why) => {
                     pause = AGAIN;
@@ -38,8 +66,24 @@ pub(crate) async fn run(relay: RelayClient, carrier: Carrier, addresses: GuestAd
                 }
             }
         }
-        // Another relay, or time.
-        drop(timeout(pause, epoch.changed()).await);
+        // Another relay, a change inside, or time.
+        tokio::select! {
+            _ = epoch.changed() => {}
+            deaf = heard(&mut inside) => {
+                if deaf {
+                    inside = None;
+                }
+            }
+            () = sleep(pause) => {}
+        }
+    }
+}
+
+/// Waits for something to happen; whether nothing can be heard any more.
+async fn heard(events: &mut Option<Events>) -> bool {
+    match events {
+        Some(events) => events.settled(QUIET, AT_MOST).await.is_err(),
+        None => std::future::pending().await,
     }
 }
 
@@ -56,4 +100,75 @@ async fn supply(relay: &RelayClient, carrier: &Carrier) -> Result<(), String> {
     carrier.taken(&taken.map_err(|error| error.to_string())?);
     info!("the relay carries the encrypted tunnel");
     Ok(())
+}
+
+/// Says where guests find the relay as soon as that changes: a sandbox that follows the same change must not tell its
+/// guest the old addresses.
+async fn find_always(
+    carrier: &Carrier,
+    addresses: &GuestAddresses,
+    mut listening: watch::Receiver<Option<SocketAddr>>,
+    mut underlay: watch::Receiver<u64>,
+) {
+    loop {
+        let bound = *listening.borrow_and_update();
+        underlay.borrow_and_update();
+        if let Ok(found) = addresses.now(bound) {
+            carrier.found_at(found.iter().map(SocketAddr::ip).collect());
+        }
+        // One that has ended says nothing more; time still passes.
+        let news = async {
+            tokio::select! {
+                Ok(()) = listening.changed() => {}
+                Ok(()) = underlay.changed() => {}
+                else => std::future::pending().await,
+            }
+        };
+        drop(timeout(ADDRESSES_EVERY, news).await);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use peerpod_wireguard::NODE_INNER;
+
+    use super::*;
+    use crate::tunnel::{Kind, Netns, Reserved, Tunnel, TunnelConfig, WireguardConfig};
+
+    #[tokio::test]
+    async fn another_address_of_the_node_is_news_for_encrypted_tunnels_at_once() {
+        let folder = std::env::temp_dir().join(format!("peerpod-carry-{}", std::process::id()));
+        let config = TunnelConfig {
+            kind: Kind::Wireguard,
+            wireguard: Some(WireguardConfig {
+                port: 0,
+                key_dir: folder.join("key"),
+                netns: folder.join("wireguard.netns"),
+            }),
+            ..TunnelConfig::default()
+        };
+        let node = Netns::scratch().unwrap();
+        let tunnel = node.run(|| Tunnel::open(config)).unwrap().unwrap();
+        let of = |kind| tunnel.news(&Reserved { kind, v6: false, port: 4789, devices: vec![] });
+        assert!(of(Kind::Vxlan).is_none());
+        let mut news = of(Kind::Wireguard).unwrap();
+        let addresses = GuestAddresses::new(vec![], "[::]:15151".parse().unwrap());
+        addresses.provider_says(vec!["192.0.2.1".parse().unwrap()]);
+        let (sender, underlay) = watch::channel(0);
+        let (carrier, known) = (tunnel.carrier().unwrap(), addresses.clone());
+        let (_listening, listens) = watch::channel(None);
+        let finding = tokio::spawn(async move { find_always(&carrier, &known, listens, underlay).await });
+        const SOON: Duration = Duration::from_secs(3);
+        timeout(SOON, news.changed()).await.expect("the first address").unwrap();
+        addresses.provider_says(vec!["192.0.2.2".parse().unwrap(), NODE_INNER.into()]);
+        sender.send_modify(|count| *count += 1);
+        timeout(SOON, news.changed()).await.expect("the other address, long before the next look").unwrap();
+        // The same again, in the kernel's other order, is none.
+        addresses.provider_says(vec![NODE_INNER.into(), "192.0.2.2".parse().unwrap()]);
+        sender.send_modify(|count| *count += 1);
+        timeout(Duration::from_millis(200), news.changed()).await.unwrap_err();
+        finding.abort();
+        tunnel.close().await.unwrap();
+        std::fs::remove_dir_all(folder).unwrap();
+    }
 }

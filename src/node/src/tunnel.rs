@@ -16,6 +16,7 @@ pub use peerpod_link::net::redirect::Classifier;
 pub use peerpod_link::net::vxlan::Vnis;
 use peerpod_proto::guest::NetworkPlan;
 use peerpod_proto::relay::TunnelPeer;
+use tokio::sync::watch;
 
 mod backend;
 pub mod external;
@@ -185,6 +186,13 @@ impl Tunnel {
         }
         let steps = self.steps.clone();
         blocking(move || steps.outside.as_ref().map_or(Ok(false), external::Outside::look)).await
+    }
+
+    /// Ticks when guests of tunnels of this kind must hear anew where they find this node; `None` where the way to the
+    /// VM says all there is.
+    pub fn news(&self, reserved: &Reserved) -> Option<watch::Receiver<u64>> {
+        let wireguard = self.steps.backends.wireguard().filter(|_| reserved.kind == Kind::Wireguard);
+        wireguard.map(|wireguard| wireguard.news())
     }
 
     /// The node's address towards the VM, and the largest packet of a pod that fits on the way.

@@ -1,5 +1,5 @@
-//! Hears what changes around one running pod: in its network namespace, and on the way to its VM. Says only that
-//! something did; the sandbox looks.
+//! Hears what changes around one running pod: in its network namespace, on the way to its VM, and where its guest finds
+//! an encrypted tunnel. Says only that something did; the sandbox looks.
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
@@ -39,6 +39,7 @@ pub(super) fn listen_to(
             () = ear.sender.closed() => {}
             () = ear.hear_pod() => {}
             () = ear.hear_node(underlay, own) => {}
+            () = ear.hear_tunnel() => {}
         }
     });
     receiver
@@ -80,6 +81,17 @@ impl Ear {
             let now = (self.find_way().await, self.tunnel.own_addresses());
             if (&now.0, &now.1) != (&way, &own) {
                 (way, own) = now;
+                self.sender.send_modify(|heard| *heard += 1);
+            }
+        }
+        std::future::pending().await
+    }
+
+    /// The relay's place, which guests of encrypted tunnels are told besides the way.
+    async fn hear_tunnel(&self) {
+        let news = self.way.as_ref().and_then(|(reserved, _)| self.tunnel.news(reserved));
+        if let Some(mut news) = news {
+            while news.changed().await.is_ok() {
                 self.sender.send_modify(|heard| *heard += 1);
             }
         }

@@ -58,7 +58,7 @@ impl Surroundings {
     }
 
     /// Ticks when something changed.
-    pub(super) fn underlay(&self) -> watch::Receiver<u64> {
+    pub(crate) fn underlay(&self) -> watch::Receiver<u64> {
         self.underlay.clone()
     }
 

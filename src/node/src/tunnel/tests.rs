@@ -11,6 +11,7 @@ use peerpod_link::net::nft::Filter;
 
 use super::*;
 
+mod encrypted;
 mod faults;
 mod leftovers;
 mod shapes;

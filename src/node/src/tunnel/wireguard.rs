@@ -1,9 +1,10 @@
 //! The encrypted kind: VXLAN inside WireGuard, which works where the VM is behind a NAT or reached over a public
 //! network. The VXLAN devices' sockets are in a namespace of our own, whose only way out is a TUN device; its packets
 //! are carried by the relay, which survives this daemon. Here: the key, the namespace, the descriptors that the relay
-//! gets, and where each VM is inside.
+//! gets, and where each VM is inside. What others delete of it is made anew (`mend`), with the same routes, and handed
+//! in again.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, OwnedFd};
@@ -18,9 +19,10 @@ use peerpod_link::net::vxlan::Shape;
 use peerpod_link::net::{Error, netlink, tunnel};
 use peerpod_proto::guest::{NetworkPlan, WireGuard};
 use peerpod_proto::relay::TunnelPeer;
-use peerpod_wireguard::inner::{self, Inner};
+use peerpod_wireguard::inner::{self, Inner, Mended};
 use peerpod_wireguard::{NODE_INNER, OVERHEAD_V4, OVERHEAD_V6, PublicKey, Tun, bind, inner_of, port_of};
 use serde_json::{Value, json};
+use tokio::sync::watch;
 
 use super::Reserved;
 use super::backend::{Backend, Connected, Host, Way, lock};
@@ -60,20 +62,25 @@ pub(super) struct Wireguard {
     config: WireguardConfig,
     vxlan_port: u16,
     key: Key,
+    /// What each VM's way carries, by inner address: the routes that there are. Held while they are changed, never
+    /// together with `state` the other way round.
+    routed: Mutex<HashMap<Ipv4Addr, u32>>,
     state: Mutex<State>,
+    /// Ticks when guests find the relay elsewhere.
+    news: watch::Sender<u64>,
 }
 
 #[derive(Debug, Default)]
 struct State {
     /// What this process opened itself; handed in again to each relay.
     tun: Option<Tun>,
+    /// The relay must be given `tun`, whatever it says that it holds: it was made anew.
+    owed: bool,
     socket: Option<UdpSocket>,
     /// The port that the relay carries packets on.
     port: Option<u16>,
     /// Where guests find it.
     endpoints: Vec<IpAddr>,
-    /// Inner addresses with a route.
-    routed: HashSet<Ipv4Addr>,
 }
 
 /// What the relay is to have.
@@ -111,7 +118,9 @@ impl Wireguard {
             config: config.clone(),
             vxlan_port,
             key,
+            routed: Mutex::default(),
             state: Mutex::new(State { tun: opened.tun, ..State::default() }),
+            news: watch::Sender::new(0),
         })
     }
 
@@ -125,10 +134,14 @@ impl Wireguard {
         format!("{}:{}", id.dev, id.inode)
     }
 
-    /// Looks at what the relay holds. Returns what it is to be given instead, or `None` where all is well.
+    /// Looks at the private namespace, and at what the relay holds. Returns what that is to be given instead, or `None`
+    /// where all is well.
     pub(super) fn hand_in(&self, held: Option<&Value>) -> Result<Option<HandIn>, Error> {
+        self.mend(&lock(&self.routed))?;
         let text = |field: &str| held.and_then(|held| held.get(field)).and_then(Value::as_str);
-        if text("key") == Some(&self.public_key().to_string()) && text("inside") == Some(&self.inside()) {
+        let same =
+            text("key") == Some(&self.public_key().to_string()) && text("inside") == Some(&self.inside());
+        if same && !lock(&self.state).owed {
             self.carried(held.unwrap_or(&Value::Null));
             return Ok(None);
         }
@@ -148,16 +161,11 @@ impl Wireguard {
         };
         let mut descriptors = vec![("tun".to_owned(), copy(tun.as_fd())?)];
         if state.socket.is_none() {
-            match self.socket(&self.key) {
+            match self.socket() {
                 Ok(socket) => state.socket = Some(socket),
                 // The relay has it, from a node before us.
                 Err(e) if e.kind() == io::ErrorKind::AddrInUse && held.is_some() => {}
-                Err(e) => {
-                    let port = self.config.port;
-                    return Err(failed(format!(
-                        "open UDP port {port} for the encrypted tunnel; set tunnel.wireguard-port to a free one"
-                    ))(e));
-                }
+                Err(e) => return Err(failed(self.no_port())(e)),
             }
         }
         if let Some(socket) = &state.socket {
@@ -169,29 +177,99 @@ impl Wireguard {
         Ok(Some(HandIn { detail: HandInDetail(detail), descriptors }))
     }
 
+    /// Puts back what others deleted: the namespace's name, the device, its address, routes to VMs.
+    fn mend(&self, routed: &HashMap<Ipv4Addr, u32>) -> Result<(), Error> {
+        let Mended { name, device, tun } = self.host.with(|client| self.inner.mend(client, routed))?;
+        if name {
+            tracing::warn!(path = %self.config.netns.display(), "the encrypted tunnel's namespace had lost its name; it has it again");
+        }
+        if device {
+            let device = inner::DEVICE;
+            tracing::warn!(
+                device,
+                anew = tun.is_some(),
+                "something of the encrypted tunnel's device was deleted; it is there again"
+            );
+        }
+        if tun.is_some() {
+            let mut state = lock(&self.state);
+            (state.tun, state.owed) = (tun, true);
+        }
+        Ok(())
+    }
+
+    /// The relay took what was owed to it, and said what it carries now.
+    fn taken(&self, held: &Value) {
+        lock(&self.state).owed = false;
+        self.carried(held);
+    }
+
     /// The relay said what it carries.
-    pub(super) fn carried(&self, held: &Value) {
+    fn carried(&self, held: &Value) {
         let port = held.get("port").and_then(Value::as_u64).and_then(|port| u16::try_from(port).ok());
-        lock(&self.state).port = port;
         if let Some(port) = port
             && let Err(error) = self.key.keep_port(port)
         {
             tracing::warn!(%error, "the tunnel's port is not written down; guests look for it elsewhere after a restart");
+            // Guests hear of no port that would be forgotten.
+            if self.config.port == 0 {
+                return;
+            }
+        }
+        let before = std::mem::replace(&mut lock(&self.state).port, port);
+        if before != port {
+            self.news.send_modify(|count| *count += 1);
         }
     }
 
-    fn socket(&self, key: &Key) -> io::Result<UdpSocket> {
-        let open = |port| self.outside.netns().run(|| bind(port)).and_then(|opened| opened);
-        match (self.config.port, key.port()) {
-            (0, Some(before)) => open(before).or_else(|_| open(0)),
-            (port, _) => open(port),
+    /// The one that is configured, or else the one that was chosen once: guests know it. 0: none was yet.
+    fn port(&self) -> u16 {
+        match self.config.port {
+            0 => self.key.port().unwrap_or_default(),
+            port => port,
         }
-        .and_then(|socket| port_of(&socket).map(|_| socket))
     }
 
-    /// Where guests find the relay: addresses of the node, best first.
-    pub(super) fn found_at(&self, addresses: Vec<IpAddr>) {
-        lock(&self.state).endpoints = addresses;
+    fn socket(&self) -> io::Result<UdpSocket> {
+        let port = self.port();
+        let socket = self.outside.netns().run(|| bind(port)).and_then(|opened| opened)?;
+        port_of(&socket)?;
+        Ok(socket)
+    }
+
+    fn no_port(&self) -> String {
+        match (self.config.port, self.port()) {
+            (0, 0) => {
+                "open a UDP port for the encrypted tunnel; set tunnel.wireguard-port to a free one".into()
+            }
+            (0, port) => format!(
+                "open UDP port {port} for the encrypted tunnel, which was chosen earlier and which guests know; free it, \
+                 or set tunnel.wireguard-port"
+            ),
+            (port, _) => format!(
+                "open UDP port {port} for the encrypted tunnel; set tunnel.wireguard-port to a free one"
+            ),
+        }
+    }
+
+    /// Where guests find the relay: addresses of the node, best first. The same in another order are no news.
+    fn found_at(&self, addresses: Vec<IpAddr>) {
+        let sorted = |addresses: &[IpAddr]| {
+            let mut sorted = addresses.to_vec();
+            sorted.sort_unstable();
+            sorted
+        };
+        let mut state = lock(&self.state);
+        if sorted(&state.endpoints) != sorted(&addresses) {
+            state.endpoints = addresses;
+            drop(state);
+            self.news.send_modify(|count| *count += 1);
+        }
+    }
+
+    /// Ticks when the plans of encrypted tunnels differ from before: another port or address of ours.
+    pub(super) fn news(&self) -> watch::Receiver<u64> {
+        self.news.subscribe()
     }
 
     /// The guest's end, as the relay is told it.
@@ -256,15 +334,20 @@ impl Backend for Wireguard {
     fn admit(&self, connected: &Connected) -> Result<(), Error> {
         let inner = Wireguard::inner_of(&connected.reserved, connected.vm)?;
         let room = self.way(&connected.reserved, connected.vm)?.room;
-        self.inner.fit(inner, room + VXLAN_OVERHEAD)?;
-        lock(&self.state).routed.insert(inner);
-        Ok(())
+        let mut routed = lock(&self.routed);
+        routed.insert(inner, room + VXLAN_OVERHEAD);
+        match self.inner.fit(inner, room + VXLAN_OVERHEAD) {
+            // Somebody deleted the device just now; with it all routes come back, this one too.
+            Err(e) if e.is_gone() => self.mend(&routed),
+            fitted => fitted,
+        }
     }
 
     fn dismiss(&self, reserved: Option<&Reserved>, _vm: Option<IpAddr>) -> Result<(), Error> {
         let Some(inner) = reserved.and_then(Reserved::vni).and_then(inner_of) else { return Ok(()) };
+        let mut routed = lock(&self.routed);
         self.inner.unfit(inner)?;
-        lock(&self.state).routed.remove(&inner);
+        routed.remove(&inner);
         Ok(())
     }
 
@@ -276,7 +359,7 @@ impl Backend for Wireguard {
     }
 
     fn close(&self) -> Result<(), Error> {
-        if lock(&self.state).routed.is_empty() { inner::remove(&self.config.netns) } else { Ok(()) }
+        if lock(&self.routed).is_empty() { inner::remove(&self.config.netns) } else { Ok(()) }
     }
 
     fn underlay(&self, connected: &Connected, way: &Way) -> Underlay {
@@ -327,7 +410,12 @@ impl Carrier {
 
     /// What the relay said when it took them.
     pub fn taken(&self, detail: &Value) {
-        self.0.carried(detail);
+        self.0.taken(detail);
+    }
+
+    /// The private namespace: what others do to it is heard there.
+    pub fn inside(&self) -> &Netns {
+        self.0.inner.netns()
     }
 
     /// The word for it in hand-ins.

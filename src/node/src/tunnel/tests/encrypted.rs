@@ -1,0 +1,139 @@
+//! The encrypted kind's private namespace and port: what others delete of them, and what guests must find again.
+
+use std::net::{Ipv6Addr, UdpSocket};
+use std::path::PathBuf;
+
+use peerpod_link::net::netns;
+use serde_json::{Value, json};
+
+use super::*;
+
+struct Place {
+    world: World,
+    folder: PathBuf,
+}
+
+impl Place {
+    fn new() -> Place {
+        let world = World::new();
+        let folder = std::env::temp_dir().join(format!("peerpod-encrypted-{}", world.name("x")));
+        Place { world, folder }
+    }
+
+    fn open(&self, port: u16) -> Tunnel {
+        let wireguard = WireguardConfig {
+            port,
+            key_dir: self.folder.join("key"),
+            netns: self.folder.join("wireguard.netns"),
+        };
+        let config =
+            TunnelConfig { kind: Kind::Wireguard, wireguard: Some(wireguard), ..TunnelConfig::default() };
+        open_with(&self.world, config)
+    }
+
+    fn netns(&self) -> PathBuf {
+        self.folder.join("wireguard.netns")
+    }
+
+    /// `ip` inside.
+    fn inside(&self, arguments: &str) -> String {
+        run(&format!("nsenter --net={} ip {arguments}", self.netns().display()))
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        drop(netns::delete_named(self.netns()));
+        drop(std::fs::remove_dir_all(&self.folder));
+    }
+}
+
+/// Takes what the node hands in, as the relay would; what it says then, and the descriptors that it has.
+fn take(carrier: &Carrier, held: Option<&Value>) -> (Value, Vec<std::os::fd::OwnedFd>) {
+    let HandIn { detail, descriptors } = carrier.wanted(held).unwrap().expect("something is handed in");
+    let mut kept = Vec::new();
+    let mut port = held.and_then(|held| held["port"].as_u64());
+    for (name, descriptor) in descriptors {
+        if name == "udp" {
+            let socket = UdpSocket::from(descriptor);
+            port = Some(socket.local_addr().unwrap().port().into());
+            kept.push(socket.into());
+        } else {
+            kept.push(descriptor);
+        }
+    }
+    let key = carrier.0.public_key().to_string();
+    let said = json!({ "key": key, "port": port.unwrap(), "inside": detail.0["inside"] });
+    carrier.taken(&said);
+    (said, kept)
+}
+
+#[tokio::test]
+async fn what_others_delete_of_the_private_namespace_is_there_again_and_handed_in() {
+    let mut place = Place::new();
+    let tunnel = place.open(0);
+    let carrier = tunnel.carrier().unwrap();
+    let (held, _relay) = take(&carrier, None);
+    assert!(carrier.wanted(Some(&held)).unwrap().is_none(), "all is well");
+    let (pod, other) = (place.world.pod("pod", 7), place.world.pod("pod2", 8));
+    let (_, reserved, _) = whole(&tunnel, &pod, "sandbox", ip(VM)).await;
+    let vm = peerpod_wireguard::inner_of(reserved.vni().unwrap()).unwrap();
+    let sight = || {
+        let (addresses, routes) = (place.inside("-4 -br addr show pp-wg0"), place.inside("route show"));
+        let up = place.inside("-o link show up dev pp-wg0").contains("pp-wg0");
+        (addresses.split_whitespace().last().map(str::to_owned), routes, up)
+    };
+    let before = sight();
+    assert!(before.1.contains(&format!("{vm} dev pp-wg0")) && before.1.contains("mtu 1440"), "{}", before.1);
+    for (change, anew) in [
+        ("link del pp-wg0".to_owned(), true),
+        ("link set pp-wg0 down".to_owned(), false),
+        ("addr flush dev pp-wg0".to_owned(), false),
+        (format!("route del {vm}"), false),
+    ] {
+        place.inside(&change);
+        // The relay need not have noticed: what it says that it holds is another device.
+        if anew {
+            let (_, _relay) = take(&carrier, Some(&held));
+        }
+        assert!(carrier.wanted(Some(&held)).unwrap().is_none(), "after {change}");
+        assert_eq!(sight(), before, "after {change}");
+    }
+    // Between two looks: the next pod finds its way in all the same, and the relay gets the device.
+    place.inside("link del pp-wg0");
+    whole(&tunnel, &other, "sandbox2", ip("10.77.0.3")).await;
+    let now = sight().1;
+    assert!(before.1.lines().all(|line| now.lines().any(|now| now == line)), "{now}");
+    assert!(now.lines().count() > before.1.lines().count(), "{now}");
+    take(&carrier, Some(&held));
+
+    // The name alone: it is the same namespace, with the pods' sockets in it.
+    let id = NetnsId::of(&place.netns()).unwrap();
+    netns::delete_named(place.netns()).unwrap();
+    assert!(carrier.wanted(Some(&held)).unwrap().is_none());
+    assert_eq!(NetnsId::of(&place.netns()), Some(id));
+    // And one that somebody put in its place.
+    netns::delete_named(place.netns()).unwrap();
+    drop(netns::create_named(place.netns()).unwrap());
+    assert!(carrier.wanted(Some(&held)).unwrap().is_none());
+    assert_eq!(NetnsId::of(&place.netns()), Some(id));
+}
+
+#[tokio::test]
+async fn a_port_that_the_kernel_chose_is_kept_or_refused_and_never_another_one() {
+    let place = Place::new();
+    let port = {
+        let tunnel = place.open(0);
+        let (held, _) = take(&tunnel.carrier().unwrap(), None);
+        u16::try_from(held["port"].as_u64().unwrap()).unwrap()
+    };
+    // Another process of ours, and a relay that has nothing.
+    let taken = place.world.within("node", || UdpSocket::bind((Ipv6Addr::UNSPECIFIED, port)).unwrap());
+    let tunnel = place.open(0);
+    let carrier = tunnel.carrier().unwrap();
+    let error = carrier.wanted(None).unwrap_err().to_string();
+    assert!(error.contains(&port.to_string()) && error.contains("tunnel.wireguard-port"), "{error}");
+    drop(taken);
+    let (held, _relay) = take(&carrier, None);
+    assert_eq!(held["port"], port);
+}
