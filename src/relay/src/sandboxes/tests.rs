@@ -188,6 +188,33 @@ async fn a_sandbox_whose_endpoint_ends_early_is_served_by_another_one() {
 }
 
 #[tokio::test]
+async fn an_endpoint_that_panics_is_counted_and_served_by_another_one() {
+    let world = World::new("bug");
+    let record = world.record("a", 1);
+    world.sandboxes.put(record.clone()).await.unwrap();
+    let before = world.sandboxes.get(&record.id).unwrap();
+    // A number that cannot be: the endpoint's own task panics where it tells the next one (overflow checks).
+    before.guest.connections.store(1 << 63, std::sync::atomic::Ordering::Relaxed);
+    let (mut shim, adopted) = UnixStream::pair().unwrap();
+    before.endpoint.adopt(adopted);
+    let closed = tokio::time::timeout(PATIENCE, shim.read(&mut [0])).await.unwrap();
+    assert!(matches!(closed, Ok(0) | Err(_)), "the shim hears of it");
+    let anew = async {
+        while world.sandboxes.get(&record.id).is_none_or(|now| Arc::ptr_eq(&now.guest, &before.guest)) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, anew).await.unwrap();
+    assert_eq!(world.sandboxes.metrics.panics.get(), 1);
+    assert!(world.sandboxes.of_certificate(&[1; 32]).is_some(), "its guest finds it");
+    let mut shim = UnixStream::connect(&record.agent_socket).await.unwrap();
+    let open = tokio::time::timeout(Duration::from_millis(50), shim.read(&mut [0])).await;
+    assert!(open.is_err(), "the next connection is kept: {open:?}");
+    world.sandboxes.delete(&record.id).await.unwrap();
+    assert!(!record.agent_socket.exists());
+}
+
+#[tokio::test]
 async fn a_deleted_sandbox_does_not_come_back_when_its_endpoint_ended_early() {
     let world = World::new("late");
     let record = world.record("a", 1);
