@@ -4,6 +4,7 @@
 
 mod agent;
 mod chain;
+mod encrypted;
 mod guests;
 mod load;
 mod net;

@@ -8,8 +8,14 @@ pub(crate) mod traffic;
 
 use peerpod_node::tunnel::{Tunnel, TunnelConfig};
 
-use self::{cloud::Cloud, traffic::Rates};
-use crate::report::{Goal, Report};
+use self::{
+    cloud::{Cloud, VM},
+    traffic::Rates,
+};
+use crate::{
+    encrypted,
+    report::{Goal, Report},
+};
 
 /// Runs all of it.
 pub(crate) async fn run(report: &mut Report) -> anyhow::Result<()> {
@@ -21,13 +27,19 @@ pub(crate) async fn run(report: &mut Report) -> anyhow::Result<()> {
 /// Four roads from the node to a VM, in the same rounds: the bare underlay, a plain VXLAN without a redirect, a pod by
 /// bridge, veth, redirect and tunnel, and the same encrypted.
 async fn throughput(report: &mut Report) -> anyhow::Result<()> {
-    let cloud = Cloud::new(1500)?;
+    let cloud = Cloud::new(cloud::MTU)?;
     let tunnel = cloud.world.node().run(|| Tunnel::open(TunnelConfig::default()))??;
     let pod = cloud.world.pod()?;
     cloud.connect(&tunnel, pod.namespace().netns(), "bench").await?;
-    let roads = [cloud.bare(), cloud.plain_vxlan()?, cloud.to_pod(pod.v4())];
-    if let [veth, vxlan, ours] = &traffic::measure(&roads)?[..] {
+    let secret = cloud.world.pod()?;
+    let podns = cloud.world.namespace("vmsecret")?;
+    let ends = (secret.namespace().netns(), "bench-encrypted");
+    let _planes =
+        encrypted::connect(&cloud.world, ends, (&cloud.vm, &podns), (cloud::NODE, VM), cloud::MTU).await?;
+    let roads = [cloud.bare(), cloud.plain_vxlan()?, cloud.to_pod(pod.v4()), cloud.road(&podns, secret.v4())];
+    if let [veth, vxlan, ours, encrypted] = &traffic::measure(&roads)?[..] {
         tell(report, veth, vxlan, ours);
+        tell_encrypted(report, vxlan, encrypted);
     }
     Ok(())
 }
@@ -50,4 +62,22 @@ fn tell(report: &mut Report, veth: &Rates, vxlan: &Rates, ours: &Rates) {
         Goal::Gate(0.88),
         "the same by an older name",
     );
+}
+
+fn tell_encrypted(report: &mut Report, vxlan: &Rates, encrypted: &Rates) {
+    report.figure(
+        "tunnel_enc_tcp1_gbit",
+        encrypted.tcp1 / 1e9,
+        Goal::None,
+        "one TCP stream, node to pod, encrypted",
+    );
+    let vs = [
+        ("tcp1", "one TCP stream, node to pod; both ends encrypt on this machine's processors"),
+        ("tcp64", "64 TCP streams"),
+        ("pps", "UDP of 64 bytes, packets/s"),
+    ];
+    for (what, about) in vs {
+        let ratio = encrypted.of(what) / vxlan.of(what);
+        report.figure(&format!("tunnel_enc_{what}_vs_vxlan"), ratio, Goal::None, about);
+    }
 }

@@ -8,6 +8,10 @@ use peerpod_world::{Namespace, World};
 
 use super::traffic::Road;
 
+/// What most clouds carry, in bytes.
+pub(crate) const MTU: u32 = 1500;
+/// The node's address as the VM reaches it.
+pub(crate) const NODE: Ipv4Addr = Ipv4Addr::new(192, 168, 100, 1);
 /// The VM's address.
 pub(crate) const VM: Ipv4Addr = Ipv4Addr::new(192, 168, 100, 2);
 
@@ -42,7 +46,8 @@ impl Cloud {
         Ok(self.vm.run(move || guest::apply(&plan, None, &podns))??)
     }
 
-    fn road(&self, to: &Namespace, address: IpAddr) -> Road {
+    /// From the node to an address in another namespace.
+    pub(crate) fn road(&self, to: &Namespace, address: IpAddr) -> Road {
         Road { from: self.world.node().netns().clone(), to: to.netns().clone(), address }
     }
 
