@@ -10,6 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use peerpod_link::net::netns::{self, Netns, NetnsId};
 use peerpod_tests::{PATIENCE, Sandbox};
 use peerpod_world::{Daemons, Namespace, Settings, World, eventually, ping::ping, road, traffic};
 
@@ -103,6 +104,47 @@ async fn traffic_goes_on_while_the_node_is_dead_and_comes_back_after_the_relay_w
     daemons.start_relay().unwrap();
     daemons.start_node().unwrap();
     reachable(other.namespace(), &sandbox, PATIENCE);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_somebody_deletes_of_the_tunnel_is_there_again_without_a_restart() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, encrypted()).await.unwrap();
+    let other = world.pod().unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "mended").await.unwrap();
+    reachable(other.namespace(), &sandbox, PATIENCE);
+
+    let name = daemons.run_dir().join("wireguard.netns");
+    let inside = Netns::open(&name).unwrap();
+    let delete = || std::process::Command::new("ip").args(["link", "del", "pp-wg0"]).status();
+    assert!(inside.run(delete).unwrap().unwrap().success());
+    let since = Instant::now();
+    reachable(other.namespace(), &sandbox, PATIENCE);
+    println!("mended {:?} after the device was deleted", since.elapsed());
+    assert_eq!(counted(&daemons, "failures_total"), 1.0);
+    assert_eq!(counted(&daemons, "running"), 1.0);
+
+    // The name of the namespace, which the next node must find.
+    netns::delete_named(&name).unwrap();
+    eventually("it has its name again", PATIENCE, async || {
+        (NetnsId::of(&name) == Some(inside.id())).then_some(())
+    })
+    .await
+    .unwrap();
+    drop(inside);
+    daemons.kill_node().unwrap();
+    daemons.start_node().unwrap();
+    daemons.ready().await.unwrap();
+    reachable(other.namespace(), &sandbox, PATIENCE);
+
+    // By a node that did not open the device itself, and has to get the port back from the relay.
+    let inside = Netns::open(&name).unwrap();
+    assert!(inside.run(delete).unwrap().unwrap().success());
+    drop(inside);
+    reachable(other.namespace(), &sandbox, PATIENCE);
+    assert_eq!(counted(&daemons, "failures_total"), 2.0);
+    sandbox.lives().await.unwrap();
+    sandbox.stop(&daemons).await.unwrap();
 }
 
 /// A NAT between the VMs and the node's own programs: what they send seems to come from an address nobody has.

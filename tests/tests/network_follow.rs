@@ -117,8 +117,17 @@ async fn a_vm_that_moves_to_another_address_takes_its_tunnel_along() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_that_gets_another_address_is_found_there() {
+    renumbered(Settings::none()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_that_gets_another_address_is_found_there_by_an_encrypted_tunnel() {
+    renumbered(Settings::none().set("tunnel.kind", "wireguard")).await;
+}
+
+async fn renumbered(settings: Settings) {
     let world = World::new().unwrap();
-    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let daemons = Daemons::start(&world, settings).await.unwrap();
     let other = world.pod().unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "renumbered").await.unwrap();
     let vm = vm_netns(&world, &sandbox, &daemons);
