@@ -3,9 +3,9 @@
 //! Clouds count calls per account, region and kind of call, and refuse what is too fast; a refused call is lost time
 //! and still a call. So every call takes a token first. Which calls share a bucket, how fast it fills and how much it
 //! holds is a [`Table`]; the seeds are the cloud's published figures, and what the account really has is learned from
-//! its throttle replies ([`tokens`]).
+//! its throttle replies ([`Adaptive`]).
 //!
-//! * **Fair between pods**: calls wait by owner, and owners take turns ([`line`]). A pod with twenty disks does not
+//! * **Fair between pods**: calls wait by owner, and owners take turns. A pod with twenty disks does not
 //!   stand before another's first call.
 //! * **Deadlines**: who cannot get a token before its deadline hears so at once, with the wait and the action named;
 //!   the time is spent better elsewhere. Who is overtaken by slower times hears it at its deadline.
@@ -75,8 +75,7 @@ impl Scheduler {
     /// API call once and nothing else; its deadline is kept here.
     ///
     /// # Errors
-    /// What `ask` says; [`Error::Throttled`] when no turn comes before the deadline, [`Error::Transient`] when there
-    /// was no answer before it.
+    /// What `ask` says; [`Error::Transient`] when no turn comes before the deadline, or there was no answer before it.
     pub async fn run<T, F>(&self, call: Call<'_>, ask: impl Fn() -> F) -> Result<T, Error>
     where
         F: Future<Output = Result<T, Error>>,
@@ -134,11 +133,8 @@ fn no_turn(call: Call<'_>, limits: &Limits, start: Instant, refusal: &Refusal) -
              cloud throttles this account: create fewer pods at once, or have it raise the limit"
         ),
     };
-    let after = match refusal {
-        Refusal::TooLong { wait, .. } => Some(*wait),
-        Refusal::TimeIsOver { .. } => None,
-    };
-    Error::Throttled { after, text }
+    // Not `Throttled`: the cloud did not say so, and the decorator would slow down everybody's calls for it.
+    Error::transient(text)
 }
 
 /// To a tenth of a second: what a person wants to know.

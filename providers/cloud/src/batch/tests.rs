@@ -67,12 +67,12 @@ async fn keys_do_not_mix_and_a_window_is_no_larger_than_a_call_may_be() {
 async fn a_stream_of_callers_that_never_pauses_is_served_all_the_same() {
     let (batcher, log) = doubler(Window::LIST, Duration::ZERO);
     let start = Instant::now();
-    let asks = (0..40).map(|item| {
+    let asks = (0..40u32).map(|item| {
         let batcher = batcher.clone();
         async move {
             tokio::time::sleep(Duration::from_millis(u64::from(item) * 50)).await;
             let asked = Instant::now();
-            batcher.ask("k", item, Instant::now() + FAR, "test").await.unwrap();
+            batcher.ask("k", 100 + item, Instant::now() + FAR, "test").await.unwrap();
             asked.elapsed()
         }
     });

@@ -101,12 +101,7 @@ async fn who_cannot_have_its_turn_in_time_hears_so_at_once() {
     {
         assert!(text.contains(part), "{part} in {text}");
     }
-    match error {
-        Error::Throttled { after: Some(after), .. } => {
-            assert!((10.4..10.6).contains(&after.as_secs_f64()), "{after:?}");
-        }
-        other => panic!("{other:?}"),
-    }
+    assert!(matches!(error, Error::Transient { .. }), "{error:?}");
     // One with more time waits, and none of this took anybody's turn.
     let (late, others) = tokio::join!(scheduler.run(call("late", Duration::from_secs(11)), ok), waiting);
     late.unwrap();
@@ -124,7 +119,7 @@ async fn who_is_held_up_by_a_throttle_hears_it_at_its_deadline() {
         async { Err::<(), _>(Error::Throttled { after: None, text: "RequestLimitExceeded".into() }) }
     });
     let error = answer.await.unwrap_err();
-    assert!(matches!(error, Error::Throttled { .. }), "{error:?}");
+    assert!(matches!(error, Error::Transient { .. }), "{error:?}");
     assert!(error.to_string().contains("RunInstances"), "{error}");
     assert!(start.elapsed() <= Duration::from_secs(5));
     // Ten a second had been fifty.
@@ -265,20 +260,21 @@ async fn two_nodes_come_to_share_one_account() {
     let served: Vec<AtomicU32> = nodes.iter().map(|_| AtomicU32::new(0)).collect();
     let work = nodes.iter().zip(&served).map(|(node, served)| {
         let cloud = &cloud;
-        join_all((0..200u32).map(move |number| async move {
+        join_all((0..2000u32).map(move |number| async move {
             let ask = || async {
-                tokio::time::sleep(Duration::from_millis(20)).await;
+                // No wire takes always the same; without that, who is a little late would be so for ever.
+                tokio::time::sleep(Duration::from_millis(u64::from(20 + number * 7 % 80))).await;
                 cloud.lock().unwrap().ask()
             };
-            node.run(call(&number.to_string(), FAR), ask).await.unwrap();
+            node.run(call(&number.to_string(), FAR * 100), ask).await.unwrap();
             served.fetch_add(1, Ordering::Relaxed);
         }))
     });
-    drop(tokio::time::timeout(Duration::from_secs(60), join_all(work)).await);
+    drop(tokio::time::timeout(Duration::from_secs(300), join_all(work)).await);
     let served: Vec<u32> = served.iter().map(|one| one.load(Ordering::Relaxed)).collect();
-    println!("of 250 that the account gives in a minute two nodes had {served:?}");
-    assert!(served.iter().sum::<u32>() > 150, "{served:?}");
-    assert!(served.iter().all(|one| *one > 50), "{served:?}");
+    println!("of 1,210 that the account gives in five minutes two nodes had {served:?}");
+    assert!(served.iter().sum::<u32>() > 1000, "{served:?}");
+    assert!(served.iter().all(|one| *one > 100), "{served:?}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -295,8 +291,9 @@ async fn calls_that_were_throttled_together_are_one_lesson_and_what_was_lost_com
     source.throttled("other", Instant::now(), Some(Duration::from_secs(7)), Instant::now());
     assert_eq!(source.rate("other"), Some(2.0));
     let now = Instant::now();
-    assert_eq!(source.take("other", now), Err(now + Duration::from_secs(7)), "what the cloud asks for");
-    tokio::time::advance(Duration::from_secs(7)).await;
+    let again = source.take("other", now).unwrap_err() - now;
+    assert!((7.0..=10.5).contains(&again.as_secs_f64()), "at least what the cloud asks for: {again:?}");
+    tokio::time::advance(again).await;
     source.take("other", Instant::now()).unwrap();
     for _ in 0..20 {
         tokio::time::advance(Duration::from_secs(1)).await;

@@ -4,9 +4,11 @@
 //! it unseen. So a throttle reply halves our rate, empties the bucket and holds it for as long as the cloud asks (or
 //! for one token's time); each second in which calls are answered gives a tenth of the seed back, up to the seed. That
 //! is TCP's additive increase and multiplicative decrease, under which strangers that share a line come to share it
-//! fairly. Calls that were under way together are throttled together, and that is one lesson.
+//! fairly, as long as they do not keep step: the pause is longer by chance. Calls that were under way together are
+//! throttled together, and that is one lesson.
 
 use std::collections::HashMap;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -40,7 +42,7 @@ pub trait TokenSource: Send + Sync + 'static {
 /// The part of the seed that a second of answers gives back.
 const GIVEN_BACK: f64 = 0.1;
 /// The least that is left of the seed after many lessons.
-const LEAST: f64 = 1.0 / 64.0;
+const LEAST: f64 = 1.0 / 16.0;
 /// A cloud that asks for a longer pause is not believed: it would be an outage of our making.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// Floating point's due.
@@ -111,6 +113,11 @@ impl Bucket {
     }
 }
 
+/// From 0 to 1: a hasher's fresh keys are the standard library's source of chance.
+fn chance() -> f64 {
+    (RandomState::new().build_hasher().finish() % 1024) as f64 / 1024.0
+}
+
 impl TokenSource for Adaptive {
     fn take(&self, bucket: &'static str, now: Instant) -> Result<(), Instant> {
         let mut buckets = self.buckets();
@@ -151,6 +158,7 @@ impl TokenSource for Adaptive {
         }
         let least = Duration::from_secs_f64(1.0 / bucket.rate);
         let pause = after.map_or(least, |after| after.max(least)).min(LONGEST_PAUSE);
+        let pause = pause + pause.mul_f64(chance() / 2.0);
         let held = bucket.held_until.max(Some(now + pause));
         // One call may try when the pause is over, and it fills from then on.
         (bucket.held_until, bucket.at, bucket.level) = (held, held, 1.0);
