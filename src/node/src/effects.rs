@@ -15,7 +15,7 @@ use peerpod_proto::{
     guest::{NetworkPlan, Reply, Request},
     relay::{PutSandboxRequest, TunnelPeer},
 };
-use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, Provider};
+use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, Placement, Provider};
 use serde::{Deserialize, Serialize};
 use serde_json::value::{RawValue, to_raw_value};
 use tokio::{sync::watch, task::spawn_blocking};
@@ -208,6 +208,10 @@ impl Effects for Real {
     async fn recall(&self, id: &SandboxId) -> Result<Option<Record>, ledger::Error> {
         let (ledger, id) = (self.ledger.clone(), id.clone());
         spawn_blocking(move || ledger.read(&id)).await.unwrap_or_else(|error| Err(lost(error)))
+    }
+
+    async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, CloudError> {
+        self.provider.place(request).await
     }
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError> {

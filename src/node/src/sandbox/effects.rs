@@ -10,7 +10,7 @@ use peerpod_proto::{
     guest::{NetworkPlan, Reply, Request},
     relay::{PutSandboxRequest, TunnelPeer},
 };
-use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned};
+use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, Placement};
 use tokio::sync::watch;
 
 use super::follow::{Heard, Homes};
@@ -114,6 +114,11 @@ pub trait Effects: Send + Sync + 'static {
 
     /// The record as it is on the disk; `None`: there is none.
     async fn recall(&self, id: &SandboxId) -> Result<Option<Record>, ledger::Error>;
+
+    /// Has the provider choose where the next attempt is to be made; `None`: it has no choice. Makes nothing.
+    async fn place(&self, _request: &CreateRequest) -> Result<Option<Placement>, CloudError> {
+        Ok(None)
+    }
 
     /// Asks the cloud for the VM; the same key gets the same VM.
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError>;

@@ -2,7 +2,7 @@
 //! delivered again later, so that no VM is forgotten because a disk was full.
 
 use peerpod_proto::guest::{Reply, Status};
-use peerpod_provider_api::InstanceId;
+use peerpod_provider_api::{InstanceId, Placement};
 use protobuf::Message;
 use tracing::{error, info, warn};
 
@@ -20,6 +20,8 @@ impl Task {
     pub(super) async fn outcome(&mut self, which: Which, outcome: Outcome) {
         let result = match outcome.clone() {
             Outcome::Rested => Ok(()),
+            Outcome::Placed(Ok(placement)) => self.placed(placement).await,
+            Outcome::Placed(Err(error)) => self.not_placed(error).await,
             Outcome::Created(Ok(vm)) | Outcome::Found { result: Ok(Some(vm)), .. } => self.made(vm).await,
             Outcome::Created(Err(error)) => self.not_made(error).await,
             Outcome::Found { result: Ok(None), after } => self.nothing_found(after).await,
@@ -92,6 +94,45 @@ impl Task {
         }
     }
 
+    /// The provider chose where the attempt is to be made: recorded before the cloud hears of it, so that a repeated
+    /// create names the same.
+    async fn placed(&mut self, placement: Option<Placement>) -> Result<(), Unapplied> {
+        let (Phase::Booting { attempt } | Phase::Unwanted { attempt }) = self.record.phase else {
+            return Ok(());
+        };
+        let Some(placement) = placement else {
+            self.placed = Some(attempt);
+            return Ok(());
+        };
+        if !self.record.phase.is_live() {
+            return self.never_sent().await;
+        }
+        let mut record = self.record.clone();
+        if let Some(request) = &mut record.request {
+            request.placement = Some(placement);
+        }
+        record.reached("placed", self.fx.now_ms());
+        self.save(record).await.map_err(Unapplied::Disk)
+    }
+
+    /// The provider found no place: nothing was asked of the cloud in this attempt.
+    async fn not_placed(&mut self, error: CloudError) -> Result<(), Unapplied> {
+        if let Retry::After(pause) = error.retry() {
+            self.trouble(Which::Cloud, error.to_string());
+            self.slots.cloud.rest(pause);
+            return Ok(());
+        }
+        if !self.record.phase.is_live() {
+            return self.never_sent().await;
+        }
+        self.not_to_be_had(Event::Refused, error.to_string()).await
+    }
+
+    /// A provider that chooses places had not chosen one yet when the sandbox was stopped: no create was ever sent.
+    async fn never_sent(&mut self) -> Result<(), Unapplied> {
+        self.apply(Event::Refused, |_| {}).await.map(drop)
+    }
+
     async fn made(&mut self, vm: InstanceId) -> Result<(), Unapplied> {
         let now = self.fx.now_ms();
         self.apply(Event::Made(vm), |record| record.reached("vm_made", now)).await?;
@@ -131,7 +172,13 @@ impl Task {
             let text = error.to_string();
             let last = !matches!(next(&self.record.phase, Event::NoCapacity), Ok((Phase::Booting { .. }, _)));
             if !last {
-                self.apply(Event::NoCapacity, |_| {}).await?;
+                // Another attempt, another place: recorded with the attempt, or a crash would mix the two.
+                self.apply(Event::NoCapacity, |record| {
+                    if let Some(request) = &mut record.request {
+                        request.placement = None;
+                    }
+                })
+                .await?;
                 warn!(error = text, "no capacity; trying the next offering");
                 return Ok(());
             }

@@ -15,7 +15,8 @@ use peerpod_provider_api::InstanceId;
 use serde::{Deserialize, Serialize};
 
 /// How many offerings are tried before a sandbox fails for want of capacity. Each attempt has a key of its own.
-pub const MAX_ATTEMPTS: u32 = 4;
+/// One attempt may name many offerings, where the cloud takes a list.
+pub const MAX_ATTEMPTS: u32 = 8;
 
 /// The phase of one sandbox, with what is known in it. This is what the ledger keeps.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -8,7 +8,7 @@ use std::{future::Future, net::IpAddr, sync::Arc, time::Duration};
 
 use futures_util::future::{BoxFuture, FutureExt, pending};
 use peerpod_proto::guest::{NetworkPlan, Reply};
-use peerpod_provider_api::InstanceId;
+use peerpod_provider_api::{InstanceId, Placement};
 
 use super::{
     effects::{CloudError, Followed, NetworkError, RelayError, Trusted},
@@ -21,6 +21,8 @@ use crate::ledger::Network;
 pub(super) enum Outcome {
     /// Nothing: a pause is over.
     Rested,
+    /// Where the attempt is to be made.
+    Placed(Result<Option<Placement>, CloudError>),
     Created(Result<InstanceId, CloudError>),
     /// A look for the VM by its key; `after` is what the create before it said, if that was final.
     Found {
@@ -159,7 +161,7 @@ impl Slot {
 /// All slots of a sandbox.
 #[derive(Default)]
 pub(super) struct Slots {
-    /// Create, find, addresses.
+    /// Place, create, find, addresses.
     pub(super) cloud: Slot,
     /// Reserve and connect.
     pub(super) network: Slot,

@@ -6,6 +6,7 @@ use peerpod_proto::{
     guest::{Personalise, Request},
     relay::{PutSandboxRequest, TunnelPeer},
 };
+use peerpod_provider_api::CreateRequest;
 use tracing::warn;
 
 use super::{
@@ -55,12 +56,20 @@ impl Task {
         if !self.slots.cloud.is_idle() {
             return;
         }
-        let (fx, key) = (self.fx.clone(), self.key(attempt));
         match self.record.request.clone() {
-            Some(request) => {
-                self.slots.cloud.start(async move { Outcome::Created(fx.create(&request, &key).await) });
-            }
+            Some(request) => self.create(request, attempt),
             None => self.find(None),
+        }
+    }
+
+    /// Has the attempt's place chosen and recorded, then the VM made there. A create that may have been sent before is
+    /// repeated with the place it had.
+    fn create(&mut self, request: CreateRequest, attempt: u32) {
+        let (fx, key) = (self.fx.clone(), self.key(attempt));
+        if request.placement.is_none() && self.placed != Some(attempt) {
+            self.slots.cloud.start(async move { Outcome::Placed(fx.place(&request).await) });
+        } else {
+            self.slots.cloud.start(async move { Outcome::Created(fx.create(&request, &key).await) });
         }
     }
 
@@ -89,8 +98,7 @@ impl Task {
             self.slots.cloud.rest(Duration::ZERO);
             return;
         };
-        let (fx, key) = (self.fx.clone(), self.key(attempt));
-        self.slots.cloud.start(async move { Outcome::Created(fx.create(&request, &key).await) });
+        self.create(request, attempt);
     }
 
     /// Learns the VM's addresses.

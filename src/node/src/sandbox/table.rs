@@ -444,6 +444,7 @@ impl Sandboxes {
             following: Following::default(),
             reports: Reports::default(),
             network_given_up: false,
+            placed: None,
             put_wanted: 1,
             put_done: 0,
             localhost_of: 0,

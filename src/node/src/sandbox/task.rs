@@ -112,6 +112,8 @@ pub(super) struct Task {
     pub(super) reports: Reports,
     /// The pod network of a running sandbox cannot be mended; do not try for ever.
     pub(super) network_given_up: bool,
+    /// The attempt whose place the provider was asked for, and had none to choose.
+    pub(super) placed: Option<u32>,
     /// What the relay must have been told, and what it was told.
     pub(super) put_wanted: u64,
     pub(super) put_done: u64,

@@ -78,6 +78,8 @@ impl Shim {
 async fn life(seed: u64, late: bool) {
     let (world, dir) = (World::new(seed), Dir::new());
     world.late_creates.store(late, Ordering::Relaxed);
+    // Every other world's provider chooses where its VMs are made, each time anew.
+    world.places.store(seed % 2 == 1, Ordering::Relaxed);
     let mut dice = Dice::new(seed ^ 0xdead_beef);
     world.faults.store(dice.below(25), Ordering::Relaxed);
     let mut shims: Vec<Shim> = (0..3)
@@ -155,6 +157,7 @@ async fn life(seed: u64, late: bool) {
         let state = world.state();
         let vms: BTreeSet<String> = state.vms.keys().map(ToString::to_string).collect();
         assert_eq!(vms, live, "seed {seed}: VMs are those of live sandboxes");
+        assert_eq!(state.reused, 0, "seed {seed}: a repeated create is the same byte for byte");
         assert_eq!(names.len(), live.len(), "seed {seed}: one each");
         assert_eq!(state.devices.keys().cloned().collect::<BTreeSet<_>>(), names, "seed {seed}: tunnels");
         assert_eq!(state.relay.keys().cloned().collect::<BTreeSet<_>>(), names, "seed {seed}: relay");
@@ -198,12 +201,23 @@ fn creates_that_arrive_after_their_caller_died_are_found_too() {
 /// Every boundary of one quiet life in turn: create, run, stop.
 #[test]
 fn killed_at_each_boundary_of_one_life() {
+    killed_at_each_boundary(false);
+}
+
+/// A create that is repeated after a crash goes where the first one went, whatever the provider would choose by now.
+#[test]
+fn killed_at_each_boundary_of_one_life_whose_provider_chooses_places() {
+    killed_at_each_boundary(true);
+}
+
+fn killed_at_each_boundary(places: bool) {
     let mut boundaries = 0;
     loop {
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
         let survived = runtime.block_on(async {
             let (world, dir) = (World::new(7), Dir::new());
+            world.places.store(places, Ordering::Relaxed);
             let fuse = Fuse::after(Some(boundaries));
             let whole = async |node: &Node| {
                 node.create("a").await.unwrap();
@@ -232,6 +246,7 @@ fn killed_at_each_boundary_of_one_life() {
                 let state = world.state();
                 assert!(state.vms.is_empty(), "boundary {boundaries}");
                 assert!(state.devices.is_empty() && state.relay.is_empty(), "boundary {boundaries}");
+                assert_eq!(state.reused, 0, "boundary {boundaries}");
                 assert!(state.made <= 1, "boundary {boundaries}: {} VMs were made", state.made);
             }
             node.kill().await;

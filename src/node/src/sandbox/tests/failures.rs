@@ -58,6 +58,43 @@ async fn no_capacity_is_another_attempt_with_another_key_and_ends_some_day() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn another_attempt_goes_to_another_place_and_none_left_is_heard_at_once() {
+    let (world, dir) = (World::new(1), Dir::new());
+    world.places.store(true, Ordering::Relaxed);
+    let node = Node::start(&world, &dir).await;
+    world.scripted_creates.lock().unwrap().extend([capacity(), capacity()]);
+    node.run("a").await;
+    // Each attempt had a place of its own, and the call after it was another request.
+    assert_eq!((world.create_calls(), world.vms(), world.state().placed), (3, 1, 3));
+    assert_eq!(world.state().reused, 0);
+
+    let none_left =
+        CloudError::capacity("all", "all that fits is exhausted: m6a.large in eu-1a: no capacity");
+    world.scripted_places.lock().unwrap().push_back(none_left);
+    node.create("b").await.unwrap();
+    let begin = Instant::now();
+    assert!(cause(&node, "b").await.contains("m6a.large in eu-1a: no capacity"));
+    assert!(begin.elapsed() < Duration::from_secs(1));
+    node.until("gone", |node| node.phase("b") == "gone").await;
+    assert_eq!((world.create_calls(), world.vms()), (3, 1), "nothing was asked of the cloud for it");
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_sandbox_that_is_stopped_before_its_place_is_chosen_makes_no_vm() {
+    let (world, dir) = (World::new(1), Dir::new());
+    world.places.store(true, Ordering::Relaxed);
+    world.scripted_places.lock().unwrap().extend((0..3).map(|_| transient("prices")));
+    let node = Node::start(&world, &dir).await;
+    node.create("a").await.unwrap();
+    node.until("asked", |_| world.scripted_places.lock().unwrap().len() < 3).await;
+    node.table.stop(&id("a"), Stop::Called).await.unwrap();
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    assert_eq!((world.create_calls(), world.made()), (0, 0));
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_refusal_after_a_lost_answer_does_not_lose_the_vm() {
     // The first call makes the VM and its answer is lost; meanwhile the credentials end.
     let (world, dir) = (World::new(1), Dir::new());

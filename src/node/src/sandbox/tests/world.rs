@@ -17,7 +17,7 @@ use peerpod_proto::{
     guest::{NetworkPlan, Reply, Request},
     relay::PutSandboxRequest,
 };
-use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, OwnedState};
+use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, OwnedState, Placement};
 use serde_json::value::RawValue;
 use sha2::{Digest, Sha256};
 use tokio::{sync::watch, time::Instant};
@@ -88,6 +88,12 @@ pub(super) struct State {
     /// A key that made a VM once never makes another one, as with a cloud's client token.
     pub tokens: HashMap<IdempotencyKey, InstanceId>,
     pub create_calls: u64,
+    /// Digest of the request that each key came with first.
+    pub asked: HashMap<IdempotencyKey, String>,
+    /// Creates whose key had come with another request.
+    pub reused: u64,
+    /// Places that were chosen.
+    pub placed: u64,
     pub relay: BTreeMap<String, PutSandboxRequest>,
     pub devices: BTreeMap<String, bool>,
     /// Sandbox → the session of its guest on the link.
@@ -108,6 +114,9 @@ pub(super) struct State {
 pub(super) struct World {
     pub state: Mutex<State>,
     pub scripted_creates: Mutex<VecDeque<CloudError>>,
+    /// The provider chooses places.
+    pub places: AtomicBool,
+    pub scripted_places: Mutex<VecDeque<CloudError>>,
     pub create_takes: Mutex<Duration>,
     pub delete_takes: Mutex<Duration>,
     pub delete_fails: Mutex<Option<CloudError>>,
@@ -173,6 +182,9 @@ impl World {
                 made: 0,
                 tokens: HashMap::new(),
                 create_calls: 0,
+                asked: HashMap::new(),
+                reused: 0,
+                placed: 0,
                 relay: BTreeMap::new(),
                 devices: BTreeMap::new(),
                 links: BTreeMap::new(),
@@ -185,6 +197,8 @@ impl World {
                 dice: Dice::new(seed),
             }),
             scripted_creates: Mutex::default(),
+            places: AtomicBool::new(false),
+            scripted_places: Mutex::default(),
             create_takes: Mutex::new(Duration::from_millis(50)),
             delete_takes: Mutex::new(Duration::from_millis(20)),
             delete_fails: Mutex::default(),
@@ -231,6 +245,18 @@ impl World {
 
     pub(super) fn devices(&self) -> usize {
         self.state().devices.len()
+    }
+
+    /// As a cloud does with a client token that comes with other parameters.
+    fn reused(&self, request: &CreateRequest, key: &IdempotencyKey) -> Option<CloudError> {
+        let mut state = self.state();
+        let digest = request.digest();
+        let known = state.asked.entry(key.clone()).or_insert_with(|| digest.clone());
+        if *known == digest {
+            return None;
+        }
+        state.reused += 1;
+        Some(CloudError::key_reused("IdempotentParameterMismatch"))
     }
 
     /// Makes the VM of this key, or finds it, even if it is gone meanwhile.
@@ -435,6 +461,24 @@ impl Effects for Fake {
         self.ledger.read(id)
     }
 
+    async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, CloudError> {
+        assert_eq!(request.placement, None, "an attempt has its place already");
+        self.fuse.boundary().await;
+        if !self.world.places.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        if let Some(error) = self.world.scripted_places.lock().unwrap().pop_front() {
+            return Err(error);
+        }
+        if self.world.fault().is_some() {
+            return Err(transient("prices"));
+        }
+        // Never the same twice: what is chosen depends on what is exhausted at the moment.
+        let mut state = self.world.state();
+        state.placed += 1;
+        Ok(Some(Placement::new(format!("place {}", state.placed)).unwrap()))
+    }
+
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError> {
         let mut wire = OnTheWire { world: self.world.clone(), request: Some((request.clone(), key.clone())) };
         self.fuse.boundary().await;
@@ -456,6 +500,10 @@ impl Effects for Fake {
             return Err(error);
         }
         self.world.state().create_calls += 1;
+        if let Some(error) = self.world.reused(request, key) {
+            wire.request = None;
+            return Err(error);
+        }
         let id = self.world.make(request, key);
         wire.request = None;
         // The VM exists; whoever dies now has not heard of it.
