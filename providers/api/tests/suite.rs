@@ -5,15 +5,16 @@
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
+use std::num::NonZeroU32;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use peerpod_provider_api::conformance::{self, Harness, checks};
+use peerpod_provider_api::conformance::{self, Harness, promise};
 use peerpod_provider_api::{
-    Capabilities, CreateRequest, Created, Error, IdempotencyKey, InstanceId, Owned, OwnedState, Preflight,
-    Provider,
+    Batch, Capabilities, CreateRequest, Created, CreatedMany, DiskIdentity, DiskRequest, Error,
+    IdempotencyKey, InstanceId, Owned, OwnedState, Preflight, Provider, Volumes,
 };
 
 /// Ways of not conforming.
@@ -31,6 +32,15 @@ enum Fault {
     WaitsForGoneVms,
     PromisesAConsole,
     GivesOneAddressToAll,
+    HidesWhatIsHalfMade,
+    ShowsUserData,
+    CallsGoneTransient,
+    BlocksItsThread,
+    MakesAnotherBatch,
+    MovesDisks,
+    TakesNothingAttachedForAnError,
+    AttachesToTwo,
+    HasItsOwnMemory,
 }
 
 struct Vm {
@@ -38,12 +48,26 @@ struct Vm {
     key: IdempotencyKey,
     request: CreateRequest,
     number: u32,
+    answered: bool,
 }
 
 #[derive(Default)]
 struct Cloud {
     vms: BTreeMap<InstanceId, Vm>,
     made: u32,
+    disks: BTreeMap<String, (InstanceId, u32)>,
+    attached: u32,
+}
+
+impl Cloud {
+    fn make(&mut self, owner: &'static str, request: &CreateRequest, key: &IdempotencyKey) -> InstanceId {
+        self.made += 1;
+        let number = self.made;
+        let id = InstanceId::new(format!("shelf-{number}")).unwrap();
+        let vm = Vm { owner, key: key.clone(), request: request.clone(), number, answered: false };
+        self.vms.insert(id.clone(), vm);
+        id
+    }
 }
 
 struct Shelf {
@@ -59,7 +83,8 @@ impl Provider for Shelf {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities { console: self.fault == Fault::PromisesAConsole, ..Capabilities::minimal(4096) }
+        let console = self.fault == Fault::PromisesAConsole;
+        Capabilities { console, volumes: true, max_batch: 5, ..Capabilities::minimal(4096) }
     }
 
     async fn preflight(&self) -> Result<Preflight, Error> {
@@ -82,20 +107,25 @@ impl Provider for Shelf {
             let known = cloud.vms.iter().find(|(_, vm)| vm.key == *key && vm.owner == self.owner);
             match known {
                 Some((_, vm)) if self.fault != Fault::TakesAnyRequestForAKey && vm.request != *request => {
-                    return Err(Error::key_reused("create: this key came with another request"));
+                    let shown = if self.fault == Fault::ShowsUserData { &request.user_data } else { "" };
+                    return Err(Error::key_reused(format!(
+                        "create: this key came with another request {shown}"
+                    )));
                 }
                 Some((id, _)) if self.fault != Fault::ForgetsKeys => id.clone(),
-                _ => {
-                    cloud.made += 1;
-                    let number = cloud.made;
-                    let id = InstanceId::new(format!("shelf-{number}")).unwrap();
-                    let vm = Vm { owner: self.owner, key: key.clone(), request: request.clone(), number };
-                    cloud.vms.insert(id.clone(), vm);
-                    id
+                _ if request.disks.iter().any(|disk| disk.volume != DISK) => {
+                    return Err(Error::not_found("create: there is no such disk"));
                 }
+                _ => cloud.make(self.owner, request, key),
             }
         };
+        for disk in &request.disks {
+            self.attach(&id, disk).await?;
+        }
         tokio::time::sleep(Duration::from_millis(3)).await;
+        if let Some(vm) = self.cloud.lock().unwrap().vms.get_mut(&id) {
+            vm.answered = true;
+        }
         Ok(Created { id, addresses: vec![], instance_type: None, disks: vec![] })
     }
 
@@ -110,13 +140,18 @@ impl Provider for Shelf {
                 None if self.fault == Fault::WaitsForGoneVms => {
                     tokio::time::sleep(Duration::from_millis(10)).await;
                 }
+                None if self.fault == Fault::CallsGoneTransient => return Err(Error::transient("not there")),
                 None => return Err(Error::not_found(format!("addresses of {id}: there is no such VM"))),
             }
         }
     }
 
     async fn delete(&self, id: &InstanceId) -> Result<(), Error> {
-        let gone = self.cloud.lock().unwrap().vms.remove(id).is_none();
+        let gone = {
+            let mut cloud = self.cloud.lock().unwrap();
+            cloud.disks.retain(|_, (vm, _)| vm != id);
+            cloud.vms.remove(id).is_none()
+        };
         if gone && self.fault == Fault::GoneIsAnError {
             return Err(Error::not_found(format!("delete of {id}: there is no such VM")));
         }
@@ -124,8 +159,12 @@ impl Provider for Shelf {
     }
 
     async fn list_owned(&self) -> Result<Vec<Owned>, Error> {
+        if self.fault == Fault::BlocksItsThread {
+            std::thread::sleep(Duration::from_millis(2100));
+        }
         let cloud = self.cloud.lock().unwrap();
-        let ours = |vm: &Vm| vm.owner == self.owner || self.fault == Fault::ListsEverybody;
+        let half = |vm: &Vm| self.fault == Fault::HidesWhatIsHalfMade && !vm.answered;
+        let ours = |vm: &Vm| (vm.owner == self.owner || self.fault == Fault::ListsEverybody) && !half(vm);
         let owned = cloud.vms.iter().filter(|(_, vm)| ours(vm)).map(|(id, vm)| Owned {
             id: id.clone(),
             key: Some(vm.key.clone()),
@@ -137,19 +176,85 @@ impl Provider for Shelf {
         let hidden = self.fault == Fault::HidesWhatItMade;
         Ok(owned.filter(|_| !hidden).collect())
     }
+
+    fn batch(&self) -> Option<&dyn Batch> {
+        Some(self)
+    }
+
+    fn volumes(&self) -> Option<&dyn Volumes> {
+        Some(self)
+    }
 }
+
+#[async_trait]
+impl Batch for Shelf {
+    async fn create_many(
+        &self,
+        request: &CreateRequest,
+        count: NonZeroU32,
+        key: &IdempotencyKey,
+    ) -> Result<CreatedMany, Error> {
+        if count.get() > 5 {
+            return Err(Error::invalid("create: at most 5"));
+        }
+        let mut cloud = self.cloud.lock().unwrap();
+        let known = |(id, vm): (&InstanceId, &Vm)| (vm.key == *key).then(|| id.clone());
+        let mut ids: Vec<InstanceId> = cloud.vms.iter().filter_map(known).collect();
+        if ids.is_empty() || self.fault == Fault::MakesAnotherBatch {
+            ids = (0..count.get()).map(|_| cloud.make(self.owner, request, key)).collect();
+        }
+        ids.sort();
+        let made = |id| Created { id, addresses: vec![], instance_type: None, disks: vec![] };
+        Ok(CreatedMany { made: ids.into_iter().map(made).collect(), rest: None })
+    }
+}
+
+#[async_trait]
+impl Volumes for Shelf {
+    async fn attach(&self, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error> {
+        let mut cloud = self.cloud.lock().unwrap();
+        if !cloud.vms.contains_key(id) || disk.volume != DISK {
+            return Err(Error::not_found("attach: there is no such VM or disk"));
+        }
+        cloud.attached += 1;
+        let number = cloud.attached;
+        let (vm, first) = cloud.disks.entry(disk.volume.clone()).or_insert_with(|| (id.clone(), number));
+        if vm != id && self.fault != Fault::AttachesToTwo {
+            return Err(Error::invalid("attach: the disk is another VM's"));
+        }
+        Ok(DiskIdentity::Lun(if self.fault == Fault::MovesDisks { number } else { *first }))
+    }
+
+    async fn detach(&self, id: &InstanceId, volume: &str) -> Result<(), Error> {
+        let mut cloud = self.cloud.lock().unwrap();
+        if cloud.disks.get(volume).is_some_and(|(vm, _)| vm == id) {
+            cloud.disks.remove(volume);
+        } else if self.fault == Fault::TakesNothingAttachedForAnError {
+            return Err(Error::not_found("detach: it is not attached"));
+        }
+        Ok(())
+    }
+}
+
+/// The one disk there is.
+const DISK: &str = "disk-1";
 
 struct Bench {
     cloud: Arc<Mutex<Cloud>>,
     ours: Arc<Shelf>,
     theirs: Arc<Shelf>,
+    next: Arc<Shelf>,
     fault: Fault,
 }
 
 fn with(fault: Fault) -> Bench {
     let cloud = Arc::new(Mutex::new(Cloud::default()));
     let shelf = |owner, fault| Arc::new(Shelf { cloud: cloud.clone(), owner, fault });
-    Bench { ours: shelf("us", fault), theirs: shelf("them", Fault::None), cloud: cloud.clone(), fault }
+    let next = match fault {
+        Fault::HasItsOwnMemory => Arc::new(Shelf { cloud: Arc::default(), owner: "us", fault }),
+        _ => shelf("us", fault),
+    };
+    Bench { ours: shelf("us", fault), theirs: shelf("them", Fault::None), next, cloud: cloud.clone(), fault }
 }
 
 #[async_trait]
@@ -158,23 +263,31 @@ impl Harness for Bench {
         self.ours.clone()
     }
 
-    async fn user_data(&self, id: &InstanceId) -> Vec<u8> {
+    async fn user_data(&self, id: &InstanceId) -> Option<Vec<u8>> {
         let cloud = self.cloud.lock().unwrap();
         let whole = &cloud.vms.get(id).unwrap().request.user_data;
         let seen = if self.fault == Fault::CutsUserData { whole.trim_end() } else { whole };
-        seen.as_bytes().to_vec()
+        Some(seen.as_bytes().to_vec())
     }
 
-    async fn machines(&self) -> usize {
-        self.cloud.lock().unwrap().vms.len()
+    async fn machines(&self) -> Option<usize> {
+        Some(self.cloud.lock().unwrap().vms.len())
     }
 
-    fn unknown_id(&self) -> InstanceId {
-        InstanceId::new("shelf-0").unwrap()
+    fn unknown_id(&self) -> Option<InstanceId> {
+        InstanceId::new("shelf-0").ok()
     }
 
     fn stranger(&self) -> Option<Arc<dyn Provider>> {
         Some(self.theirs.clone())
+    }
+
+    fn successor(&self) -> Option<Arc<dyn Provider>> {
+        Some(self.next.clone())
+    }
+
+    fn volume(&self) -> Option<DiskRequest> {
+        Some(DiskRequest { volume: DISK.into(), ..DiskRequest::default() })
     }
 
     fn patience(&self) -> Duration {
@@ -192,7 +305,7 @@ peerpod_provider_api::conformance_suite!(make);
 fn each_way_of_not_conforming_is_found_by_its_check() {
     macro_rules! found {
         ($($fault:ident: $check:ident),* $(,)?) => {$(
-            let run = || conformance::run(|| with(Fault::$fault), checks::$check);
+            let run = || conformance::run(|| with(Fault::$fault), promise(stringify!($check)));
             let found = catch_unwind(AssertUnwindSafe(run)).is_err();
             assert!(found, "{} did not find {:?}", stringify!($check), Fault::$fault);
         )*};
@@ -213,5 +326,14 @@ fn each_way_of_not_conforming_is_found_by_its_check() {
         WaitsForGoneVms: a_deleted_vm_has_no_addresses,
         PromisesAConsole: the_provider_says_what_it_can_do,
         GivesOneAddressToAll: many_creates_at_once_all_succeed,
+        HidesWhatIsHalfMade: a_create_dropped_and_forgotten_is_listed,
+        ShowsUserData: errors_have_their_class_and_show_no_user_data,
+        CallsGoneTransient: errors_have_their_class_and_show_no_user_data,
+        BlocksItsThread: calls_end_at_their_deadline,
+        MakesAnotherBatch: a_batch_is_as_many_vms_as_it_says,
+        MovesDisks: an_attached_disk_keeps_its_identity,
+        AttachesToTwo: an_attached_disk_keeps_its_identity,
+        TakesNothingAttachedForAnError: a_detach_of_nothing_is_fine,
+        HasItsOwnMemory: another_process_finds_what_was_made,
     }
 }

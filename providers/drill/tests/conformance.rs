@@ -35,17 +35,19 @@ impl Harness for Files {
         self.provider.clone()
     }
 
-    async fn user_data(&self, id: &InstanceId) -> Vec<u8> {
+    async fn user_data(&self, id: &InstanceId) -> Option<Vec<u8>> {
         let bytes = fs::read(self.dir.join(format!("{id}.json"))).unwrap();
-        serde_json::from_slice::<Drilled>(&bytes).unwrap().user_data.into_bytes()
+        Some(serde_json::from_slice::<Drilled>(&bytes).unwrap().user_data.into_bytes())
     }
 
-    async fn machines(&self) -> usize {
-        fs::read_dir(&self.dir).unwrap().count()
+    async fn machines(&self) -> Option<usize> {
+        let files = fs::read_dir(&self.dir).unwrap();
+        let whole = |name: std::ffi::OsString| name.to_string_lossy().ends_with(".json");
+        Some(files.filter(|entry| whole(entry.as_ref().unwrap().file_name())).count())
     }
 
-    fn unknown_id(&self) -> InstanceId {
-        InstanceId::new("drill-unknown").unwrap()
+    fn unknown_id(&self) -> Option<InstanceId> {
+        InstanceId::new("drill-unknown").ok()
     }
 }
 

@@ -1,0 +1,130 @@
+//! The list of promises, in the order in which a person wants to read about them. The only list there is: tests, the
+//! command and its table are all made from it.
+
+use std::fmt::Write;
+use std::sync::Arc;
+
+use futures_util::future::BoxFuture;
+
+use super::{Checked, Trial, Verdict, checks};
+
+/// Hands the names of all promises to another macro.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! conformance_promises {
+    ($then:ident, $($arguments:tt)*) => {
+        $crate::$then! {
+            [$($arguments)*]
+            the_provider_says_what_it_can_do,
+            preflight_finds_everything_and_makes_nothing,
+            a_repeated_create_finds_the_same_vm,
+            creates_with_one_key_at_once_make_one_vm,
+            a_key_with_another_request_is_refused,
+            a_create_dropped_at_any_time_and_repeated_makes_one_vm,
+            a_create_dropped_and_forgotten_is_listed,
+            another_process_finds_what_was_made,
+            a_second_delete_is_fine,
+            a_delete_of_something_unknown_is_fine,
+            a_delete_dropped_at_any_time_and_repeated_leaves_nothing,
+            a_deleted_vm_has_no_addresses,
+            only_our_vms_are_listed,
+            many_creates_at_once_all_succeed,
+            a_batch_is_as_many_vms_as_it_says,
+            what_cannot_be_done_is_refused_not_dropped,
+            errors_have_their_class_and_show_no_user_data,
+            calls_end_at_their_deadline,
+            user_data_arrives_byte_for_byte,
+            user_data_of_the_stated_limit_arrives,
+            user_data_over_the_limit_is_refused_before_any_call,
+            an_attached_disk_keeps_its_identity,
+            a_detach_of_nothing_is_fine,
+            the_console_is_there_if_it_is_promised,
+        }
+    };
+}
+
+/// One thing that every provider promises.
+pub struct Promise {
+    /// A sentence with underscores.
+    pub name: &'static str,
+    pub(super) check: fn(Arc<Trial>) -> BoxFuture<'static, Checked>,
+}
+
+impl Promise {
+    /// The sentence.
+    pub fn words(&self) -> String {
+        self.name.replace('_', " ")
+    }
+}
+
+#[doc(hidden)]
+#[macro_export]
+macro_rules! conformance_table {
+    ([] $($name:ident,)*) => {
+        /// Every promise there is.
+        pub const PROMISES: &[Promise] = &[
+            $(Promise { name: stringify!($name), check: |trial| Box::pin(checks::$name(trial)) },)*
+        ];
+    };
+}
+crate::conformance_promises!(conformance_table,);
+
+/// The promise of this name.
+///
+/// # Panics
+/// When there is none.
+pub fn promise(name: &str) -> &'static Promise {
+    let found = PROMISES.iter().find(|promise| promise.name == name);
+    found.unwrap_or_else(|| panic!("there is no promise `{name}`"))
+}
+
+/// A table for people: a line for each promise, why one is broken or could not be tried, and the sums.
+pub fn table(results: &[(&Promise, Verdict)]) -> String {
+    let mut table = String::new();
+    let (mut kept, mut broken, mut not) = (0, 0, 0);
+    for (promise, verdict) in results {
+        let (word, why) = match verdict {
+            Verdict::Kept => {
+                kept += 1;
+                ("kept", None)
+            }
+            Verdict::Broken(how) => {
+                broken += 1;
+                ("BROKEN", Some(how))
+            }
+            Verdict::NotApplicable(why) => {
+                not += 1;
+                ("n/a", Some(why))
+            }
+        };
+        let why = why.map(|why| format!(": {why}")).unwrap_or_default();
+        writeln!(table, "{word:7} {}{why}", promise.words()).expect("a String takes everything");
+    }
+    writeln!(table, "{kept} kept, {broken} broken, {not} not applicable").expect("a String takes everything");
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_says_what_became_of_each() {
+        let results = [
+            (promise("a_second_delete_is_fine"), Verdict::Kept),
+            (promise("only_our_vms_are_listed"), Verdict::Broken("two".into())),
+            (promise("a_detach_of_nothing_is_fine"), Verdict::NotApplicable("no disk".into())),
+        ];
+        let table = table(&results);
+        let lines: Vec<_> = table.lines().collect();
+        assert_eq!(
+            lines,
+            [
+                "kept    a second delete is fine",
+                "BROKEN  only our vms are listed: two",
+                "n/a     a detach of nothing is fine: no disk",
+                "1 kept, 1 broken, 1 not applicable",
+            ]
+        );
+    }
+}
