@@ -5,7 +5,7 @@ use std::{env, fmt::Write, fs};
 use ttrpc_codegen::{Codegen, Customize};
 
 const PROTOS: &[&str] =
-    &["agent", "guest", "hypervisor", "intercept", "node", "podvminfo", "relay", "ttrpc_frame"];
+    &["agent", "guest", "hypervisor", "intercept", "node", "podvminfo", "provider", "relay", "ttrpc_frame"];
 
 fn main() -> std::io::Result<()> {
     println!("cargo::rerun-if-changed=protos");

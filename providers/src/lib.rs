@@ -4,6 +4,7 @@
 //! nothing before [`Settings::open`].
 
 use std::path::PathBuf;
+use std::pin::Pin;
 use std::sync::Arc;
 
 use peerpod_base::config::Reader;
@@ -36,27 +37,56 @@ pub enum Purpose {
 /// One provider: reads its section, and gives what opens it.
 struct Row {
     kind: &'static str,
+    /// Whether its VMs cost nobody anything, so that a test may make some without asking.
+    free: bool,
     read: fn(&mut Reader, &Context) -> Opener,
 }
 
-type Opener = Box<dyn FnOnce() -> Result<Arc<dyn Provider>, Error> + Send>;
+type Opened = Result<Arc<dyn Provider>, Error>;
+type Opener = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = Opened> + Send>> + Send>;
+
+/// For providers that need to wait for nothing when they are opened, which is all but one.
+#[cfg(any(feature = "local", feature = "drill"))]
+fn at_once(open: impl FnOnce() -> Opened + Send + 'static) -> Opener {
+    Box::new(|| Box::pin(async { open() }))
+}
 
 /// The table.
 const TABLE: &[Row] = &[
     #[cfg(feature = "local")]
     Row {
         kind: "local",
+        free: true,
         read: |reader, context| {
             let config = peerpod_provider_local::LocalConfig::read(reader, &context.state_dir);
-            Box::new(|| Ok(Arc::new(peerpod_provider_local::LocalProvider::open(config)?)))
+            at_once(|| Ok(Arc::new(peerpod_provider_local::LocalProvider::open(config)?)))
         },
     },
     #[cfg(feature = "drill")]
     Row {
         kind: "drill",
+        free: true,
         read: |reader, context| {
             let config = peerpod_provider_drill::DrillConfig::read(reader, &context.state_dir);
-            Box::new(|| Ok(Arc::new(peerpod_provider_drill::Drill::new(config))))
+            at_once(|| Ok(Arc::new(peerpod_provider_drill::Drill::new(config))))
+        },
+    },
+    #[cfg(feature = "external")]
+    Row {
+        kind: "external",
+        // Who knows what is behind it.
+        free: false,
+        read: |reader, context| {
+            use peerpod_provider_external::{External, ExternalConfig, Owner};
+            let Context { state_dir, cluster_id, node_name, .. } = context;
+            let owner = Owner { cluster_id: cluster_id.clone(), node_name: node_name.clone() };
+            let config = ExternalConfig::read(reader, state_dir, owner);
+            Box::new(|| {
+                Box::pin(async {
+                    let opened = External::open(config).await?;
+                    Ok(Arc::new(opened) as Arc<dyn Provider>)
+                })
+            })
         },
     },
 ];
@@ -64,6 +94,7 @@ const TABLE: &[Row] = &[
 /// A provider's settings, read but not acted on.
 pub struct Settings {
     kind: String,
+    free: bool,
     opener: Option<Opener>,
 }
 
@@ -78,25 +109,36 @@ pub fn read(reader: &mut Reader, context: &Context) -> Settings {
     let kinds = kinds();
     let default = kinds.first().copied().unwrap_or_default();
     let kind = reader.choice("provider.kind", default, &kinds, "which cloud or hypervisor makes the VMs");
-    let mut opener = None;
+    let (mut opener, mut free) = (None, false);
     for row in TABLE {
         if row.kind == kind {
-            opener = Some((row.read)(reader, context));
+            (opener, free) = (Some((row.read)(reader, context)), row.free);
         } else {
             reader.leave(&format!("provider.{}", row.kind));
         }
     }
-    Settings { kind, opener }
+    Settings { kind, free, opener }
 }
 
 impl Settings {
-    /// Opens the provider: bare, without [`peerpod_provider_api::decorate()`].
+    /// `provider.kind`.
+    pub fn kind(&self) -> &str {
+        &self.kind
+    }
+
+    /// Whether this provider's VMs are known to cost nobody anything.
+    pub fn is_free(&self) -> bool {
+        self.free
+    }
+
+    /// Opens the provider: bare, without [`peerpod_provider_api::decorate()`]. Only an external one is waited for, until
+    /// it has said what it can do.
     ///
     /// # Errors
     /// Whatever the provider needs and does not find; and a kind that this build does not have.
-    pub fn open(self) -> Result<Arc<dyn Provider>, Error> {
+    pub async fn open(self) -> Result<Arc<dyn Provider>, Error> {
         match self.opener {
-            Some(opener) => opener(),
+            Some(opener) => opener().await,
             None => Err(Error::invalid(format!(
                 "provider.kind = {}: this build has no such provider; it has {}",
                 self.kind,
@@ -110,8 +152,8 @@ impl Settings {
 ///
 /// # Errors
 /// As [`Settings::open`]. Mistakes in the configuration stay with the reader: ask it, too.
-pub fn build(reader: &mut Reader, context: &Context) -> Result<Arc<dyn Provider>, Error> {
-    read(reader, context).open()
+pub async fn build(reader: &mut Reader, context: &Context) -> Result<Arc<dyn Provider>, Error> {
+    read(reader, context).open().await
 }
 
 /// The README's provider is compiled and run.
@@ -136,14 +178,15 @@ mod tests {
     }
 
     #[cfg(feature = "local")]
-    #[test]
-    fn without_a_word_it_is_the_local_provider() {
+    #[tokio::test]
+    async fn without_a_word_it_is_the_local_provider() {
         let context = context();
         let mut reader = reader(&[("provider.local.bridge", "ppx0")]);
         let settings = read(&mut reader, &context);
         reader.finish().unwrap();
         assert!(!context.state_dir.exists(), "reading has no effect");
-        let provider = settings.open().unwrap();
+        assert!(settings.is_free());
+        let provider = settings.open().await.unwrap();
         assert_eq!(provider.name(), "local");
         drop(provider);
         std::fs::remove_dir_all(&context.state_dir).unwrap();

@@ -146,7 +146,7 @@ pub async fn build(
     let trust = SharedTrust::new(Trust::open(&config.state_dir.join("trust"), SystemTime::now())?);
     let owner = config.owner();
     let tunnel = Tunnel::open(TunnelConfig { owner, ..config.tunnel.clone() })?;
-    let provider = provider.open().map_err(AppError::Provider)?;
+    let provider = provider.open().await.map_err(AppError::Provider)?;
     let provider = decorate(provider, DecoratorConfig::default(), &mut registry);
     let relay = RelayClient::new(config.run_dir.join("relay.sock"), identity(trust.clone()), metrics.clone());
     let addresses = GuestAddresses::new(config.relay_addresses.clone(), config.relay_listen);

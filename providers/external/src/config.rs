@@ -1,0 +1,270 @@
+//! The settings, `provider.external.*`. Reads configuration, touches nothing else.
+
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use peerpod_base::config::{Reader, Section};
+use rustls_pki_types::ServerName;
+
+use crate::Owner;
+
+/// A unix socket's path has room for this many bytes.
+const LONGEST_SOCKET: usize = 107;
+/// Of a command; what is longer is a mistake.
+const MOST_WORDS: usize = 64;
+
+/// Everything the provider can be told.
+#[derive(Debug, Clone)]
+pub struct ExternalConfig {
+    /// Where the provider is.
+    pub endpoint: Endpoint,
+    /// Whose VMs we speak of.
+    pub owner: Owner,
+    /// From the start of the program, or from the first dial, to the answer to the handshake.
+    pub handshake_timeout: Duration,
+    /// The wire's deadline for one call.
+    pub call_timeout: Duration,
+    /// How often it is asked whether it lives.
+    pub health_every: Duration,
+    /// How long it may take to say so.
+    pub health_timeout: Duration,
+}
+
+/// Where the provider is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Endpoint {
+    /// On this node.
+    Unix {
+        /// Where it listens.
+        socket: PathBuf,
+        /// Its user, besides root and ourselves.
+        peer_uid: Option<u32>,
+        /// The program and its arguments, when it is ours to start; else somebody else starts it.
+        command: Option<Vec<String>>,
+    },
+    /// Somewhere in the cluster.
+    Tls {
+        /// Host and port.
+        address: String,
+        /// What its certificate must say.
+        server_name: ServerName<'static>,
+        /// What both sides' certificates are made of.
+        files: TlsFiles,
+    },
+}
+
+/// Where the certificates are; PEM. They are read again for every connection, so that they may be replaced.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TlsFiles {
+    /// Who may vouch for the other side: one certificate or more.
+    pub ca: PathBuf,
+    /// Our certificate, and what is between it and the other side's CA.
+    pub certificate: PathBuf,
+    /// Its key; nobody but its user may read it.
+    pub key: PathBuf,
+}
+
+impl ExternalConfig {
+    /// Reads `provider.external.*`; mistakes stay with the reader.
+    pub fn read(reader: &mut Reader, state_dir: &Path, owner: Owner) -> ExternalConfig {
+        let mut section = reader.section("provider.external");
+        let at = "where the provider listens on this node; default with a command: external/provider.sock in the state directory";
+        let program = "program, by its whole path, and arguments that serve the provider on the socket; we start it, and start it again";
+        let socket: Option<PathBuf> = section.optional("socket", at);
+        let command: Option<Vec<String>> = section.optional("command", program);
+        let peer_uid: Option<u32> =
+            section.optional("peer-uid", "user id of a provider on the socket that is neither root nor ours");
+        let address: Option<String> =
+            section.optional("address", "host:port of a provider elsewhere in the cluster (mutual TLS)");
+        let name: Option<String> = section
+            .optional("server-name", "name in that provider's certificate; default: the host of the address");
+        let ca: Option<PathBuf> =
+            section.optional("ca-file", "PEM file of the CA that vouches for the provider's certificate");
+        let certificate: Option<PathBuf> =
+            section.optional("cert-file", "PEM file of our certificate for the provider");
+        let key: Option<PathBuf> =
+            section.optional("key-file", "PEM file of its key, readable by nobody else (mode 0600)");
+        let files = [("ca-file", ca), ("cert-file", certificate), ("key-file", key)];
+
+        let endpoint = match address {
+            Some(address) => {
+                for key in ["socket", "command", "peer-uid"] {
+                    if section.is_set(key) {
+                        section.mistake(key, "not with provider.external.address; keep one of them");
+                    }
+                }
+                remote(&mut section, address, name, files)
+            }
+            None => {
+                let given = files.iter().filter(|(_, file)| file.is_some()).map(|(key, _)| *key);
+                let given: Vec<&str> = given.chain(name.as_ref().map(|_| "server-name")).collect();
+                for key in given {
+                    section.mistake(key, "only with provider.external.address; set that or leave this out");
+                }
+                on_this_node(&mut section, state_dir, socket, command, peer_uid)
+            }
+        };
+        let handshake = "longest time from a start of the provider to its first word";
+        let health = "longest time it may take to say that it lives; a provider that we started is killed then and started again";
+        ExternalConfig {
+            endpoint,
+            owner,
+            handshake_timeout: some_time(&mut section, "handshake-timeout", "10s", handshake),
+            call_timeout: some_time(&mut section, "call-timeout", "55s", "longest time for one answer"),
+            health_every: some_time(
+                &mut section,
+                "health-every",
+                "10s",
+                "how often it is asked whether it lives",
+            ),
+            health_timeout: some_time(&mut section, "health-timeout", "5s", health),
+        }
+    }
+}
+
+fn some_time(section: &mut Section<'_>, key: &str, default: &str, help: &str) -> Duration {
+    let time: Duration = section.get(key, default, help);
+    if time < Duration::from_millis(10) || time > Duration::from_secs(600) {
+        section.mistake(key, "not a time to wait; write one from 10ms to 10m");
+    }
+    time
+}
+
+fn on_this_node(
+    section: &mut Section<'_>,
+    state_dir: &Path,
+    socket: Option<PathBuf>,
+    command: Option<Vec<String>>,
+    peer_uid: Option<u32>,
+) -> Endpoint {
+    if socket.is_none() && command.is_none() {
+        let why =
+            "nothing says where the provider is; set this to start one, or socket or address to dial one";
+        section.mistake("command", why);
+    }
+    if let Some(words) = &command {
+        match words.first() {
+            None => section.mistake("command", "no program; write its whole path and the arguments"),
+            Some(first) if !first.starts_with('/') => {
+                section.mistake("command", "not a whole path; write one like /usr/libexec/my-provider");
+            }
+            Some(_) if words.len() > MOST_WORDS || words.iter().any(|word| word.contains('\0')) => {
+                section.mistake(
+                    "command",
+                    "too many words, or a NUL in one; write the program and its arguments",
+                );
+            }
+            Some(_) => {}
+        }
+    }
+    let socket = socket.unwrap_or_else(|| state_dir.join("external/provider.sock"));
+    if !socket.is_absolute() {
+        section.mistake("socket", "not a whole path; write one like /run/my-provider/provider.sock");
+    }
+    if socket.as_os_str().as_bytes().len() > LONGEST_SOCKET {
+        let why =
+            format!("longer than the {LONGEST_SOCKET} bytes a socket's path may have; set a shorter one");
+        section.mistake("socket", why);
+    }
+    Endpoint::Unix { socket, peer_uid, command }
+}
+
+fn remote(
+    section: &mut Section<'_>,
+    address: String,
+    name: Option<String>,
+    files: [(&str, Option<PathBuf>); 3],
+) -> Endpoint {
+    let host = match address.rsplit_once(':') {
+        Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0) => {
+            host.trim_start_matches('[').trim_end_matches(']').to_owned()
+        }
+        _ => {
+            section.mistake("address", "not a host and a port; write them like provider.peerpod.svc:7443");
+            String::new()
+        }
+    };
+    let (key, text) = name.map_or(("address", host.clone()), |name| ("server-name", name));
+    let server_name = ServerName::try_from(text).unwrap_or_else(|_| {
+        if key != "address" || !host.is_empty() {
+            section.mistake(key, "not a name that a certificate can have; write a DNS name or an IP address");
+        }
+        ServerName::try_from("invalid").expect("a word is a name")
+    });
+    let [ca, certificate, key] = files.map(|(key, file)| {
+        if file.is_none() {
+            section.mistake(key, "missing beside provider.external.address; name the PEM file");
+        }
+        file.unwrap_or_default()
+    });
+    Endpoint::Tls { address, server_name, files: TlsFiles { ca, certificate, key } }
+}
+
+#[cfg(test)]
+mod tests {
+    use peerpod_base::config::Sources;
+
+    use super::*;
+
+    fn read(flags: &[(&str, &str)]) -> (ExternalConfig, String) {
+        let flags =
+            flags.iter().map(|(key, value)| (format!("provider.external.{key}"), (*value).to_owned()));
+        let sources = Sources { flags: flags.collect(), ..Sources::default() };
+        let mut reader = Reader::load(sources, &["provider"], &[]).unwrap();
+        let owner = Owner { cluster_id: "c".into(), node_name: "n".into() };
+        let config = ExternalConfig::read(&mut reader, Path::new("/var/lib/peerpod"), owner);
+        (config, reader.finish().err().map(|mistakes| mistakes.to_string()).unwrap_or_default())
+    }
+
+    #[test]
+    fn a_command_alone_gets_a_socket_in_the_state_directory() {
+        let (config, mistakes) = read(&[("command", "/usr/libexec/x, --region, y")]);
+        assert_eq!(mistakes, "");
+        let Endpoint::Unix { socket, command, .. } = config.endpoint else { panic!("{:?}", config.endpoint) };
+        assert_eq!(socket, Path::new("/var/lib/peerpod/external/provider.sock"));
+        assert_eq!(command.unwrap(), ["/usr/libexec/x", "--region", "y"]);
+    }
+
+    #[test]
+    fn an_address_needs_its_three_files_and_gives_the_name() {
+        let files = [("ca-file", "/a"), ("cert-file", "/b"), ("key-file", "/c")];
+        for (address, name) in [("provider.svc:7443", "provider.svc"), ("[fd00::1]:7443", "fd00::1")] {
+            let (config, mistakes) = read(&[&files[..], &[("address", address)]].concat());
+            assert_eq!(mistakes, "");
+            let Endpoint::Tls { server_name, .. } = config.endpoint else { panic!("{:?}", config.endpoint) };
+            assert_eq!(server_name.to_str(), name);
+        }
+        let (_, mistakes) = read(&[("address", "provider.svc:7443")]);
+        for (key, _) in files {
+            assert!(mistakes.contains(key), "{key} in {mistakes}");
+        }
+    }
+
+    #[test]
+    fn every_mistake_is_told_and_contradictions_are_mistakes() {
+        let (_, mistakes) = read(&[]);
+        assert!(mistakes.contains("nothing says where the provider is"), "{mistakes}");
+        let wrong = [
+            ("command", "relative/path"),
+            ("socket", "also/relative"),
+            ("health-timeout", "0"),
+            ("call-timeout", "1h"),
+            ("key-file", "/x"),
+            ("server-name", "x"),
+        ];
+        let (_, mistakes) = read(&wrong);
+        for (key, _) in wrong {
+            assert!(mistakes.contains(key), "{key} in {mistakes}");
+        }
+        let wrong =
+            [("address", "no-port"), ("socket", "/x"), ("command", "/x"), ("server-name", "not a name")];
+        let (_, mistakes) = read(&wrong);
+        for (key, _) in wrong {
+            assert!(mistakes.contains(key), "{key} in {mistakes}");
+        }
+        let long = format!("/{}", "x".repeat(107));
+        let (_, mistakes) = read(&[("socket", &long)]);
+        assert!(mistakes.contains("107 bytes"), "{mistakes}");
+    }
+}

@@ -1,0 +1,336 @@
+//! The connection to the provider, kept for as long as we live: started or dialled, greeted, asked every few seconds
+//! whether it lives, and begun anew whenever it ends. Calls share it, and wait a moment for one.
+//!
+//! Nothing here repeats a call: an answer that was lost with its connection is the caller's to ask for again, with the
+//! same key.
+
+use std::convert::Infallible;
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use peerpod_proto::provider as wire;
+use peerpod_proto::provider_ttrpc::ProviderClient;
+use peerpod_provider_api::{Capabilities, Error};
+use rustls_pki_types::ServerName;
+use tokio::net::{TcpStream, UnixStream};
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio_rustls::TlsConnector;
+use ttrpc::asynchronous::transport::Socket;
+use ttrpc::context::with_duration;
+
+use crate::config::{Endpoint, ExternalConfig, TlsFiles};
+use crate::line::{Line, watched};
+use crate::plugin::Plugin;
+use crate::{tls, wire as convert};
+
+/// How often a provider that is not there yet is looked for.
+const DIAL_EVERY: Duration = Duration::from_millis(50);
+/// How long a call waits for a connection before it says that the provider is away.
+const AWAY: Duration = Duration::from_secs(5);
+/// Pause before a provider is started or dialled again, and how long it may become.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// A connection that lived as long as this was a good one.
+const GOOD: Duration = Duration::from_secs(60);
+
+/// What the provider said of itself. It never changes: the trait promises that to the caller.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Known {
+    pub(crate) name: String,
+    pub(crate) capabilities: Capabilities,
+    pub(crate) places: bool,
+}
+
+#[derive(Clone)]
+enum State {
+    /// Not greeted yet, for the first time.
+    Starting,
+    Up(ProviderClient),
+    Down(Error),
+}
+
+/// The connection's state; the calls' side of it.
+pub(crate) struct Connection {
+    pub(crate) config: ExternalConfig,
+    state: watch::Sender<State>,
+    known: OnceLock<Known>,
+}
+
+impl Connection {
+    pub(crate) fn new(config: ExternalConfig) -> Arc<Connection> {
+        Arc::new(Connection { config, state: watch::Sender::new(State::Starting), known: OnceLock::new() })
+    }
+
+    /// What to call it in an error.
+    pub(crate) fn who(&self) -> String {
+        match (self.known.get(), &self.config.endpoint) {
+            (Some(known), _) => format!("external provider {}", known.name),
+            (None, Endpoint::Unix { socket, .. }) => format!("the provider at {}", socket.display()),
+            (None, Endpoint::Tls { address, .. }) => format!("the provider at {address}"),
+        }
+    }
+
+    /// What it said at the first greeting; `None` before that.
+    pub(crate) fn known(&self) -> Option<&Known> {
+        self.known.get()
+    }
+
+    /// Waits for the outcome of the first start.
+    pub(crate) async fn first(&self) -> Result<(), Error> {
+        let mut state = self.state.subscribe();
+        let outcome =
+            state.wait_for(|state| !matches!(state, State::Starting)).await.map(|state| state.clone());
+        match outcome {
+            Ok(State::Up(_)) => Ok(()),
+            Ok(State::Down(error)) => Err(error),
+            _ => Err(Error::transient("open the provider: nobody does it")),
+        }
+    }
+
+    /// The stub to call with. Waits a moment for one; a fault that waiting cannot mend is told at once.
+    pub(crate) async fn stub(&self) -> Result<ProviderClient, Error> {
+        let mut state = self.state.subscribe();
+        let settled = |state: &State| match state {
+            State::Up(_) => true,
+            State::Down(error) => !matches!(error, Error::Transient { .. }),
+            State::Starting => false,
+        };
+        let found = timeout(AWAY, state.wait_for(settled)).await;
+        // Bound to a name: a guard of the channel must not live across the match.
+        let found = match found {
+            Ok(Ok(state)) => state.clone(),
+            _ => self.state.borrow().clone(),
+        };
+        match found {
+            State::Up(stub) => Ok(stub),
+            State::Down(error) => Err(error),
+            State::Starting => Err(Error::transient(format!("{} is not there yet", self.who()))),
+        }
+    }
+
+    /// Keeps the connection, for ever.
+    pub(crate) async fn run(self: Arc<Connection>) {
+        let mut pause = FIRST_PAUSE;
+        let mut said = None;
+        loop {
+            let began = Instant::now();
+            let error = self.one_life().await;
+            if began.elapsed() >= GOOD {
+                (pause, said) = (FIRST_PAUSE, None);
+            }
+            let text = error.to_string();
+            // The same again and again is news once.
+            if said.as_ref() == Some(&text) {
+                tracing::debug!("{text}; trying again");
+            } else {
+                tracing::warn!(class = error.class(), ?pause, "{text}; trying again");
+                said = Some(text);
+            }
+            self.state.send_replace(State::Down(error));
+            sleep(pause).await;
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    /// From a start to the end, and why it ended.
+    async fn one_life(&self) -> Error {
+        let deadline = Instant::now() + self.config.handshake_timeout;
+        let Endpoint::Unix { socket, command: Some(command), .. } = &self.config.endpoint else {
+            return ended(self.connected(deadline).await);
+        };
+        let mut plugin = match Plugin::start(command, socket).await {
+            Ok(plugin) => plugin,
+            Err(error) => return error,
+        };
+        let mut error = tokio::select! {
+            error = plugin.ended() => error,
+            never = self.connected(deadline) => ended(never),
+        };
+        // Nobody is given a connection that is about to be cut.
+        self.state.send_if_modified(|state| {
+            let up = matches!(state, State::Up(_));
+            if up {
+                *state = State::Down(error.clone());
+            }
+            up
+        });
+        if matches!(error, Error::Transient { .. })
+            && let Some(how) = plugin.just_ended().await
+        {
+            error = how;
+        }
+        plugin.kill().await;
+        error
+    }
+
+    /// One connection, from its beginning to its end.
+    async fn connected(&self, deadline: Instant) -> Result<Infallible, Error> {
+        let (socket, mut line) = self.dial(deadline).await?;
+        let stub = ProviderClient::new(ttrpc::r#async::Client::new(socket));
+        let greeted = self.greet(&stub, deadline).await;
+        if let Err(error) = greeted {
+            return Err(match line.end() {
+                Some(end) if matches!(error, Error::Transient { .. }) => self.broken(&end),
+                _ => error,
+            });
+        }
+        self.state.send_replace(State::Up(stub.clone()));
+        loop {
+            tokio::select! {
+                end = line.ended() => return Err(self.broken(&end)),
+                () = sleep(self.config.health_every) => {}
+            }
+            let limit = self.config.health_timeout;
+            if let Err(error) = stub.health(with_duration(limit), &wire::HealthRequest::default()).await {
+                let what = format!("say that it lives within {limit:?}");
+                return Err(convert::status_error(&self.who(), &what, &error));
+            }
+        }
+    }
+
+    fn broken(&self, end: &crate::line::End) -> Error {
+        let (who, why) = (self.who(), &end.why);
+        if end.refused {
+            let text = format!("connect to {who}: {why}; look at the certificates on both sides");
+            return Error::Auth { text };
+        }
+        Error::transient(format!("connection to {who}: {why}"))
+    }
+
+    async fn greet(&self, stub: &ProviderClient, deadline: Instant) -> Result<(), Error> {
+        let request = wire::HandshakeRequest {
+            oldest_version: convert::VERSION,
+            newest_version: convert::VERSION,
+            owner: convert::owner_to(&self.config.owner),
+            program: concat!("peerpod ", env!("CARGO_PKG_VERSION")).to_owned(),
+            ..wire::HandshakeRequest::default()
+        };
+        let left = deadline.saturating_duration_since(Instant::now()).max(DIAL_EVERY);
+        let who = self.who();
+        let answer = stub.handshake(with_duration(left), &request).await;
+        let answer = answer.map_err(|error| convert::status_error(&who, "handshake", &error))?;
+        if let Some(error) = answer.error.into_option() {
+            return Err(convert::error_from(&who, error, None));
+        }
+        if answer.version != convert::VERSION {
+            return Err(Error::invalid(format!(
+                "handshake with {who}: it speaks version {} of the provider service, this program version {}; \
+                 install versions that fit",
+                answer.version,
+                convert::VERSION
+            )));
+        }
+        let fits = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        if answer.name.is_empty() || answer.name.len() > 32 || !answer.name.chars().all(fits) {
+            let name = convert::clipped(&answer.name, 40);
+            return Err(Error::invalid(format!(
+                "handshake with {who}: its name {name:?} is not 1 to 32 of [a-z0-9-]"
+            )));
+        }
+        let can = answer.capabilities.into_option().unwrap_or_default();
+        let capabilities = convert::capabilities_from(&who, &can)?;
+        let program = convert::clipped(&answer.program, convert::WORD);
+        tracing::info!(provider = answer.name, program, ?capabilities, "external provider answers");
+        self.is_the_same(Known { name: answer.name, capabilities, places: can.places })
+    }
+
+    /// Refuses a provider that has become another one: what was decided by the first one's words would be wrong.
+    fn is_the_same(&self, now: Known) -> Result<(), Error> {
+        let known = self.known.get_or_init(|| now.clone());
+        if *known == now {
+            return Ok(());
+        }
+        Err(Error::invalid(format!(
+            "{} says something else of itself than when this program started: {} with {:?}, before {} with {:?}; \
+             restart this program to take it as it is now",
+            self.who(),
+            now.name,
+            now.capabilities,
+            known.name,
+            known.capabilities
+        )))
+    }
+
+    async fn dial(&self, deadline: Instant) -> Result<(Socket, Line), Error> {
+        match &self.config.endpoint {
+            Endpoint::Unix { socket, peer_uid, .. } => {
+                let stream =
+                    until(deadline, &socket.display().to_string(), || UnixStream::connect(socket)).await?;
+                trusted(&stream, socket, *peer_uid)?;
+                let (stream, line) = watched(stream);
+                Ok((Socket::new(stream), line))
+            }
+            Endpoint::Tls { address, server_name, files } => {
+                over_tls(deadline, address, server_name, files).await
+            }
+        }
+    }
+}
+
+fn ended(never: Result<Infallible, Error>) -> Error {
+    match never {
+        Ok(never) => match never {},
+        Err(error) => error,
+    }
+}
+
+/// Connects again and again until the deadline.
+async fn until<T, F>(deadline: Instant, whom: &str, connect: impl Fn() -> F) -> Result<T, Error>
+where
+    F: Future<Output = std::io::Result<T>>,
+{
+    let mut last = "it does not accept".to_owned();
+    loop {
+        match timeout_at(deadline, connect()).await {
+            Ok(Ok(stream)) => return Ok(stream),
+            Ok(Err(error)) => last = error.to_string(),
+            Err(_) => {}
+        }
+        if Instant::now() + DIAL_EVERY > deadline {
+            return Err(Error::transient(format!(
+                "connect to the provider at {whom}: {last}; is it running?"
+            )));
+        }
+        sleep(DIAL_EVERY).await;
+    }
+}
+
+/// User-data goes over this socket: only to root, to ourselves, or to the user that was named.
+fn trusted(stream: &UnixStream, socket: &Path, peer_uid: Option<u32>) -> Result<(), Error> {
+    let failed =
+        |why: String| Error::Auth { text: format!("connect to the provider at {}: {why}", socket.display()) };
+    let uid = stream.peer_cred().map_err(|error| failed(error.to_string()))?.uid();
+    if uid == 0 || uid == nix::unistd::Uid::effective().as_raw() || Some(uid) == peer_uid {
+        return Ok(());
+    }
+    Err(failed(format!("user {uid} listens there; if that is right, set provider.external.peer-uid")))
+}
+
+async fn over_tls(
+    deadline: Instant,
+    address: &str,
+    server_name: &ServerName<'static>,
+    files: &TlsFiles,
+) -> Result<(Socket, Line), Error> {
+    let config = tls::client(files)?;
+    let stream = until(deadline, address, || TcpStream::connect(address)).await?;
+    // Small frames, each waited for.
+    let quick = stream.set_nodelay(true);
+    quick.map_err(|error| Error::transient(format!("connect to the provider at {address}: {error}")))?;
+    let handshake = TlsConnector::from(Arc::new(config)).connect(server_name.clone(), stream);
+    let stream = match timeout_at(deadline, handshake).await {
+        Ok(Ok(stream)) => stream,
+        Ok(Err(error)) => {
+            let tls = error.get_ref().is_some_and(|inner| inner.is::<rustls::Error>());
+            let text = format!("TLS with the provider at {address}: {error}");
+            return Err(if tls { Error::Auth { text } } else { Error::transient(text) });
+        }
+        Err(_) => {
+            return Err(Error::transient(format!("TLS with the provider at {address}: no answer in time")));
+        }
+    };
+    let (stream, line) = watched(stream);
+    Ok((Socket::new(stream), line))
+}

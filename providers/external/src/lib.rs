@@ -1,0 +1,447 @@
+//! The provider that is somewhere else: the trait of `providers/api` over a unix socket, or over mutual TLS to a service
+//! that alone holds the cloud's keys. `proto/protos/provider.proto` is the wire, `providers/README.md` the guide for
+//! those who write the other end; [`serve`] is the other end for those who write it in Rust.
+//!
+//! The provider may be a program that we start, keep running and listen to, or one that somebody else looks after.
+//! Nothing it says is trusted: answers are checked, frames and texts bounded, every call has a deadline. Nothing is
+//! repeated here: that is the decorator's work, with the same key.
+//!
+//! **Opening dials.** What a provider can do is only known once it has said so, so [`External::open`] returns when it
+//! has, or says what stands in the way; no cloud is called for it. A provider that says something else of itself
+//! later is refused until our process starts anew.
+//!
+//! May touch: its socket and the folder around it, the files of `provider.external.*`, the process it starts.
+
+pub mod config;
+mod connection;
+mod line;
+mod plugin;
+pub mod serve;
+mod tls;
+mod wire;
+
+use std::collections::{HashSet, VecDeque};
+use std::net::IpAddr;
+use std::num::NonZeroU32;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::StreamExt;
+use futures_util::stream::{self, BoxStream};
+use peerpod_proto::provider as proto;
+use peerpod_proto::provider_ttrpc::ProviderClient;
+use peerpod_provider_api::{
+    Batch, Capabilities, Console, CreateRequest, Created, CreatedMany, DiskIdentity, DiskRequest, Error,
+    IdempotencyKey, InstanceId, Owned, Placement, Preflight, Provider, ProviderEvent, Volumes, deadline,
+};
+use protobuf::MessageField;
+use tokio::task::AbortHandle;
+use tokio::time::{Instant, sleep};
+use ttrpc::context::{Context, with_duration};
+
+pub use config::{Endpoint, ExternalConfig, TlsFiles};
+use connection::Connection;
+pub use plugin::SOCKET_VARIABLE;
+
+/// How long the provider may hold a question for addresses or events open.
+const HOLD: Duration = Duration::from_secs(20);
+/// Pauses between questions that it answers at once with nothing.
+const SHORTEST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// Pause after a failed question for events.
+const EVENTS_PAUSE: Duration = Duration::from_secs(5);
+/// Most pages of one list, and most VMs on them.
+const PAGES: usize = 1000;
+const VMS: usize = 1 << 16;
+
+/// Whose VMs a call is about.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Owner {
+    /// The cluster.
+    pub cluster_id: String,
+    /// The node; empty: all of the cluster.
+    pub node_name: String,
+}
+
+/// A provider in another process. Closes the connection, and ends the process if it is ours, when it is dropped.
+pub struct External {
+    connection: Arc<Connection>,
+    capabilities: Capabilities,
+    places: bool,
+    keeper: AbortHandle,
+}
+
+impl External {
+    /// Starts the provider, or dials it, and shakes hands; keeps it from then on. Needs a runtime of tokio.
+    ///
+    /// # Errors
+    /// Whatever keeps it from answering within the handshake's time: the program, the socket, the certificates, the
+    /// version, what it says of itself.
+    pub async fn open(config: ExternalConfig) -> Result<External, Error> {
+        let connection = Connection::new(config);
+        let keeper = tokio::spawn(Arc::clone(&connection).run()).abort_handle();
+        // From here on whatever ends this also ends the keeper.
+        let mut external = External {
+            connection: Arc::clone(&connection),
+            capabilities: Capabilities::minimal(0),
+            places: false,
+            keeper,
+        };
+        connection.first().await?;
+        let Some(known) = connection.known() else {
+            return Err(Error::transient("open the provider: it said nothing of itself"));
+        };
+        external.capabilities = known.capabilities.clone();
+        external.places = known.places;
+        Ok(external)
+    }
+}
+
+impl Drop for External {
+    fn drop(&mut self) {
+        self.keeper.abort();
+    }
+}
+
+/// An answer that may be an error instead.
+trait Answer: Send + 'static {
+    fn take_error(&mut self) -> Option<proto::Error>;
+}
+
+macro_rules! answers {
+    ($($answer:ident),* $(,)?) => {$(
+        impl Answer for proto::$answer {
+            fn take_error(&mut self) -> Option<proto::Error> {
+                let error = self.error.take();
+                error.filter(|error| !(error.class.is_empty() && error.text.is_empty()))
+            }
+        }
+    )*};
+}
+answers!(
+    PreflightResponse,
+    PlaceResponse,
+    CreateResponse,
+    CreateManyResponse,
+    AddressesResponse,
+    DeleteResponse,
+    ListOwnedResponse,
+    AttachResponse,
+    DetachResponse,
+    ConsoleResponse,
+    EventsResponse,
+);
+
+/// What a call is, apart from its request.
+struct Call<'c> {
+    /// For errors: what was attempted on what.
+    what: &'c str,
+    limit: Duration,
+    /// What must not be seen in an error.
+    secret: Option<&'c str>,
+}
+
+impl Connection {
+    async fn ask<R, F>(
+        &self,
+        call: Call<'_>,
+        ask: impl FnOnce(ProviderClient, Context) -> F,
+    ) -> Result<R, Error>
+    where
+        R: Answer,
+        F: Future<Output = ttrpc::Result<R>> + Send + 'static,
+    {
+        let stub = self.stub().await?;
+        let left = deadline().map(|at| at.saturating_duration_since(Instant::now()));
+        let limit = left.map_or(call.limit, |left| left.min(call.limit)).max(Duration::from_millis(1));
+        // In a task of its own: a caller that drops us in the middle of a frame would cost everybody the connection.
+        let answer = tokio::spawn(ask(stub, with_duration(limit))).await;
+        let answer = answer.unwrap_or_else(|error| Err(ttrpc::Error::Others(error.to_string())));
+        let mut answer = answer.map_err(|error| wire::status_error(&self.who(), call.what, &error))?;
+        match answer.take_error() {
+            Some(error) => Err(wire::error_from(&self.who(), error, call.secret)),
+            None => Ok(answer),
+        }
+    }
+
+    fn owner(&self) -> MessageField<proto::Owner> {
+        wire::owner_to(&self.config.owner)
+    }
+}
+
+impl External {
+    fn call<'c>(&self, what: &'c str) -> Call<'c> {
+        Call { what, limit: self.connection.config.call_timeout, secret: None }
+    }
+}
+
+#[async_trait]
+impl Provider for External {
+    fn name(&self) -> &'static str {
+        "external"
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.capabilities.clone()
+    }
+
+    async fn preflight(&self) -> Result<Preflight, Error> {
+        let request = proto::PreflightRequest { owner: self.connection.owner(), ..Default::default() };
+        let call = self.call("preflight");
+        let answer = self
+            .connection
+            .ask(call, |stub, context| async move { stub.preflight(context, &request).await })
+            .await?;
+        let mut found = wire::preflight_from(&self.connection.who(), &answer)?;
+        found.facts.insert(0, self.connection.who());
+        Ok(found)
+    }
+
+    async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, Error> {
+        if !self.places {
+            return Ok(None);
+        }
+        let what = format!("place {}", request.name);
+        let call = Call { secret: Some(&request.user_data), ..self.call(&what) };
+        let mut asked = wire::request_to(&self.connection.config.owner, request, None);
+        // A choice of place needs no ticket.
+        asked.user_data.clear();
+        let answer: proto::PlaceResponse = self
+            .connection
+            .ask(call, |stub, context| async move { stub.place(context, &asked).await })
+            .await?;
+        (!answer.placement.is_empty()).then(|| Placement::new(answer.placement)).transpose()
+    }
+
+    async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error> {
+        self.capabilities.check(request, self.name())?;
+        let what = format!("create of {}", request.name);
+        let call = Call { secret: Some(&request.user_data), ..self.call(&what) };
+        let asked = wire::request_to(&self.connection.config.owner, request, Some(key));
+        let answer = self
+            .connection
+            .ask(call, |stub, context| async move { stub.create(context, &asked).await })
+            .await?;
+        wire::created_from(&self.connection.who(), answer, request)
+    }
+
+    async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
+        let what = format!("addresses of {id}");
+        let mut pause = SHORTEST_PAUSE;
+        loop {
+            let asked = Instant::now();
+            let request = proto::AddressesRequest {
+                owner: self.connection.owner(),
+                id: id.to_string(),
+                wait_ms: HOLD.as_millis() as u32,
+                ..Default::default()
+            };
+            let call = Call { limit: HOLD + self.connection.config.call_timeout, ..self.call(&what) };
+            let answer: proto::AddressesResponse = self
+                .connection
+                .ask(call, |stub, context| async move { stub.addresses(context, &request).await })
+                .await?;
+            if !answer.addresses.is_empty() {
+                return wire::addresses_from(&self.connection.who(), &answer.addresses);
+            }
+            // Who does not wait for us is not asked without a break.
+            sleep(pause.saturating_sub(asked.elapsed())).await;
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    async fn delete(&self, id: &InstanceId) -> Result<(), Error> {
+        let what = format!("delete of {id}");
+        let request =
+            proto::DeleteRequest { owner: self.connection.owner(), id: id.to_string(), ..Default::default() };
+        let call = self.call(&what);
+        let answer: Result<proto::DeleteResponse, Error> = self
+            .connection
+            .ask(call, |stub, context| async move { stub.delete(context, &request).await })
+            .await;
+        gone_is_fine(answer.map(drop))
+    }
+
+    async fn list_owned(&self) -> Result<Vec<Owned>, Error> {
+        let (mut seen, mut owned, mut page) = (HashSet::new(), Vec::new(), String::new());
+        for _ in 0..PAGES {
+            let request =
+                proto::ListOwnedRequest { owner: self.connection.owner(), page, ..Default::default() };
+            let call = self.call("list of VMs");
+            let answer: proto::ListOwnedResponse = self
+                .connection
+                .ask(call, |stub, context| async move { stub.list_owned(context, &request).await })
+                .await?;
+            owned.extend(wire::owned_from(&self.connection.who(), answer.vms, &mut seen)?);
+            if answer.next_page.is_empty() {
+                return Ok(owned);
+            }
+            if owned.len() > VMS || answer.next_page.len() > wire::MARK {
+                break;
+            }
+            page = answer.next_page;
+        }
+        Err(Error::invalid(format!("list of VMs: {} does not come to an end with it", self.connection.who())))
+    }
+
+    fn batch(&self) -> Option<&dyn Batch> {
+        (self.capabilities.max_batch > 0).then_some(self as &dyn Batch)
+    }
+
+    fn volumes(&self) -> Option<&dyn Volumes> {
+        self.capabilities.volumes.then_some(self as &dyn Volumes)
+    }
+
+    fn console(&self) -> Option<&dyn Console> {
+        self.capabilities.console.then_some(self as &dyn Console)
+    }
+
+    fn events(&self) -> Option<BoxStream<'static, ProviderEvent>> {
+        let following = Following {
+            connection: Arc::downgrade(&self.connection),
+            cursor: String::new(),
+            heard: VecDeque::new(),
+        };
+        self.capabilities.events.then(|| stream::unfold(following, Following::next).boxed())
+    }
+}
+
+/// A provider that takes gone for an error means the same as we do.
+fn gone_is_fine(answer: Result<(), Error>) -> Result<(), Error> {
+    match answer {
+        Err(Error::NotFound { .. }) => Ok(()),
+        other => other,
+    }
+}
+
+/// Handed out only where the provider announced batches.
+#[async_trait]
+impl Batch for External {
+    async fn create_many(
+        &self,
+        request: &CreateRequest,
+        count: NonZeroU32,
+        key: &IdempotencyKey,
+    ) -> Result<CreatedMany, Error> {
+        self.capabilities.check(request, self.name())?;
+        let what = format!("create of {count} VMs {}", request.name);
+        let call = Call { secret: Some(&request.user_data), ..self.call(&what) };
+        let asked = proto::CreateManyRequest {
+            request: MessageField::some(wire::request_to(&self.connection.config.owner, request, Some(key))),
+            count: count.get(),
+            ..Default::default()
+        };
+        let answer = self
+            .connection
+            .ask(call, |stub, context| async move { stub.create_many(context, &asked).await })
+            .await?;
+        wire::created_many_from(&self.connection.who(), answer, request, count.get())
+    }
+}
+
+/// Handed out only where the provider announced volumes.
+#[async_trait]
+impl Volumes for External {
+    async fn attach(&self, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error> {
+        let what = format!("attach of {} to {id}", disk.volume);
+        let request = proto::AttachRequest {
+            owner: self.connection.owner(),
+            id: id.to_string(),
+            disk: MessageField::some(wire::disk_to(disk)),
+            ..Default::default()
+        };
+        let call = self.call(&what);
+        let answer: proto::AttachResponse = self
+            .connection
+            .ask(call, |stub, context| async move { stub.attach(context, &request).await })
+            .await?;
+        wire::identity_from(&self.connection.who(), answer.identity)
+    }
+
+    async fn detach(&self, id: &InstanceId, volume: &str) -> Result<(), Error> {
+        let what = format!("detach of {volume} from {id}");
+        let request = proto::DetachRequest {
+            owner: self.connection.owner(),
+            id: id.to_string(),
+            volume: volume.to_owned(),
+            ..Default::default()
+        };
+        let call = self.call(&what);
+        let answer: Result<proto::DetachResponse, Error> = self
+            .connection
+            .ask(call, |stub, context| async move { stub.detach(context, &request).await })
+            .await;
+        gone_is_fine(answer.map(drop))
+    }
+}
+
+/// Handed out only where the provider announced a console.
+#[async_trait]
+impl Console for External {
+    async fn tail(&self, id: &InstanceId, limit: usize) -> Result<Vec<u8>, Error> {
+        let what = format!("console of {id}");
+        let limit = limit.min(wire::CONSOLE);
+        let request = proto::ConsoleRequest {
+            owner: self.connection.owner(),
+            id: id.to_string(),
+            limit: limit as u32,
+            ..Default::default()
+        };
+        let call = self.call(&what);
+        let answer: proto::ConsoleResponse = self
+            .connection
+            .ask(call, |stub, context| async move { stub.console(context, &request).await })
+            .await?;
+        // The end is what was asked for; who sends more sent that, too.
+        let from = answer.tail.len().saturating_sub(limit);
+        Ok(answer.tail[from..].to_vec())
+    }
+}
+
+/// What happened to VMs, one after another. Ends with the provider object.
+struct Following {
+    connection: Weak<Connection>,
+    cursor: String,
+    heard: VecDeque<ProviderEvent>,
+}
+
+impl Following {
+    async fn next(mut self) -> Option<(ProviderEvent, Following)> {
+        let mut pause = SHORTEST_PAUSE;
+        loop {
+            if let Some(event) = self.heard.pop_front() {
+                return Some((event, self));
+            }
+            let asked = Instant::now();
+            let answer = {
+                let connection = self.connection.upgrade()?;
+                let request = proto::EventsRequest {
+                    owner: connection.owner(),
+                    cursor: self.cursor.clone(),
+                    wait_ms: HOLD.as_millis() as u32,
+                    ..Default::default()
+                };
+                let call =
+                    Call { what: "events", limit: HOLD + connection.config.call_timeout, secret: None };
+                connection
+                    .ask(call, |stub, context| async move { stub.events(context, &request).await })
+                    .await
+            };
+            let answer: Result<proto::EventsResponse, Error> = answer;
+            match answer {
+                Ok(answer) if answer.cursor.len() <= wire::MARK => {
+                    self.cursor = answer.cursor;
+                    self.heard.extend(answer.events.into_iter().filter_map(wire::event_from));
+                    sleep(pause.saturating_sub(asked.elapsed())).await;
+                    pause = (pause * 2).min(LONGEST_PAUSE);
+                }
+                Ok(_) => sleep(EVENTS_PAUSE).await,
+                Err(error) => {
+                    tracing::debug!("no events for now: {error}");
+                    sleep(EVENTS_PAUSE).await;
+                }
+            }
+        }
+    }
+}

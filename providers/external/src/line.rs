@@ -1,0 +1,158 @@
+//! A byte stream that says when it ended, and why, and that can be cut from outside.
+//!
+//! The ttrpc library tells neither: a connection that broke is noticed by the next call only, and one that hangs stays
+//! open for as long as any call waits on it.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll};
+
+use futures_util::task::AtomicWaker;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::sync::watch;
+
+/// How a stream ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct End {
+    /// For people.
+    pub(crate) why: String,
+    /// It was the other side's TLS that refused: no dialling again will mend it.
+    pub(crate) refused: bool,
+}
+
+/// The stream's other handle. Cuts the stream when it is dropped.
+pub(crate) struct Line {
+    shared: Arc<Shared>,
+    ended: watch::Receiver<Option<End>>,
+}
+
+struct Shared {
+    cut: AtomicBool,
+    reader: AtomicWaker,
+}
+
+/// See the module.
+pub(crate) struct Stream<S> {
+    inner: S,
+    shared: Arc<Shared>,
+    ended: watch::Sender<Option<End>>,
+}
+
+/// Wraps a connected stream.
+pub(crate) fn watched<S>(inner: S) -> (Stream<S>, Line) {
+    let (sender, ended) = watch::channel(None);
+    let shared = Arc::new(Shared { cut: AtomicBool::new(false), reader: AtomicWaker::new() });
+    (Stream { inner, shared: shared.clone(), ended: sender }, Line { shared, ended })
+}
+
+impl Line {
+    /// Waits until the stream has ended.
+    pub(crate) async fn ended(&mut self) -> End {
+        match self.ended.wait_for(Option::is_some).await.map(|end| end.clone()) {
+            Ok(Some(end)) => end,
+            _ => End { why: "the connection is gone".to_owned(), refused: false },
+        }
+    }
+
+    /// How the stream ended, if it has.
+    pub(crate) fn end(&self) -> Option<End> {
+        self.ended.borrow().clone()
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        self.shared.cut.store(true, Ordering::Release);
+        self.shared.reader.wake();
+    }
+}
+
+impl<S> Stream<S> {
+    fn note(&self, why: String, refused: bool) {
+        self.ended.send_if_modified(|end| {
+            let first = end.is_none();
+            if first {
+                *end = Some(End { why, refused });
+            }
+            first
+        });
+    }
+
+    fn note_error(&self, error: &io::Error) {
+        let tls = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
+        self.note(error.to_string(), tls.is_some());
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Stream<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        self.shared.reader.register(cx.waker());
+        if self.shared.cut.load(Ordering::Acquire) {
+            return Poll::Ready(Err(io::Error::new(io::ErrorKind::ConnectionAborted, "given up")));
+        }
+        let before = buf.filled().len();
+        let read = Pin::new(&mut self.inner).poll_read(cx, buf);
+        match &read {
+            Poll::Ready(Ok(())) if buf.filled().len() == before && buf.remaining() > 0 => {
+                self.note("it closed the connection".to_owned(), false);
+            }
+            Poll::Ready(Err(error)) => self.note_error(error),
+            _ => {}
+        }
+        read
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Stream<S> {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.inner).poll_write(cx, bytes);
+        if let Poll::Ready(Err(error)) = &written {
+            self.note_error(error);
+        }
+        written
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.inner).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.inner).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn the_other_sides_end_is_told() {
+        let (near, mut far) = tokio::io::duplex(64);
+        let (mut stream, mut line) = watched(near);
+        far.write_all(b"x").await.unwrap();
+        assert_eq!(stream.read_u8().await.unwrap(), b'x');
+        assert_eq!(line.end(), None);
+        drop(far);
+        assert!(stream.read_u8().await.is_err());
+        assert_eq!(line.ended().await.why, "it closed the connection");
+    }
+
+    #[tokio::test]
+    async fn a_reader_of_a_cut_stream_wakes_up() {
+        let (near, _far) = tokio::io::duplex(64);
+        let (mut stream, line) = watched(near);
+        let reader = tokio::spawn(async move { stream.read_u8().await });
+        tokio::task::yield_now().await;
+        drop(line);
+        let error = reader.await.unwrap().unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionAborted);
+    }
+}

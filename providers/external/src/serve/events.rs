@@ -1,0 +1,101 @@
+//! A provider's stream of events, kept a while so that whoever lost a connection hears what it missed.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use futures_util::StreamExt;
+use futures_util::stream::BoxStream;
+use peerpod_provider_api::ProviderEvent;
+use tokio::sync::Notify;
+use tokio::task::AbortHandle;
+use tokio::time::{Instant, timeout_at};
+
+/// Events that are kept; who was away for more has the list of VMs.
+const KEPT: usize = 1000;
+
+/// The last events of one owner, numbered.
+pub(super) struct EventLog {
+    /// Which log the numbers are of: a cursor of another process's log says nothing.
+    epoch: u128,
+    kept: Mutex<Kept>,
+    more: Notify,
+    follower: Mutex<Option<AbortHandle>>,
+}
+
+#[derive(Default)]
+struct Kept {
+    /// Number of the next event.
+    next: u64,
+    events: VecDeque<ProviderEvent>,
+}
+
+impl EventLog {
+    pub(super) fn follow(mut events: BoxStream<'static, ProviderEvent>) -> Arc<EventLog> {
+        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let log = Arc::new(EventLog {
+            epoch: since.as_nanos(),
+            kept: Mutex::default(),
+            more: Notify::new(),
+            follower: Mutex::default(),
+        });
+        let told = Arc::downgrade(&log);
+        let follower = tokio::spawn(async move {
+            while let Some(event) = events.next().await {
+                let Some(log) = told.upgrade() else { return };
+                log.add(event);
+            }
+        });
+        *log.follower.lock().unwrap_or_else(PoisonError::into_inner) = Some(follower.abort_handle());
+        log
+    }
+
+    fn add(&self, event: ProviderEvent) {
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.next += 1;
+        kept.events.push_back(event);
+        if kept.events.len() > KEPT {
+            kept.events.pop_front();
+        }
+        drop(kept);
+        self.more.notify_waiters();
+    }
+
+    /// The cursor to ask with next, and what happened since this one; waits for something.
+    pub(super) async fn since(&self, cursor: &str, wait: Duration) -> (String, Vec<ProviderEvent>) {
+        let deadline = Instant::now() + wait;
+        let known = cursor.split_once('-').filter(|(epoch, _)| *epoch == self.epoch.to_string());
+        let from = known.and_then(|(_, number)| number.parse::<u64>().ok());
+        let mut from = match from {
+            Some(from) => from,
+            // From now on; a lost cursor of an earlier log, from the beginning of this one.
+            None if cursor.is_empty() => self.kept.lock().unwrap_or_else(PoisonError::into_inner).next,
+            None => 0,
+        };
+        loop {
+            // Asked for before the look, so that nothing is missed between.
+            let mut more = std::pin::pin!(self.more.notified());
+            more.as_mut().enable();
+            let (next, events) = self.behind(from);
+            from = from.min(next);
+            if !events.is_empty() || timeout_at(deadline, more).await.is_err() {
+                return (format!("{}-{next}", self.epoch), events);
+            }
+        }
+    }
+
+    fn behind(&self, from: u64) -> (u64, Vec<ProviderEvent>) {
+        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let new =
+            usize::try_from(kept.next.saturating_sub(from)).unwrap_or(usize::MAX).min(kept.events.len());
+        (kept.next, kept.events.iter().skip(kept.events.len() - new).cloned().collect())
+    }
+}
+
+impl Drop for EventLog {
+    fn drop(&mut self) {
+        if let Some(follower) = self.follower.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            follower.abort();
+        }
+    }
+}

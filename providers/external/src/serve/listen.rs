@@ -1,0 +1,130 @@
+//! Where a provider waits for nodes, and when its own end has come.
+
+use std::io::{self, Read};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::stream;
+use peerpod_provider_api::Error;
+use tokio::net::{TcpListener, UnixListener};
+use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::time::{sleep, timeout};
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
+use ttrpc::asynchronous::transport::Listener;
+
+use crate::{SOCKET_VARIABLE, TlsFiles, tls};
+
+/// A node shakes hands within this.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+/// Handshakes at once; others wait in the kernel's queue.
+const HANDSHAKES: usize = 64;
+
+/// The socket's path that the node gave us when it started us.
+///
+/// # Errors
+/// Nobody gave one: the program was started by hand.
+pub fn socket_we_were_given() -> Result<PathBuf, Error> {
+    std::env::var_os(SOCKET_VARIABLE).map(PathBuf::from).ok_or_else(|| {
+        Error::invalid(format!("{SOCKET_VARIABLE} is not set; it names the socket to serve on"))
+    })
+}
+
+/// Listens on a unix socket that only our user (and root) can reach. A socket that is there already is replaced.
+///
+/// # Errors
+/// The socket cannot be made.
+pub fn listen_on_socket(path: &Path) -> Result<Listener, Error> {
+    let bind = || {
+        match std::fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        // Under another name first: who dials must not find a socket with other rights.
+        let new = path.with_extension("new");
+        match std::fs::remove_file(&new) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let listener = UnixListener::bind(&new)?;
+        std::fs::set_permissions(&new, std::fs::Permissions::from_mode(0o600))?;
+        std::fs::rename(&new, path)?;
+        Ok(listener)
+    };
+    let listener =
+        bind().map_err(|error| Error::invalid(format!("listen on {}: {error}", path.display())))?;
+    Ok(Listener::from(listener))
+}
+
+/// Takes nodes that show a certificate of the CA in `files`, and nobody else. The files are read anew for each.
+///
+/// # Errors
+/// The files cannot be used.
+pub fn listen_with_tls(listener: TcpListener, files: &TlsFiles) -> Result<Listener, Error> {
+    tls::server(files)?;
+    let (sender, accepted) = mpsc::channel(16);
+    tokio::spawn(accept(listener, files.clone(), sender));
+    Ok(Listener::new(stream::unfold(accepted, |mut accepted| async move {
+        accepted.recv().await.map(|stream: TlsStream<_>| (io::Result::Ok(stream), accepted))
+    })))
+}
+
+/// Ends when nobody listens to the sender any more.
+async fn accept(
+    listener: TcpListener,
+    files: TlsFiles,
+    sender: mpsc::Sender<TlsStream<tokio::net::TcpStream>>,
+) {
+    let turns = Arc::new(Semaphore::new(HANDSHAKES));
+    loop {
+        let Ok(turn) = Arc::clone(&turns).acquire_owned().await else { return };
+        let accepted = tokio::select! {
+            () = sender.closed() => return,
+            accepted = listener.accept() => accepted,
+        };
+        let config = match tls::server(&files) {
+            Ok(config) => config,
+            Err(error) => {
+                tracing::warn!("a node is turned away: {error}");
+                sleep(Duration::from_millis(100)).await;
+                continue;
+            }
+        };
+        let (stream, from) = match accepted {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                tracing::warn!(%error, "accepting failed");
+                sleep(Duration::from_millis(100)).await;
+                continue;
+            }
+        };
+        let sender = sender.clone();
+        tokio::spawn(async move {
+            if let Err(error) = stream.set_nodelay(true) {
+                tracing::debug!(%error, "small frames will wait for each other");
+            }
+            match timeout(HANDSHAKE, TlsAcceptor::from(Arc::new(config)).accept(stream)).await {
+                // Nobody to take it: we are ending.
+                Ok(Ok(stream)) => drop(sender.send(stream).await),
+                Ok(Err(error)) => tracing::warn!(%from, %error, "a node is turned away"),
+                Err(_) => tracing::warn!(%from, "a node is turned away: no handshake in time"),
+            }
+            drop(turn);
+        });
+    }
+}
+
+/// Waits until whoever started us is gone: our standard input, a pipe that nobody writes to, ends.
+pub async fn until_orphaned() {
+    let (orphaned, told) = oneshot::channel::<()>();
+    // A thread of its own, because a runtime that ends waits for its readers.
+    std::thread::spawn(move || {
+        let mut input = io::stdin().lock();
+        while input.read(&mut [0; 64]).is_ok_and(|read| read > 0) {}
+        drop(orphaned);
+    });
+    // It is told by the end of the channel.
+    drop(told.await);
+}

@@ -1,0 +1,44 @@
+//! Between the trait's types and the wire's, in both directions, for both ends. What comes from the wire is checked here
+//! and nowhere else: nothing behind this module has to doubt an id, an address or a length. Pure.
+
+mod error;
+mod reply;
+mod request;
+
+pub(crate) use error::{error_from, error_to, status_error};
+pub(crate) use reply::{
+    addresses_from, capabilities_from, capabilities_to, created_from, created_many_from, created_many_to,
+    created_to, event_from, event_to, identity_from, identity_to, owned_from, owned_to, preflight_from,
+    preflight_to,
+};
+pub(crate) use request::{disk_from, disk_to, key_from, owner_from, owner_to, request_from, request_to};
+
+/// The version of the service that both ends of ours speak.
+pub(crate) const VERSION: u32 = 1;
+/// Longest text for people.
+pub(crate) const TEXT: usize = 2000;
+/// Longest short text: an offering, a field, a type.
+pub(crate) const WORD: usize = 200;
+/// Longest cursor or page mark.
+pub(crate) const MARK: usize = 1024;
+/// Most of a console in one answer.
+pub(crate) const CONSOLE: usize = 1 << 20;
+
+/// Text of others as our log lines and errors can hold it: one line, no control characters, not longer than this.
+pub(crate) fn clipped(text: &str, most: usize) -> String {
+    let text = text.trim_matches(|c: char| c.is_whitespace() || c.is_control());
+    let plain = |c: char| if c.is_control() { ' ' } else { c };
+    let mut clipped: String = text.chars().take(most).map(plain).collect();
+    if text.chars().nth(most).is_some() {
+        clipped.push('…');
+    }
+    clipped
+}
+
+/// Whether this may name something: 1 to `most` printable ASCII characters.
+fn printable(text: &str, most: usize) -> bool {
+    (1..=most).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_graphic())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,339 @@
+//! What is answered. An answer that breaks a limit is refused whole: half of a list would be taken for all of it.
+
+use std::collections::HashSet;
+use std::net::IpAddr;
+use std::time::{Duration, SystemTime};
+
+use peerpod_proto::provider as wire;
+use peerpod_provider_api::{
+    Arch, Capabilities, Confidential, CreateRequest, Created, CreatedMany, DiskIdentity, Error, EventKind,
+    IdempotencyKey, InstanceId, Owned, OwnedState, Preflight, ProviderEvent,
+};
+use protobuf::MessageField;
+
+use super::{TEXT, WORD, clipped, error_from, error_to, printable};
+
+/// Least user-data that birth needs, and most that a frame has room for.
+const USER_DATA: std::ops::RangeInclusive<u64> = 2048..=3 << 20;
+/// Most addresses of one VM, and of the node.
+const ADDRESSES: usize = 32;
+/// Most facts, and most warnings.
+const FACTS: usize = 64;
+/// Most VMs of one call; their answers must fit into one frame.
+const BATCH: u32 = 1000;
+/// Longest identity of a disk.
+const IDENTITY: usize = 256;
+
+/// An answer that cannot be used; `who` gave it.
+fn refused(who: &str, why: impl std::fmt::Display) -> Error {
+    Error::invalid(format!(
+        "{who} gave an answer that cannot be used: {why}; this is a fault of that provider"
+    ))
+}
+
+pub(crate) fn capabilities_to(can: Capabilities) -> wire::Capabilities {
+    let Capabilities {
+        max_user_data,
+        images,
+        instance_types,
+        gpus,
+        archs,
+        confidential,
+        spot,
+        zones,
+        public_ip,
+        volumes,
+        second_nic,
+        max_batch,
+        console,
+        events,
+    } = can;
+    wire::Capabilities {
+        max_user_data: u64::try_from(max_user_data).unwrap_or(u64::MAX).min(*USER_DATA.end()),
+        images,
+        instance_types,
+        gpus,
+        archs: archs.iter().map(|arch| arch.word().to_owned()).collect(),
+        confidential: confidential.iter().map(|one| one.word().to_owned()).collect(),
+        spot,
+        zones,
+        public_ip,
+        volumes,
+        second_nic,
+        // Whether a provider of ours has a choice is not known before it is asked.
+        places: true,
+        max_batch: max_batch.min(BATCH),
+        console,
+        events,
+        ..wire::Capabilities::default()
+    }
+}
+
+pub(crate) fn capabilities_from(who: &str, can: &wire::Capabilities) -> Result<Capabilities, Error> {
+    if !USER_DATA.contains(&can.max_user_data) {
+        let why = format!("max_user_data of {} is not from 2048 to {}", can.max_user_data, USER_DATA.end());
+        return Err(refused(who, why));
+    }
+    if can.max_batch > BATCH {
+        return Err(refused(who, format!("max_batch of {} is more than {BATCH}", can.max_batch)));
+    }
+    Ok(Capabilities {
+        max_user_data: usize::try_from(can.max_user_data).map_err(|error| refused(who, error))?,
+        images: can.images,
+        instance_types: can.instance_types,
+        gpus: can.gpus,
+        archs: can.archs.iter().filter_map(|word| Arch::from_word(word)).collect(),
+        confidential: can.confidential.iter().filter_map(|word| Confidential::from_word(word)).collect(),
+        spot: can.spot,
+        zones: can.zones,
+        public_ip: can.public_ip,
+        volumes: can.volumes,
+        second_nic: can.second_nic,
+        max_batch: can.max_batch,
+        console: can.console,
+        events: can.events,
+    })
+}
+
+/// Addresses to which something can be sent.
+pub(crate) fn addresses_from(who: &str, texts: &[String]) -> Result<Vec<IpAddr>, Error> {
+    if texts.len() > ADDRESSES {
+        return Err(refused(who, format!("{} addresses, of at most {ADDRESSES}", texts.len())));
+    }
+    let one = |text: &String| {
+        let address: IpAddr = text.parse().ok()?;
+        let broadcast = matches!(address, IpAddr::V4(v4) if v4.is_broadcast());
+        (!address.is_unspecified() && !address.is_multicast() && !broadcast).then_some(address)
+    };
+    let checked = |text| {
+        one(text).ok_or_else(|| refused(who, format!("{:?} is no address of a VM", clipped(text, 80))))
+    };
+    texts.iter().map(checked).collect()
+}
+
+fn texts(addresses: &[IpAddr]) -> Vec<String> {
+    addresses.iter().map(ToString::to_string).collect()
+}
+
+fn id_from(who: &str, id: String) -> Result<InstanceId, Error> {
+    InstanceId::new(id).map_err(|error| refused(who, error))
+}
+
+pub(crate) fn preflight_to(found: Preflight) -> wire::PreflightResponse {
+    wire::PreflightResponse {
+        facts: found.facts,
+        warnings: found.warnings,
+        node_addresses: texts(&found.node_addresses),
+        ..wire::PreflightResponse::default()
+    }
+}
+
+pub(crate) fn preflight_from(who: &str, found: &wire::PreflightResponse) -> Result<Preflight, Error> {
+    let lines = |texts: &[String]| texts.iter().take(FACTS).map(|text| clipped(text, TEXT)).collect();
+    Ok(Preflight {
+        facts: lines(&found.facts),
+        warnings: lines(&found.warnings),
+        node_addresses: addresses_from(who, &found.node_addresses)?,
+    })
+}
+
+pub(crate) fn created_to(made: &Created) -> wire::CreateResponse {
+    let disk = |(volume, identity): &(String, DiskIdentity)| wire::AttachedDisk {
+        volume: volume.clone(),
+        identity: MessageField::some(identity_to(identity)),
+        ..wire::AttachedDisk::default()
+    };
+    wire::CreateResponse {
+        id: made.id.to_string(),
+        addresses: texts(&made.addresses),
+        instance_type: made.instance_type.clone().unwrap_or_default(),
+        disks: made.disks.iter().map(disk).collect(),
+        ..wire::CreateResponse::default()
+    }
+}
+
+/// The answer to `request`; disks that were not asked for are somebody else's.
+pub(crate) fn created_from(
+    who: &str,
+    made: wire::CreateResponse,
+    request: &CreateRequest,
+) -> Result<Created, Error> {
+    let mut disks = Vec::new();
+    for disk in made.disks {
+        let asked = request.disks.iter().any(|asked| asked.volume == disk.volume);
+        if !asked || disks.iter().any(|(volume, _)| *volume == disk.volume) {
+            return Err(refused(
+                who,
+                format!("a disk {:?} that was not asked for", clipped(&disk.volume, 80)),
+            ));
+        }
+        disks.push((disk.volume, identity_from(who, disk.identity)?));
+    }
+    let instance_type = Some(made.instance_type).filter(|text| !text.is_empty());
+    if instance_type.as_ref().is_some_and(|text| !printable(text, WORD)) {
+        return Err(refused(who, "an instance type that is none"));
+    }
+    Ok(Created {
+        id: id_from(who, made.id)?,
+        addresses: addresses_from(who, &made.addresses)?,
+        instance_type,
+        disks,
+    })
+}
+
+pub(crate) fn created_many_to(many: &CreatedMany) -> wire::CreateManyResponse {
+    wire::CreateManyResponse {
+        made: many.made.iter().map(created_to).collect(),
+        rest: many.rest.as_ref().map(error_to).into(),
+        ..wire::CreateManyResponse::default()
+    }
+}
+
+/// The answer to a call for `count` VMs like this.
+pub(crate) fn created_many_from(
+    who: &str,
+    many: wire::CreateManyResponse,
+    request: &CreateRequest,
+    count: u32,
+) -> Result<CreatedMany, Error> {
+    let wanted = usize::try_from(count).unwrap_or(usize::MAX);
+    let rest = many.rest.into_option().map(|rest| error_from(who, rest, Some(&request.user_data)));
+    if many.made.is_empty() || many.made.len() > wanted || (many.made.len() < wanted) != rest.is_some() {
+        let why = format!(
+            "{} VMs of {count}, {} a reason",
+            many.made.len(),
+            if rest.is_some() { "with" } else { "without" }
+        );
+        return Err(refused(who, why));
+    }
+    let made = many.made.into_iter().map(|made| created_from(who, made, request));
+    let made = made.collect::<Result<Vec<_>, _>>()?;
+    let ids: HashSet<_> = made.iter().map(|made| &made.id).collect();
+    if ids.len() != made.len() {
+        return Err(refused(who, "one VM twice"));
+    }
+    Ok(CreatedMany { made, rest })
+}
+
+pub(crate) fn identity_to(identity: &DiskIdentity) -> wire::DiskIdentity {
+    use wire::disk_identity::Identity;
+    let identity = match identity {
+        DiskIdentity::Serial(text) => Identity::Serial(text.clone()),
+        DiskIdentity::ById(text) => Identity::ById(text.clone()),
+        DiskIdentity::Lun(number) => Identity::Lun(*number),
+        DiskIdentity::Wwn(text) => Identity::Wwn(text.clone()),
+    };
+    wire::DiskIdentity { identity: Some(identity), ..wire::DiskIdentity::default() }
+}
+
+pub(crate) fn identity_from(
+    who: &str,
+    identity: MessageField<wire::DiskIdentity>,
+) -> Result<DiskIdentity, Error> {
+    use wire::disk_identity::Identity;
+    let found = match identity.into_option().and_then(|identity| identity.identity) {
+        Some(Identity::Serial(text)) => DiskIdentity::Serial(text),
+        Some(Identity::ById(text)) => DiskIdentity::ById(text),
+        Some(Identity::Lun(number)) => DiskIdentity::Lun(number),
+        Some(Identity::Wwn(text)) => DiskIdentity::Wwn(text),
+        // One of a kind that came later is none to us.
+        _ => return Err(refused(who, "a disk without an identity that is known here")),
+    };
+    match &found {
+        DiskIdentity::Serial(text) | DiskIdentity::ById(text) | DiskIdentity::Wwn(text)
+            // The guest looks for it below /dev: it must not lead anywhere else.
+            if !printable(text, IDENTITY) || text.contains('/') || text.starts_with('.') =>
+        {
+            Err(refused(who, format!("{:?} is no identity of a disk", clipped(text, 80))))
+        }
+        _ => Ok(found),
+    }
+}
+
+fn unix_ms(time: SystemTime) -> u64 {
+    let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// A time that the clock can hold; 0 is none.
+fn time_from(unix_ms: u64) -> Option<SystemTime> {
+    let since = (unix_ms > 0).then(|| Duration::from_millis(unix_ms))?;
+    SystemTime::UNIX_EPOCH.checked_add(since)
+}
+
+pub(crate) fn owned_to(owned: &Owned) -> wire::OwnedVm {
+    let state = match owned.state {
+        OwnedState::Pending => "pending",
+        OwnedState::Running => "running",
+        OwnedState::Ended => "ended",
+        OwnedState::Deleting => "deleting",
+    };
+    wire::OwnedVm {
+        id: owned.id.to_string(),
+        key: owned.key.as_ref().map(ToString::to_string).unwrap_or_default(),
+        name: owned.name.clone().unwrap_or_default(),
+        state: state.to_owned(),
+        addresses: texts(&owned.addresses),
+        created_unix_ms: owned.created.map(unix_ms).unwrap_or_default(),
+        ..wire::OwnedVm::default()
+    }
+}
+
+/// Adds one page of a list to what was `seen`.
+pub(crate) fn owned_from(
+    who: &str,
+    vms: Vec<wire::OwnedVm>,
+    seen: &mut HashSet<InstanceId>,
+) -> Result<Vec<Owned>, Error> {
+    let one = |vm: wire::OwnedVm| {
+        let id = id_from(who, vm.id)?;
+        if !seen.insert(id.clone()) {
+            return Err(refused(who, format!("VM {id} twice in one list")));
+        }
+        let state = match vm.state.as_str() {
+            "pending" => OwnedState::Pending,
+            "running" => OwnedState::Running,
+            "ended" => OwnedState::Ended,
+            "deleting" => OwnedState::Deleting,
+            other => {
+                return Err(refused(who, format!("VM {id} is {:?}, which is no state", clipped(other, 40))));
+            }
+        };
+        let key = (!vm.key.is_empty()).then(|| IdempotencyKey::parse(vm.key)).transpose();
+        Ok(Owned {
+            key: key.map_err(|error| refused(who, format!("VM {id}: {error}")))?,
+            name: (!vm.name.is_empty()).then(|| clipped(&vm.name, WORD)),
+            state,
+            addresses: addresses_from(who, &vm.addresses)?,
+            created: time_from(vm.created_unix_ms),
+            id,
+        })
+    };
+    vms.into_iter().map(one).collect()
+}
+
+pub(crate) fn event_to(event: &ProviderEvent) -> wire::Event {
+    let mut out = wire::Event { id: event.id.to_string(), ..wire::Event::default() };
+    match &event.kind {
+        EventKind::Interruption { at } => {
+            out.kind = "interruption".to_owned();
+            out.at_unix_ms = unix_ms(*at);
+        }
+        EventKind::Ended { reason } => {
+            out.kind = "ended".to_owned();
+            out.reason.clone_from(reason);
+        }
+    }
+    out
+}
+
+/// `None` for a kind that we do not know, and for an id that is none: an event is a hint, not a fact to rely on.
+pub(crate) fn event_from(event: wire::Event) -> Option<ProviderEvent> {
+    let id = InstanceId::new(event.id).ok()?;
+    let kind = match event.kind.as_str() {
+        "interruption" => EventKind::Interruption { at: time_from(event.at_unix_ms)? },
+        "ended" => EventKind::Ended { reason: clipped(&event.reason, TEXT) },
+        _ => return None,
+    };
+    Some(ProviderEvent { id, kind })
+}
