@@ -15,7 +15,7 @@ use peerpod_providers::{Context, Purpose};
 use peerpod_relay::config::RelayConfig;
 
 /// Every section there is; no other binary has more.
-const SECTIONS: [&str; 6] = ["paths", "log", "node", "relay", "tunnel", "provider"];
+pub(crate) const SECTIONS: [&str; 6] = ["paths", "log", "node", "relay", "tunnel", "provider"];
 
 /// What `peerpod config` understands.
 pub(crate) const USAGE: &str =

@@ -1,0 +1,270 @@
+//! `peerpod provider check CONFIG`: opens the configured provider and holds it to every promise of the trait, with real
+//! VMs. Made for authors, and for whoever wants to know whether an account and its settings will do.
+//!
+//! It calls itself a node of its own (`check-…`) with a state directory of its own, so that it neither sees nor touches
+//! the VMs of a node that runs; and it takes away what it made, also after a failure and at Ctrl-C.
+
+mod words;
+
+use std::io::Write;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use async_trait::async_trait;
+use peerpod_base::config::{Reader, Sources};
+use peerpod_base::telemetry::{self, LogConfig};
+use peerpod_node::config::NodeConfig;
+use peerpod_provider_api::conformance::{Harness, PROMISES, Promise, Trial, Verdict, table};
+use peerpod_provider_api::{DiskRequest, InstanceId, Provider};
+use peerpod_providers::{Context, Purpose, Settings};
+use peerpod_relay::config::RelayConfig;
+use tokio::process::Command;
+use tokio::signal::unix::{SignalKind, signal};
+
+pub(crate) use words::USAGE;
+use words::Words;
+
+/// What a shell reports for a program that Ctrl-C ended.
+const INTERRUPTED: u8 = 130;
+/// Nothing was done: the words, or a consent, are missing.
+const NOT_DONE: u8 = 2;
+/// How long a probe may take.
+const PROBE: Duration = Duration::from_secs(60);
+
+/// A line to whoever listens; nobody may, and the clean-up still has to be done.
+macro_rules! say {
+    ($($words:tt)*) => { writeln!(std::io::stdout(), $($words)*).ok() };
+}
+
+/// Does what the words behind `peerpod provider` say.
+///
+/// # Errors
+/// The words are none that it understands, or the provider cannot be opened.
+pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
+    let words = match Words::read(args)? {
+        Some(words) => words,
+        None => {
+            println!("{USAGE}");
+            return Ok(ExitCode::SUCCESS);
+        }
+    };
+    let env = std::env::vars_os()
+        .map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned()));
+    let mut sources = Sources::from_process(words.settings.iter().cloned(), env);
+    sources.file = Some(words.config.clone());
+    let folder = std::env::temp_dir().join(format!("peerpod-check-{}", std::process::id()));
+    let (settings, log) = match read(sources, &folder) {
+        Ok(read) => read,
+        Err(mistakes) => {
+            eprintln!("{mistakes}");
+            return Ok(ExitCode::FAILURE);
+        }
+    };
+    let promises: Vec<&Promise> = PROMISES.iter().filter(|promise| words.wants(promise)).collect();
+    let (kind, crowd) = (settings.kind().to_owned(), words.crowd);
+    // Each of the checks that cut calls off makes a VM for each cut, some two; the others make one or two.
+    let all = crowd + 5 * DROPS + 40;
+    if !settings.is_free() && !words.yes {
+        say!(
+            "provider {kind}: {} promises would be tried with real VMs, up to {crowd} at once and some {all} in all, each \
+             deleted after a moment.\nThis may cost money. Say --yes to do it; --crowd N makes it smaller.",
+            promises.len()
+        );
+        return Ok(ExitCode::from(NOT_DONE));
+    }
+    telemetry::init(&log)?;
+    std::fs::DirBuilder::new()
+        .mode(0o700)
+        .create(&folder)
+        .with_context(|| format!("make {}", folder.display()))?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let outcome = runtime.block_on(check(settings, words, promises));
+    // The provider's tasks end before its folder does.
+    runtime.shutdown_timeout(Duration::from_secs(10));
+    match outcome {
+        Ok((code, clean)) => {
+            if clean {
+                std::fs::remove_dir_all(&folder).with_context(|| format!("remove {}", folder.display()))?;
+            } else {
+                say!("what the provider knows of the VMs that are left stays in {}", folder.display());
+            }
+            Ok(code)
+        }
+        Err(error) => {
+            // Nothing was made yet; what cannot be removed says less than the error.
+            drop(std::fs::remove_dir_all(&folder));
+            Err(error)
+        }
+    }
+}
+
+/// How often each cut-off check cuts.
+const DROPS: u32 = 12;
+
+/// Reads all sections, as the binaries do: a misspelled key is a mistake wherever it stands.
+fn read(sources: Sources, folder: &Path) -> Result<(Settings, LogConfig), peerpod_base::config::Mistakes> {
+    let mut reader = Reader::load(sources, &crate::config::SECTIONS, &[])?;
+    let log = LogConfig::read(&mut reader);
+    let node = NodeConfig::read(&mut reader);
+    RelayConfig::read(&mut reader);
+    let context = Context {
+        state_dir: folder.to_owned(),
+        cluster_id: node.cluster_id,
+        node_name: format!("check-{}-{}", std::process::id(), fresh()),
+        purpose: Purpose::Create,
+    };
+    let settings = peerpod_providers::read(&mut reader, &context);
+    reader.finish()?;
+    Ok((settings, log))
+}
+
+/// Another word every time: what an interrupted check left behind is never taken for ours.
+fn fresh() -> u64 {
+    use std::hash::{BuildHasher, Hasher, RandomState};
+    RandomState::new().build_hasher().finish() % 1_000_000
+}
+
+/// Tries the promises one after another. The exit code, and whether everything that was made is gone.
+async fn check(
+    settings: Settings,
+    words: Words,
+    promises: Vec<&Promise>,
+) -> anyhow::Result<(ExitCode, bool)> {
+    let mut signals = Signals::new()?;
+    let kind = settings.kind().to_owned();
+    let provider = settings.open().await.with_context(|| format!("open provider {kind}"))?;
+    if let Ok(found) = provider.preflight().await {
+        for fact in &found.facts {
+            say!("{kind}: {fact}");
+        }
+        for warning in &found.warnings {
+            say!("{kind}: warning: {warning}");
+        }
+    }
+    let trial = Arc::new(Trial::new(Arc::new(Configured { provider, words })));
+    let mut results: Vec<(&Promise, Verdict)> = Vec::new();
+    for (number, promise) in (1..).zip(&promises) {
+        let start = Instant::now();
+        let verdict = tokio::select! {
+            biased;
+            name = signals.next() => {
+                say!("\n{name}: what was made is being deleted");
+                let clean = report_clean_up(&trial).await;
+                return Ok((ExitCode::from(INTERRUPTED), clean));
+            }
+            verdict = trial.keeps(promise) => verdict,
+        };
+        let word = match &verdict {
+            Verdict::Kept => "kept",
+            Verdict::Broken(_) => "BROKEN",
+            Verdict::NotApplicable(_) => "n/a",
+        };
+        say!(
+            "{number:>2}/{}  {word:7} {:>6.1} s  {}",
+            promises.len(),
+            start.elapsed().as_secs_f64(),
+            promise.words()
+        );
+        results.push((promise, verdict));
+    }
+    let clean = report_clean_up(&trial).await;
+    say!("");
+    write!(std::io::stdout(), "{}", table(&results)).ok();
+    let broken = results.iter().any(|(_, verdict)| matches!(verdict, Verdict::Broken(_)));
+    Ok((if broken || !clean { ExitCode::FAILURE } else { ExitCode::SUCCESS }, clean))
+}
+
+async fn report_clean_up(trial: &Trial) -> bool {
+    match trial.clean_up().await {
+        Ok(()) => true,
+        Err(why) => {
+            say!("CLEAN-UP FAILED: {why}; look for VMs of this cluster whose node is called check-…");
+            false
+        }
+    }
+}
+
+/// The signals that end a check. Taken for good: a second Ctrl-C does not leave half of the clean-up undone.
+struct Signals(Vec<(&'static str, tokio::signal::unix::Signal)>);
+
+impl Signals {
+    fn new() -> std::io::Result<Signals> {
+        Ok(Signals(vec![
+            ("Ctrl-C", signal(SignalKind::interrupt())?),
+            ("SIGTERM", signal(SignalKind::terminate())?),
+            ("SIGHUP", signal(SignalKind::hangup())?),
+        ]))
+    }
+
+    async fn next(&mut self) -> &'static str {
+        let [(one, first), (two, second), (three, third)] = &mut self.0[..] else {
+            std::future::pending().await
+        };
+        tokio::select! {
+            _ = first.recv() => one,
+            _ = second.recv() => two,
+            _ = third.recv() => three,
+        }
+    }
+}
+
+/// What the command line says beside the provider.
+struct Configured {
+    provider: Arc<dyn Provider>,
+    words: Words,
+}
+
+impl Configured {
+    /// What the probe prints for these words; `None` without a probe, and when it fails.
+    async fn probe(&self, words: &[&str]) -> Option<Vec<u8>> {
+        let probe: &PathBuf = self.words.probe.as_ref()?;
+        let output = Command::new(probe).args(words).kill_on_drop(true).output();
+        let why = match tokio::time::timeout(PROBE, output).await {
+            Ok(Ok(output)) if output.status.success() => return Some(output.stdout),
+            Ok(Ok(output)) => {
+                format!("{}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim())
+            }
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => format!("no answer within {PROBE:?}"),
+        };
+        eprintln!("peerpod: {} {}: {why}", probe.display(), words.join(" "));
+        None
+    }
+}
+
+#[async_trait]
+impl Harness for Configured {
+    fn provider(&self) -> Arc<dyn Provider> {
+        Arc::clone(&self.provider)
+    }
+
+    async fn user_data(&self, id: &InstanceId) -> Option<Vec<u8>> {
+        self.probe(&["user-data", id.as_str()]).await
+    }
+
+    async fn machines(&self) -> Option<usize> {
+        let printed = self.probe(&["machines"]).await?;
+        String::from_utf8_lossy(&printed).trim().parse().ok()
+    }
+
+    fn volume(&self) -> Option<DiskRequest> {
+        let volume = self.words.volume.clone()?;
+        Some(DiskRequest { volume, ..DiskRequest::default() })
+    }
+
+    fn crowd(&self) -> u32 {
+        self.words.crowd
+    }
+
+    fn drops(&self) -> u32 {
+        DROPS
+    }
+
+    fn patience(&self) -> Duration {
+        self.words.patience
+    }
+}

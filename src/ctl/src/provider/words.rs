@@ -1,0 +1,151 @@
+//! What stands behind `peerpod provider check`. Pure.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use peerpod_base::config::parse_duration;
+use peerpod_provider_api::conformance::Promise;
+
+/// What `peerpod provider` understands.
+pub(crate) const USAGE: &str =
+    "usage: peerpod provider check CONFIG [--yes] [--crowd N] [--only WORDS] [--volume ID] [--probe PROGRAM]
+                              [--patience TIME] [--section.key VALUE]...
+  Holds the provider of this configuration to every promise, with real VMs that are deleted again; exit code 1 if one
+  is broken.
+  --yes        makes VMs also where they may cost money
+  --crowd N    VMs at once (50)
+  --only WORDS only the promises in whose sentence these words stand
+  --volume ID  a disk that is attached nowhere, to try volumes with
+  --probe PROGRAM
+               a witness beside the provider: `PROGRAM user-data ID` prints what this VM found as its user-data,
+               `PROGRAM machines` how many VMs of this check exist; it fails where it cannot
+  --patience TIME
+               longest time for one promise (2m)";
+
+/// The words, understood.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Words {
+    pub(crate) config: PathBuf,
+    pub(crate) yes: bool,
+    pub(crate) crowd: u32,
+    pub(crate) only: Option<String>,
+    pub(crate) volume: Option<String>,
+    pub(crate) probe: Option<PathBuf>,
+    pub(crate) patience: Duration,
+    /// `--section.key VALUE`, as they stand.
+    pub(crate) settings: Vec<String>,
+}
+
+impl Words {
+    /// `None`: help was asked for.
+    pub(crate) fn read(args: &[String]) -> anyhow::Result<Option<Words>> {
+        let Some((action, rest)) = args.split_first() else { bail!("{USAGE}") };
+        match action.as_str() {
+            "check" => {}
+            "help" | "--help" | "-h" => return Ok(None),
+            other => bail!("`{other}` is no subcommand of `peerpod provider`\n{USAGE}"),
+        }
+        let mut words = Words {
+            config: PathBuf::new(),
+            yes: false,
+            crowd: 50,
+            only: None,
+            volume: None,
+            probe: None,
+            patience: Duration::from_secs(120),
+            settings: Vec::new(),
+        };
+        let mut rest = rest.iter();
+        while let Some(word) = rest.next() {
+            let (name, given) = match word.split_once('=') {
+                Some((name, value)) if name.starts_with("--") => (name, Some(value.to_owned())),
+                _ => (word.as_str(), None),
+            };
+            let mut value = || {
+                given
+                    .clone()
+                    .or_else(|| rest.next().cloned())
+                    .with_context(|| format!("{name} needs a value\n{USAGE}"))
+            };
+            match name {
+                "--yes" => words.yes = true,
+                "--crowd" => {
+                    let number = value()?.parse().ok().filter(|number| (1..=1000).contains(number));
+                    words.crowd =
+                        number.with_context(|| format!("--crowd needs a number from 1 to 1000\n{USAGE}"))?;
+                }
+                "--only" => words.only = Some(value()?.replace('_', " ")),
+                "--volume" => words.volume = Some(value()?),
+                "--probe" => words.probe = Some(PathBuf::from(value()?)),
+                "--patience" => {
+                    words.patience =
+                        parse_duration(&value()?).map_err(|bad| anyhow::anyhow!("--patience: {bad}"))?
+                }
+                "--help" | "-h" => return Ok(None),
+                name if name.starts_with("--") && name.contains('.') => {
+                    let value = value()?;
+                    words.settings.extend([name.to_owned(), value]);
+                }
+                name if name.starts_with('-') => bail!("`{name}` is not understood\n{USAGE}"),
+                _ if words.config.as_os_str().is_empty() => words.config = PathBuf::from(word),
+                _ => bail!("`{word}` is one word too many\n{USAGE}"),
+            }
+        }
+        if words.config.as_os_str().is_empty() {
+            bail!("which configuration?\n{USAGE}");
+        }
+        Ok(Some(words))
+    }
+
+    /// Whether this promise is to be tried.
+    pub(crate) fn wants(&self, promise: &Promise) -> bool {
+        self.only.as_ref().is_none_or(|only| promise.words().contains(only))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(words: &[&str]) -> anyhow::Result<Option<Words>> {
+        Words::read(&words.iter().map(ToString::to_string).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn words_are_understood_in_any_order_and_settings_go_to_the_configuration() {
+        let words = read(&[
+            "check",
+            "--crowd=5",
+            "f.yaml",
+            "--yes",
+            "--provider.kind",
+            "drill",
+            "--only",
+            "a_second",
+        ]);
+        let words = words.unwrap().unwrap();
+        assert_eq!((words.config.to_str(), words.yes, words.crowd), (Some("f.yaml"), true, 5));
+        assert_eq!(words.settings, ["--provider.kind", "drill"]);
+        let wanted = |name| words.wants(peerpod_provider_api::conformance::promise(name));
+        assert!(wanted("a_second_delete_is_fine") && !wanted("only_our_vms_are_listed"));
+    }
+
+    #[test]
+    fn what_is_not_understood_gets_the_usage() {
+        for wrong in [
+            &[][..],
+            &["chekc"],
+            &["check"],
+            &["check", "a", "b"],
+            &["check", "a", "--crowd"],
+            &["check", "a", "--crowd", "0"],
+            &["check", "a", "--loud"],
+            &["check", "a", "--provider.kind"],
+        ] {
+            let text = read(wrong).unwrap_err().to_string();
+            assert!(text.contains("usage: peerpod provider check"), "{wrong:?}: {text}");
+        }
+        assert_eq!(read(&["check", "--help"]).unwrap(), None);
+    }
+}
