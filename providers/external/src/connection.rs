@@ -121,8 +121,8 @@ impl Connection {
                 (pause, said) = (FIRST_PAUSE, None);
             }
             let text = error.to_string();
-            // The same again and again is news once.
-            if said.as_ref() == Some(&text) {
+            // The same again and again is news once; and a first start that fails is its caller's to tell.
+            if said.as_ref() == Some(&text) || self.known.get().is_none() {
                 tracing::debug!("{text}; trying again");
             } else {
                 tracing::warn!(class = error.class(), ?pause, "{text}; trying again");
