@@ -75,13 +75,20 @@ async fn connecting_again_makes_no_news_in_the_pods_network() {
     let (seen, reserved, _) = whole(&tunnel, &pod, "sandbox", ip(VM)).await;
     let mut events = Events::of_pod(&pod).unwrap();
     let moment = Duration::from_millis(500);
-    // What the set-up left behind is over.
-    while timeout(moment, events.settled(moment, 4 * moment)).await.is_ok() {}
-    for _ in 0..3 {
-        tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();
+    // The kernel's own news (a neighbour that ages, on a busy machine late) may fall into a round; ours would fall into
+    // each.
+    let mut silent = false;
+    for _ in 0..10 {
+        while timeout(moment, events.settled(Duration::ZERO, Duration::ZERO)).await.is_ok() {}
+        for _ in 0..3 {
+            tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();
+        }
+        silent = timeout(moment, events.settled(Duration::ZERO, Duration::ZERO)).await.is_err();
+        if silent {
+            break;
+        }
     }
-    let news = timeout(moment, events.settled(Duration::ZERO, Duration::ZERO)).await;
-    assert!(news.is_err(), "who follows the pod's network would connect for ever");
+    assert!(silent, "who follows the pod's network would connect for ever");
     world.ip("pod", "link set pp-vx0 down");
     timeout(10 * moment, events.settled(Duration::ZERO, Duration::ZERO)).await.unwrap().unwrap();
 }
