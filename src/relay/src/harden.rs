@@ -2,19 +2,123 @@
 //! later inherit the rest. The relay opens its own files, binds its own sockets and needs no capability for it (one,
 //! when it is told to listen on a port below 1024).
 //!
-//! System call filtering is left to the service manager or the container's profile (`RuntimeDefault` fits): a list of
-//! our own would have to follow every allocator, runtime and C library it is built with.
+//! The system calls are filtered by what they are for: what starts programs, looks into other processes, makes or enters
+//! namespaces, mounts, loads code into the kernel or opens sockets other than Unix and IP is refused. A list of what may
+//! be called would have to follow every allocator, runtime and C library that the relay is built with, and a call
+//! forgotten there ends the pods of a node; no such update needs one of these.
 
+use std::collections::BTreeMap;
+
+use nix::libc;
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities, set_no_new_privs};
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+    apply_filter,
+};
 
 /// Ports from here on need no capability.
 const FIRST_FREE_PORT: u16 = 1024;
 
-/// No new privileges, and no capabilities. What the kernel refuses is logged: it makes nothing unsafe that was safe.
+/// Refused whatever their arguments.
+const REFUSED: [libc::c_long; 45] = [
+    // Other programs, and other processes.
+    libc::SYS_execve,
+    libc::SYS_execveat,
+    libc::SYS_ptrace,
+    libc::SYS_process_vm_readv,
+    libc::SYS_process_vm_writev,
+    libc::SYS_pidfd_getfd,
+    libc::SYS_kcmp,
+    // Namespaces and mounts.
+    libc::SYS_unshare,
+    libc::SYS_setns,
+    libc::SYS_mount,
+    libc::SYS_umount2,
+    libc::SYS_pivot_root,
+    libc::SYS_chroot,
+    libc::SYS_open_tree,
+    libc::SYS_move_mount,
+    libc::SYS_fsopen,
+    libc::SYS_fsconfig,
+    libc::SYS_fsmount,
+    libc::SYS_fspick,
+    libc::SYS_mount_setattr,
+    libc::SYS_open_by_handle_at,
+    // The kernel's own inside, and ways round this filter.
+    libc::SYS_bpf,
+    libc::SYS_perf_event_open,
+    libc::SYS_io_uring_setup,
+    libc::SYS_io_uring_enter,
+    libc::SYS_io_uring_register,
+    libc::SYS_userfaultfd,
+    libc::SYS_init_module,
+    libc::SYS_finit_module,
+    libc::SYS_delete_module,
+    libc::SYS_kexec_load,
+    libc::SYS_add_key,
+    libc::SYS_request_key,
+    libc::SYS_keyctl,
+    libc::SYS_personality,
+    libc::SYS_quotactl,
+    libc::SYS_acct,
+    libc::SYS_syslog,
+    // The machine.
+    libc::SYS_reboot,
+    libc::SYS_swapon,
+    libc::SYS_swapoff,
+    libc::SYS_settimeofday,
+    libc::SYS_clock_settime,
+    libc::SYS_sethostname,
+    libc::SYS_setdomainname,
+];
+
+/// `clone` flags that make namespaces (`linux/sched.h`): mount, cgroup, uts, ipc, user, pid, net.
+const NEW_NAMESPACES: u64 = 0x7e02_0000;
+
+/// No new privileges, no capabilities, and no system calls that a relay never makes. What the kernel refuses is logged:
+/// it makes nothing unsafe that was safe.
 pub fn harden(listen_port: u16) {
     if let Err(error) = set_no_new_privs(true) {
         tracing::warn!(%error, "no_new_privs is not set");
     }
+    drop_capabilities(listen_port);
+    match filters() {
+        Ok(filters) => {
+            for filter in &filters {
+                if let Err(error) = apply_filter(filter) {
+                    tracing::warn!(%error, "system calls are not filtered");
+                }
+            }
+        }
+        Err(error) => tracing::warn!(%error, "system calls are not filtered"),
+    }
+}
+
+/// Two programs, because a program has one answer for what it matches: "not permitted"; and for `clone3`, whose flags no
+/// filter can see, "no such call", upon which a C library falls back to `clone`.
+fn filters() -> Result<[BpfProgram; 2], seccompiler::BackendError> {
+    use SeccompCmpArgLen::Dword;
+    let arg = |at, op, value| SeccompCondition::new(at, Dword, op, value);
+    let family = |family: libc::c_int| arg(0, SeccompCmpOp::Ne, family.unsigned_abs().into());
+    let stranger =
+        SeccompRule::new(vec![family(libc::AF_UNIX)?, family(libc::AF_INET)?, family(libc::AF_INET6)?])?;
+    let mut refused: BTreeMap<i64, Vec<SeccompRule>> = REFUSED.map(|call| (call, Vec::new())).into();
+    refused.insert(libc::SYS_socket, vec![stranger]);
+    let mut namespaces = Vec::new();
+    for bit in (0..32).map(|bit| 1 << bit).filter(|bit| NEW_NAMESPACES & bit != 0) {
+        namespaces.push(SeccompRule::new(vec![arg(0, SeccompCmpOp::MaskedEq(bit), bit)?])?);
+    }
+    refused.insert(libc::SYS_clone, namespaces);
+    let unknown = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
+    Ok([program(refused, libc::EPERM)?, program(unknown, libc::ENOSYS)?])
+}
+
+fn program(calls: BTreeMap<i64, Vec<SeccompRule>>, errno: i32) -> Result<BpfProgram, seccompiler::BackendError> {
+    let answer = SeccompAction::Errno(errno.unsigned_abs());
+    SeccompFilter::new(calls, SeccompAction::Allow, answer, std::env::consts::ARCH.try_into()?)?.try_into()
+}
+
+fn drop_capabilities(listen_port: u16) {
     let keep = if (1..FIRST_FREE_PORT).contains(&listen_port) {
         CapabilitySet::NET_BIND_SERVICE
     } else {
@@ -48,6 +152,24 @@ mod tests {
             let sets = rustix::thread::capabilities(None).unwrap();
             assert!(sets.effective.is_empty() && sets.permitted.is_empty());
             std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        });
+        hardened.join().unwrap();
+    }
+
+    #[test]
+    fn a_hardened_thread_starts_no_program_and_leaves_no_namespace_but_has_threads_and_sockets() {
+        let hardened = std::thread::spawn(|| {
+            harden(15151);
+            let refused = |what: &str, error: Option<i32>| assert_eq!(error, Some(libc::EPERM), "{what}");
+            let program = std::process::Command::new("/bin/true").status();
+            refused("a program", program.err().and_then(|error| error.raw_os_error()));
+            let namespace = nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWUSER);
+            refused("a namespace", namespace.err().map(|error| error as i32));
+            let netlink = rustix::net::socket(rustix::net::AddressFamily::NETLINK, rustix::net::SocketType::RAW, None);
+            refused("netlink", netlink.err().map(rustix::io::Errno::raw_os_error));
+            assert_eq!(std::thread::spawn(|| 7).join().unwrap(), 7);
+            std::net::UdpSocket::bind("[::1]:0").unwrap();
+            std::os::unix::net::UnixStream::pair().unwrap();
         });
         hardened.join().unwrap();
     }

@@ -88,6 +88,7 @@ async fn it_serves_without_rights_and_stops_on_sigterm() {
     for task in std::fs::read_dir(format!("/proc/{}/task", relay.0.id())).unwrap() {
         let status = std::fs::read_to_string(task.unwrap().path().join("status")).unwrap();
         assert!(status.contains("CapPrm:\t0000000000000000"), "{status}");
+        assert!(status.contains("Seccomp:\t2"), "{status}");
     }
     relay.signal(Signal::SIGTERM);
     assert_eq!(relay.exit_code(), Some(0));
