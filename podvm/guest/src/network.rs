@@ -8,6 +8,7 @@ use std::{
         Arc,
         atomic::{AtomicU32, Ordering::Relaxed},
     },
+    time::Duration,
 };
 
 use peerpod_link::net::{self, events::Events, external, guest::Applied, netns::Netns, room};
@@ -25,6 +26,9 @@ use crate::{
 const FILE: &str = "network.pb";
 /// As much as a plan may have, and nothing besides.
 const MAX_LEN: u64 = 2 << 20;
+
+/// Where the plan does not say: routes change without a word.
+const PROBE_INTERVAL: Duration = Duration::from_secs(600);
 
 const ADMIN: &str = "network-admin";
 
@@ -48,6 +52,8 @@ pub(crate) struct Network {
     status: Arc<Status>,
     /// The largest packet on the way to the node, in bytes; 0 = only the kernel's routes say.
     path: AtomicU32,
+    /// How often the path is tried again without a reason, in seconds; 0 = the plan does not say.
+    probe_seconds: AtomicU32,
     /// The node's end of the tunnel, once a plan came.
     node: watch::Sender<Option<IpAddr>>,
     /// Where [`Network::previous`] is kept over a restart of the program.
@@ -69,6 +75,7 @@ impl Network {
             encrypted,
             status,
             path: AtomicU32::new(0),
+            probe_seconds: AtomicU32::new(previous.as_ref().map_or(0, |plan| plan.underlay.probe_seconds)),
             node: watch::Sender::new(None),
             previous: tokio::sync::Mutex::new(previous),
         }
@@ -121,8 +128,17 @@ impl Network {
         self.path.swap(bytes, Relaxed) != bytes
     }
 
+    /// How often the path to the node is tried again without a reason.
+    pub(crate) fn probe_interval(&self) -> Duration {
+        match self.probe_seconds.load(Relaxed) {
+            0 => PROBE_INTERVAL,
+            seconds => Duration::from_secs(seconds.into()),
+        }
+    }
+
     /// Makes the pod's network as planned, with what is known now.
     pub(crate) async fn make(&self, plan: &NetworkPlan) -> Result<Applied, Error> {
+        self.probe_seconds.store(plan.underlay.probe_seconds, Relaxed);
         let node = tunnel_end(plan);
         self.node.send_replace(node); // also when it is the same: there is a plan now
         let path = self.path.load(Relaxed);

@@ -36,13 +36,12 @@ use crate::{
     status::Status,
 };
 
-/// The path is tried again so often: routes change without a word.
-const EVERY: Duration = Duration::from_secs(600);
 /// DHCP and router advertisements come in several messages.
 const QUIET: Duration = Duration::from_millis(250);
 const AT_MOST: Duration = Duration::from_secs(2);
-/// So often is the pod's network put right between two tries of the path; then somebody else is stronger.
+/// So often is the pod's network put right in this time; then somebody else is stronger.
 const RESTORATIONS: u32 = 20;
+const RESTORATIONS_IN: Duration = Duration::from_secs(600);
 /// After something that did not work.
 const AGAIN: Duration = Duration::from_secs(5);
 
@@ -83,7 +82,7 @@ impl Watcher {
         let mut seen = look().await.unwrap_or_default();
         self.status.uplinks(addresses(&seen));
         let mut tried: Option<IpAddr> = None;
-        let mut next = Instant::now() + EVERY;
+        let mut next = Instant::now() + self.network.probe_interval();
         let mut pod: Option<Events> = None;
         let (mut restorations, mut counted_from) = (0, Instant::now());
         // A follow that did not work is repeated, whether or not something changes again.
@@ -101,6 +100,7 @@ impl Watcher {
                 changed = node.changed() => match changed {
                     // The link's end and the tunnel's are mostly one.
                     Ok(()) => {
+                        next = next.min(Instant::now() + self.network.probe_interval());
                         let peer = linked.borrow().as_ref().map(|link| link.peer.ip().to_canonical());
                         probe = node.borrow_and_update().or(peer) != tried;
                     }
@@ -120,9 +120,9 @@ impl Watcher {
                     }
                 }
                 () = sleep_until(next) => {
-                    next = Instant::now() + EVERY;
+                    next = Instant::now() + self.network.probe_interval();
                     (probe, looked, pod_changed) = (true, true, true);
-                    if counted_from.elapsed() >= EVERY {
+                    if counted_from.elapsed() >= RESTORATIONS_IN {
                         (restorations, counted_from) = (0, Instant::now());
                     }
                     if events.is_none() {

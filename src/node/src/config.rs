@@ -3,6 +3,7 @@
 
 use std::{
     net::{IpAddr, SocketAddr},
+    ops::RangeInclusive,
     path::PathBuf,
     time::Duration,
 };
@@ -297,6 +298,9 @@ impl NodeConfig {
     }
 }
 
+/// Of a guest. Each try is a dozen packets.
+const PROBE_INTERVALS: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(86_400);
+
 /// Section `tunnel`.
 fn tunnel(reader: &mut Reader) -> TunnelConfig {
     let defaults = TunnelConfig::default();
@@ -346,6 +350,14 @@ fn tunnel(reader: &mut Reader) -> TunnelConfig {
     if ports.is_some() != source_ports.is_some() {
         reader.mistake("tunnel.source-ports", "not a range of ports; write it like 40000-40063");
     }
+    let probe_interval: Duration = reader.get(
+        "tunnel.probe-interval",
+        "10m",
+        "how often a guest tries how large a packet may be on its way to the node; routes change without a word",
+    );
+    if !PROBE_INTERVALS.contains(&probe_interval) {
+        reader.mistake("tunnel.probe-interval", "from 1s to 1d");
+    }
     TunnelConfig {
         kind: if choice == "wireguard" { Kind::Wireguard } else { Kind::Vxlan },
         auto: choice == "auto",
@@ -365,6 +377,7 @@ fn tunnel(reader: &mut Reader) -> TunnelConfig {
         vnis: vnis.unwrap_or_default(),
         source_ports,
         external: external(reader),
+        probe_interval,
         ..defaults
     }
 }

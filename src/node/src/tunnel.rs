@@ -7,6 +7,7 @@
 
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 pub use peerpod_link::net::Error;
 pub use peerpod_link::net::look::Seen;
@@ -61,6 +62,8 @@ pub struct TunnelConfig {
     pub owner: Owner,
     /// The pods' way out of the cluster by their VMs; `None`: by the tunnel, as all the rest.
     pub external: Option<external::External>,
+    /// How often guests try how large a packet may be on their way to the node, in whole seconds.
+    pub probe_interval: Duration,
 }
 
 impl Default for TunnelConfig {
@@ -77,6 +80,7 @@ impl Default for TunnelConfig {
             source_ports: None,
             owner: Owner::of(&["peerpod"]),
             external: None,
+            probe_interval: Duration::from_secs(600),
         }
     }
 }

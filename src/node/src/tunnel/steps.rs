@@ -24,6 +24,7 @@ pub(super) struct Steps {
     by: Classifiers,
     /// The pods' way out of the cluster, where it is not the tunnel.
     pub(super) outside: Option<Outside>,
+    probe_seconds: u32,
 }
 
 impl Steps {
@@ -33,7 +34,8 @@ impl Steps {
         tracing::debug!(owner = %config.owner, into = by.into.name(), back = by.back.name(), "pods' tunnels can be made");
         // In the calling thread's namespace, as the sockets.
         let outside = config.external.clone().map(Outside::open).transpose()?;
-        Ok(Steps { owner: config.owner, backends, vnis: config.vnis, by, outside })
+        let probe_seconds = u32::try_from(config.probe_interval.as_secs()).unwrap_or(u32::MAX);
+        Ok(Steps { owner: config.owner, backends, vnis: config.vnis, by, outside, probe_seconds })
     }
 
     fn mark<'a>(&self, sandbox: &'a str) -> Mark<'a> {
@@ -161,6 +163,7 @@ impl Steps {
             .collect();
         let mut plan = plan::write(seen, &tunnels, &backend.underlay(&connected, &way));
         plan.external = self.outside.as_ref().map(|outside| outside.write(way.node)).into();
+        plan.underlay.mut_or_insert_default().probe_seconds = self.probe_seconds;
         backend.finish(&mut plan, &connected, &way)?;
         Ok((plan, obstacles))
     }
