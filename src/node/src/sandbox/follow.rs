@@ -60,8 +60,9 @@ pub(super) struct Following {
     pub(super) ear: Option<(IpAddr, watch::Receiver<Heard>)>,
     /// What had been heard when the last look that went well began.
     done: Option<Heard>,
-    /// A guest's address that the cloud was asked about.
-    asked: Option<IpAddr>,
+    /// A guest's address that the cloud was asked about, and whether the guest said then that it has it: its link may
+    /// come from there before its status does.
+    asked: Option<(IpAddr, bool)>,
     /// What was not followed, as it was last said.
     left: Vec<String>,
     /// What may be in the traffic's way, as it was last said.
@@ -171,7 +172,7 @@ impl Task {
         let Some(from) = from.filter(|from| connected && !self.record.addresses.contains(from)) else {
             return;
         };
-        if self.following.asked == Some(from) || !self.slots.cloud.is_idle() {
+        if self.following.asked == Some((from, self.is_guests_own(from))) || !self.slots.cloud.is_idle() {
             return;
         }
         let (fx, vm, known) = (self.fx.clone(), vm.clone(), address(&self.record));
@@ -182,6 +183,12 @@ impl Task {
             };
             Outcome::Traced { from, near, result: fx.addresses(&vm).await }
         });
+    }
+
+    /// Whether the guest says that it has this address on its own interface.
+    fn is_guests_own(&self, address: IpAddr) -> bool {
+        let status = Status::parse_from_bytes(&self.guest.borrow().status).unwrap_or_default();
+        status.uplink_addresses.iter().any(|text| text.parse() == Ok(address))
     }
 
     /// What the cloud says. The address counts where the cloud names it; or where the guest, whom its certificate
@@ -200,13 +207,10 @@ impl Task {
                 Vec::new()
             }
         };
-        self.following.asked = Some(from);
+        let own = self.is_guests_own(from);
+        self.following.asked = Some((from, own));
         self.slots.cloud.worked();
-        let own = || {
-            let status = Status::parse_from_bytes(&self.guest.borrow().status).unwrap_or_default();
-            status.uplink_addresses.iter().any(|text| text.parse() == Ok(from))
-        };
-        let is_the_vms = cloud.contains(&from) || (near && own());
+        let is_the_vms = cloud.contains(&from) || (near && own);
         if !is_the_vms {
             info!(%from, "the guest comes from an address that is not the VM's own: a NAT is between");
             return Ok(());
