@@ -1,7 +1,7 @@
 //! ttrpc frames as they come from a shim, an agent or anybody else: whatever the bytes and wherever they are cut,
 //! the splitter gives back what came in, and looking for a method never panics.
 
-use peerpod_link::frame::{FrameReader, Piece, method_of};
+use peerpod_link::frame::{FrameReader, HEADER_LEN, Piece, method_of};
 
 /// The pieces of `input`, cut after each `step` bytes, put together again.
 fn joined(input: &[u8], step: usize) -> Vec<u8> {
@@ -26,6 +26,8 @@ fn joined(input: &[u8], step: usize) -> Vec<u8> {
 pub(crate) fn run(input: &[u8]) {
     let whole = joined(input, input.len());
     assert!(input.starts_with(&whole));
+    // What is kept back is less than a header.
+    assert!(whole.len() + HEADER_LEN > input.len(), "{} of {} bytes", whole.len(), input.len());
     if let Some((&step, _)) = input.split_first() {
         assert_eq!(joined(input, usize::from(step)), whole);
     }
