@@ -10,12 +10,21 @@ use std::{
     time::{Duration, Instant},
 };
 
+use peerpod_client::Annotations;
 use peerpod_link::net::netns::{self, Netns, NetnsId};
-use peerpod_tests::{PATIENCE, Sandbox};
-use peerpod_world::{Daemons, Namespace, Settings, World, eventually, ping::ping, road, traffic};
+use peerpod_tests::{PATIENCE, Sandbox, fresh_id, long, stop_in_time};
+use peerpod_world::{Daemons, Namespace, Settings, World, eventually, ping::ping, road, spy::Spy};
 
 fn encrypted() -> Settings {
     Settings::none().set("tunnel.kind", "wireguard")
+}
+
+const VXLAN: u16 = 4789;
+const WIREGUARD: u16 = 51820;
+
+/// What goes between the node and its VMs, by port.
+fn spy(world: &World) -> Spy {
+    Spy::start(world.node(), "pplocal0", &[VXLAN, WIREGUARD]).unwrap()
 }
 
 /// What the relay counts of the encrypted tunnel.
@@ -34,12 +43,18 @@ fn reachable(from: &Namespace, sandbox: &Sandbox, patience: Duration) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_whole_road_is_walked_through_the_encrypted_tunnel() {
-    road::walk(encrypted(), &mut road::Silent).await.unwrap();
+    let world = World::new().unwrap();
+    let spy = spy(&world);
+    road::walk_in(&world, encrypted(), &mut road::Silent).await.unwrap();
+    // Two pages in each direction, and the pings.
+    assert!(spy.packets(WIREGUARD).unwrap() > 40);
+    assert_eq!(spy.packets(VXLAN).unwrap(), 0, "VXLAN in clear");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn pods_talk_through_the_encrypted_tunnel_and_nothing_goes_beside_it() {
     let world = World::new().unwrap();
+    let spy = spy(&world);
     let daemons = Daemons::start(&world, encrypted()).await.unwrap();
     let other = world.pod().unwrap();
     let one = Sandbox::start(&world, &daemons, "one").await.unwrap();
@@ -48,8 +63,8 @@ async fn pods_talk_through_the_encrypted_tunnel_and_nothing_goes_beside_it() {
     reachable(other.namespace(), &two, PATIENCE);
     let device = one.pod.namespace().shell("ip -d link show pp-vx0", &[]).unwrap();
     assert!(device.contains("local 10.0.0.1"), "{device}");
-    let node = world.node().netns();
-    assert_eq!(traffic::tracked(node, 4789).unwrap(), 0, "VXLAN in the node's own namespace");
+    assert_eq!(spy.packets(VXLAN).unwrap(), 0, "VXLAN in clear");
+    assert!(spy.packets(WIREGUARD).unwrap() > 8, "four pings and their answers");
     assert!(counted(&daemons, "packets_to_guest_total") > 0.0);
     assert!(counted(&daemons, "peers") == 2.0);
     one.stop(&daemons).await.unwrap();
@@ -159,28 +174,33 @@ add rule ip6 nat in iifname pplocal0 meta l4proto { tcp, udp } snat to fd99::c8c
 async fn a_vm_behind_a_nat_gets_an_encrypted_tunnel_by_itself() {
     let world = World::new().unwrap();
     let settings = Settings::none().set("tunnel.kind", "auto");
+    let spy = spy(&world);
     let daemons = Daemons::start(&world, settings).await.unwrap();
     let other = world.pod().unwrap();
     let near = Sandbox::start(&world, &daemons, "near").await.unwrap();
     reachable(other.namespace(), &near, PATIENCE);
     assert_eq!(counted(&daemons, "peers"), 0.0, "a VM on its own private address is reached plainly");
+    assert!(spy.packets(VXLAN).unwrap() > 0, "the spy sees what goes in clear");
+    assert_eq!(spy.packets(WIREGUARD).unwrap(), 0);
 
     world.node().shell(&format!("nft -f - <<'END'\n{NAT}\nEND"), &[]).unwrap();
     let far = Sandbox::start(&world, &daemons, "far").await.unwrap();
     reachable(other.namespace(), &far, PATIENCE);
     assert_eq!(counted(&daemons, "peers"), 1.0);
     assert!(counted(&daemons, "packets_to_guest_total") > 0.0);
+    assert!(spy.packets(WIREGUARD).unwrap() > 0);
     reachable(other.namespace(), &near, PATIENCE);
     far.stop(&daemons).await.unwrap();
     near.stop(&daemons).await.unwrap();
 }
 
 #[tokio::test]
-async fn a_node_whose_port_is_taken_says_so_and_sends_nothing_in_clear() {
+async fn while_its_port_is_taken_no_pod_starts_and_nothing_is_sent_in_clear() {
     let world = World::new().unwrap();
-    // The port is somebody else's: nothing is carried, and nothing goes out in clear instead.
+    let spy = spy(&world);
     let taken = world.node().run(|| std::net::UdpSocket::bind("[::]:51820")).unwrap().unwrap();
-    let daemons = Daemons::start(&world, encrypted()).await.unwrap();
+    let settings = encrypted().set("node.boot-timeout", "5s");
+    let daemons = Daemons::start(&world, settings).await.unwrap();
     let log = daemons.log("node");
     eventually("the node says why", PATIENCE, async || {
         let text = std::fs::read_to_string(&log).ok()?;
@@ -188,7 +208,57 @@ async fn a_node_whose_port_is_taken_says_so_and_sends_nothing_in_clear() {
     })
     .await
     .unwrap();
+    let (pod, other) = (world.pod().unwrap(), world.pod().unwrap());
+    let (id, shim) = (fresh_id("early"), daemons.shim().await.unwrap());
+    shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
+    let pinging = tokio::task::spawn_blocking({
+        let (from, to) = (other.namespace().clone(), pod.v4());
+        move || ping(&from, to, 56, Duration::from_secs(2))
+    });
+    let started = tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await.unwrap();
+    let refused = started.expect_err("a pod without its tunnel").to_string();
+    assert!(refused.contains("encrypted tunnel"), "{refused}");
+    // Only for the packets: whether the pod's namespace answered them is not the matter.
+    drop(pinging.await.unwrap());
+    stop_in_time(&shim, &id).await.unwrap();
+    daemons.gone(&id, PATIENCE).await.unwrap();
+    assert_eq!(spy.packets(VXLAN).unwrap(), 0, "VXLAN in clear");
+
     drop(taken);
     let sandbox = Sandbox::start(&world, &daemons, "late").await.unwrap();
+    reachable(other.namespace(), &sandbox, PATIENCE);
+    assert!(spy.packets(WIREGUARD).unwrap() > 0);
+    assert_eq!(spy.packets(VXLAN).unwrap(), 0, "VXLAN in clear");
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_answer_is_late_while_keys_are_exchanged_again() {
+    // WireGuard takes new keys after two minutes with traffic.
+    let (time, exchanges) =
+        if long() { (Duration::from_secs(260), 3.0) } else { (Duration::from_secs(3), 1.0) };
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, encrypted()).await.unwrap();
+    let other = world.pod().unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "rekey").await.unwrap();
+    reachable(other.namespace(), &sandbox, PATIENCE);
+    let (from, to) = (other.namespace().clone(), sandbox.pod.addresses());
+    let worst = tokio::task::spawn_blocking(move || {
+        let (began, mut worst) = (Instant::now(), Duration::ZERO);
+        while began.elapsed() < time {
+            for address in to {
+                let asked = Instant::now();
+                ping(&from, address, 1000, Duration::from_secs(1)).unwrap();
+                worst = worst.max(asked.elapsed());
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        worst
+    });
+    let worst = worst.await.unwrap();
+    let handshakes = counted(&daemons, "handshakes_total");
+    println!("{handshakes} handshakes in {time:?}; the slowest answer after {worst:?}");
+    assert!(handshakes >= exchanges, "{handshakes} handshakes in {time:?}");
+    sandbox.lives().await.unwrap();
     sandbox.stop(&daemons).await.unwrap();
 }

@@ -4,15 +4,16 @@
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
 use std::{
-    io::Write,
-    net::{IpAddr, SocketAddr, TcpListener},
+    io::{Read, Write},
+    net::{IpAddr, SocketAddr, TcpListener, TcpStream},
     path::Path,
     process::Command,
+    time::Duration,
 };
 
 use peerpod_link::net::netns::Netns;
 use peerpod_tests::{PATIENCE, Sandbox};
-use peerpod_world::{Daemons, Settings, World, eventually, ip};
+use peerpod_world::{Daemons, Settings, Sight, World, eventually, ip, picture::Picture};
 
 /// A machine outside of the cluster, behind the cloud's gateway (which is the node here). It knows the way back to VMs
 /// and to pods. Gone with the world: its name begins as all the world's do.
@@ -70,11 +71,54 @@ fn of_the_cloud(address: Option<IpAddr>) -> bool {
     }
 }
 
-#[tokio::test]
+/// The same of a program beside the pod: in the VM itself, say.
+async fn seen_from(netns: &Netns, at: SocketAddr) -> Option<IpAddr> {
+    let netns = netns.clone();
+    let ask = move || {
+        let stream = netns.run(|| TcpStream::connect_timeout(&at, Duration::from_secs(3))).ok()?;
+        let mut stream = stream.ok()?;
+        stream.set_read_timeout(Some(Duration::from_secs(3))).ok()?;
+        let mut text = String::new();
+        stream.read_to_string(&mut text).ok()?;
+        text.trim().parse().ok()
+    };
+    tokio::task::spawn_blocking(ask).await.unwrap()
+}
+
+/// The network namespaces of the VMs themselves, in the order of their births.
+fn vms(world: &World, daemons: &Daemons) -> Vec<Netns> {
+    let sight = Sight::of(world, &[], daemons).unwrap();
+    let mut all: Vec<Netns> = Vec::new();
+    for guest in sight.pids("peerpod-guest") {
+        let netns = Netns::open(format!("/proc/{guest}/ns/net")).unwrap();
+        if all.iter().all(|known| known.id() != netns.id()) {
+            all.push(netns);
+        }
+    }
+    all
+}
+
+/// The global addresses of a VM's uplink.
+fn addresses_of(vm: &Netns) -> Vec<IpAddr> {
+    let seen = Picture::of(vm, &[]).unwrap().addresses();
+    seen.into_iter().filter(|(name, _)| name == "eth0").map(|(_, address)| address).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_pod_may_leave_by_its_vm_and_reaches_the_cluster_by_the_node() {
+    leaves_by_its_vm("vxlan").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pod_may_leave_by_its_vm_while_the_rest_is_encrypted() {
+    leaves_by_its_vm("wireguard").await;
+}
+
+async fn leaves_by_its_vm(kind: &str) {
     let world = World::new().unwrap();
     let internet = internet(&world);
     let settings = Settings::none()
+        .set("tunnel.kind", kind)
         .set("tunnel.external", "vm")
         .set("tunnel.cluster-cidrs", vec!["10.244.0.0/16", "fd10:244::/32"]);
     let daemons = Daemons::start(&world, settings).await.unwrap();
@@ -89,10 +133,26 @@ async fn a_pod_may_leave_by_its_vm_and_reaches_the_cluster_by_the_node() {
         let seen = seen_as(&sandbox, mirror(other.namespace().netns(), address)).await;
         assert_eq!(seen, Some(pod), "by the node, as ever");
     }
-    // The cloud's own services, as every VM of this node reaches them, are not the pod's.
-    world.node().ip("addr add 169.254.169.254/32 dev lo\n").unwrap();
-    let metadata = mirror(world.node().netns(), "169.254.169.254".parse().unwrap());
-    assert_eq!(seen_as(&sandbox, metadata).await, None);
+    // The cloud's own services, the VM, its neighbours and its network, as every VM of this node reaches them, are not
+    // the pod's.
+    let neighbour = Sandbox::start(&world, &daemons, "beside").await.unwrap();
+    let vms = vms(&world, &daemons);
+    let [vm, next] = &vms[..] else { panic!("{} VMs", vms.len()) };
+    let node = world.node().netns();
+    world.node().ip("addr add 169.254.169.254/32 dev lo\naddr add fd00:ec2::254/128 dev lo nodad\n").unwrap();
+    let mut kept = vec![(node, "169.254.169.254".parse().unwrap()), (node, "fd00:ec2::254".parse().unwrap())];
+    for (place, like) in [(vm, vm), (next, next)] {
+        kept.extend(addresses_of(like).into_iter().map(|address| (place, address)));
+    }
+    assert_eq!(kept.len(), 6, "{kept:?}");
+    for (place, address) in kept {
+        let service = mirror(place, address);
+        // The cloud network's IPv4 addresses lie in what the pod's CNI routes into the cluster: by the node, as ever.
+        let by_the_node = (address.is_ipv4() && of_the_cloud(Some(address))).then_some(sandbox.pod.v4());
+        assert_eq!(seen_as(&sandbox, service).await, by_the_node, "{address}");
+        assert!(seen_from(vm, service).await.is_some(), "the VM itself does not reach {address}");
+    }
+    neighbour.stop(&daemons).await.unwrap();
     sandbox.stop(&daemons).await.unwrap();
 }
 

@@ -18,7 +18,9 @@ use peerpod_proto::{
     agent::{ReadStreamRequest, WaitProcessRequest},
     ttrpc_frame,
 };
-use peerpod_tests::{CONTAINER, Dice, PATIENCE, Sandbox, fresh_id, nothing_beyond, resident, stop_in_time};
+use peerpod_tests::{
+    CONTAINER, Dice, PATIENCE, Sandbox, fresh_id, nothing_beyond, resident, sample, stop_in_time,
+};
 use peerpod_world::{Daemons, Settings, Sight, World, binary, eventually};
 use protobuf::Message;
 use tokio::{
@@ -210,7 +212,9 @@ async fn garbage_on_either_socket_hurts_only_its_sender() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "garbage").await.unwrap();
-    let relay = daemons.relay_pid();
+    let before = Sight::of(&world, &[sandbox.pod.namespace()], &daemons).unwrap();
+    let guests = before.pids("peerpod-guest");
+    assert!(!guests.is_empty());
     let mut dice = Dice(3);
     for socket in [daemons.hypervisor_socket(), sandbox.socket.clone()] {
         for bytes in garbage(&mut dice) {
@@ -226,7 +230,13 @@ async fn garbage_on_either_socket_hurts_only_its_sender() {
             }
         }
     }
-    assert_eq!(daemons.relay_pid(), relay);
+    sandbox.agent.check().await.unwrap();
+    // Nobody fell and was started again, nor was a connection made anew: the session is the one of before.
+    assert_eq!(before.pids("peerpod-guest"), guests, "the guest's program is another one");
+    let metrics = daemons.metrics("relay").unwrap();
+    for name in ["sessions_lost", "reconnects", "panics"] {
+        assert_eq!(sample(&metrics, &format!("peerpod_relay_{name}_total")).unwrap(), 0.0, "{name}");
+    }
     sandbox.shim.version().await.unwrap();
     sandbox.agent.check().await.unwrap();
     sandbox.lives().await.unwrap();
@@ -268,6 +278,7 @@ async fn five_hundred_announcements_cost_no_memory() {
     let sandbox = Sandbox::start(&world, &daemons, "announce").await.unwrap();
     let relay = daemons.relay_pid().unwrap();
     let idle = resident(relay).unwrap();
+    let descriptors = fs::read_dir(format!("/proc/{relay}/fd")).unwrap().count();
     for socket in [daemons.hypervisor_socket(), sandbox.socket.clone()] {
         let mut streams = Vec::new();
         for _ in 0..500 {
@@ -275,12 +286,30 @@ async fn five_hundred_announcements_cost_no_memory() {
             stream.write_all(&frame(4 << 20, 1, 1, &[])).await.unwrap();
             streams.push(stream);
         }
-        sandbox.agent.check().await.unwrap();
-        eventually("memory is within twice the idle", Duration::from_secs(5), async || {
-            (resident(relay).ok()? < 2 * idle).then_some(())
+        // All of them are taken, and what they announce is waited for.
+        let open = eventually("the relay holds 500 connections", PATIENCE, async || {
+            let open = fs::read_dir(format!("/proc/{relay}/fd")).ok()?.count();
+            (open >= descriptors + 500).then_some(open)
+        });
+        let open = open.await.unwrap();
+        let mut peak = 0;
+        let until = Instant::now() + Duration::from_secs(5);
+        while Instant::now() < until {
+            peak = peak.max(resident(relay).unwrap());
+            sandbox.agent.check().await.unwrap();
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        let now = resident(relay).unwrap();
+        println!("idle {idle}, at most {peak}, after 5 s {now} bytes with {open} descriptors");
+        assert!(now < 2 * idle, "{now} bytes, {peak} at most, {idle} when idle");
+        assert!(fs::read_dir(format!("/proc/{relay}/fd")).unwrap().count() >= descriptors + 500);
+        drop(streams);
+        eventually("the relay lets go of them", PATIENCE, async || {
+            let open = fs::read_dir(format!("/proc/{relay}/fd")).ok()?.count();
+            (open < descriptors + 50).then_some(())
         })
         .await
-        .unwrap_or_else(|error| panic!("{error}: {} of {idle}", resident(relay).unwrap()));
+        .unwrap();
     }
     sandbox.lives().await.unwrap();
     sandbox.stop(&daemons).await.unwrap();

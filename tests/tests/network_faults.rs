@@ -33,9 +33,9 @@ struct Scene {
 }
 
 impl Scene {
-    async fn start(name: &str) -> Scene {
+    async fn start(name: &str, settings: Settings) -> Scene {
         let world = World::new().unwrap();
-        let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+        let daemons = Daemons::start(&world, settings).await.unwrap();
         let (pod, other) = (world.pod().unwrap(), world.pod().unwrap());
         let before = Sight::of(&world, &[pod.namespace()], &daemons).unwrap();
         let vm = Vm::start(&daemons, name, &pod.namespace().path()).await.unwrap();
@@ -91,7 +91,16 @@ fn uplink(world: &World) -> String {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn streams_outlive_a_link_that_goes_down_and_comes_up() {
-    let scene = Scene::start("flap").await;
+    flaps("vxlan").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn streams_in_an_encrypted_tunnel_outlive_a_link_that_goes_down_and_comes_up() {
+    flaps("wireguard").await;
+}
+
+async fn flaps(kind: &str) {
+    let scene = Scene::start("flap", Settings::none().set("tunnel.kind", kind)).await;
     let _servers = scene.servers();
     scene.talks(1000).await.unwrap();
     let (node, pod, to) = (scene.world.node().clone(), scene.pod.namespace().clone(), scene.pod.v4());
@@ -120,9 +129,18 @@ async fn streams_outlive_a_link_that_goes_down_and_comes_up() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_underlay_that_loses_packets_slows_and_breaks_nothing() {
+    loses_packets("vxlan").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_underlay_that_loses_encrypted_packets_slows_and_breaks_nothing() {
+    loses_packets("wireguard").await;
+}
+
+async fn loses_packets(kind: &str) {
     let percents: &[u32] = if long() { &[1, 5, 10] } else { &[7] };
     for percent in percents {
-        let scene = Scene::start("lossy").await;
+        let scene = Scene::start("lossy", Settings::none().set("tunnel.kind", kind)).await;
         let _servers = scene.servers();
         let table = format!(
             "nft -f - <<EOF\ntable inet lossy {{\n\

@@ -3,8 +3,14 @@
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
 use peerpod_link::net::netns::Netns;
-use peerpod_tests::{PATIENCE, Sandbox, fresh_id};
-use peerpod_world::{Daemons, Pod, Settings, Sight, World, eventually, ping::ping};
+use std::net::SocketAddr;
+
+use peerpod_tests::{PATIENCE, Sandbox, fresh_id, sample};
+use peerpod_world::{
+    Daemons, Pod, Settings, Sight, World, eventually,
+    ping::ping,
+    traffic::{self, ECHO_PORT, Echo},
+};
 use tokio::task::spawn_blocking;
 
 /// What a command in the pod prints.
@@ -95,8 +101,20 @@ async fn a_redirect_that_somebody_took_away_is_put_back() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_vm_that_moves_to_another_address_takes_its_tunnel_along() {
+    moves("vxlan").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_that_moves_to_another_address_takes_its_encrypted_tunnel_along() {
+    let metrics = moves("wireguard").await;
+    assert!(sample(&metrics, "peerpod_relay_wireguard_roams_total").unwrap() >= 1.0);
+    assert!(sample(&metrics, "peerpod_relay_wireguard_packets_to_guest_total").unwrap() > 0.0);
+}
+
+/// What the relay counted in the end.
+async fn moves(kind: &str) -> String {
     let world = World::new().unwrap();
-    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let daemons = Daemons::start(&world, Settings::none().set("tunnel.kind", kind)).await.unwrap();
     let other = world.pod().unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "moving").await.unwrap();
     let vm = vm_netns(&world, &sandbox, &daemons);
@@ -112,7 +130,9 @@ async fn a_vm_that_moves_to_another_address_takes_its_tunnel_along() {
     }
     reaches(&other, &sandbox.pod).await;
     sandbox.lives().await.unwrap();
+    let metrics = daemons.metrics("relay").unwrap();
     sandbox.stop(&daemons).await.unwrap();
+    metrics
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -149,5 +169,121 @@ async fn renumbered(settings: Settings) {
     world.node().ip(&format!("addr replace 10.99.0.250/16 dev {bridge}\n")).unwrap();
     reaches(&other, &sandbox.pod).await;
     sandbox.lives().await.unwrap();
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+/// The MTU of the pod's interface in its VM.
+async fn until_mtu(sandbox: &Sandbox, daemons: &Daemons, mtu: u32) {
+    let expected = format!("mtu {mtu} ");
+    until_inside(sandbox, daemons, "ip link show dev eth0", |text| text.contains(&expected)).await;
+}
+
+/// Whole segments both ways between the pod in its VM and another one, both families. Nobody puts packets together or
+/// takes them apart on the way, so that each is as large as it looks.
+async fn transfers(other: &Pod, sandbox: &Sandbox) -> anyhow::Result<()> {
+    let inside = podns(sandbox).await;
+    let servers = [
+        Echo::start(other.namespace().netns(), &other.addresses())?,
+        Echo::start(&inside, &sandbox.pod.addresses())?,
+    ];
+    for (pod, beside) in sandbox.pod.addresses().into_iter().zip(other.addresses()) {
+        traffic::tcp(&inside, SocketAddr::new(beside, ECHO_PORT), 1 << 20).await?;
+        traffic::tcp(other.namespace().netns(), SocketAddr::new(pod, ECHO_PORT), 1 << 20).await?;
+    }
+    for server in servers {
+        server.end().await;
+    }
+    Ok(())
+}
+
+/// The pod's namespace in its VM.
+async fn podns(sandbox: &Sandbox) -> Netns {
+    let inode = inside(sandbox, "readlink /proc/self/ns/net").await;
+    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
+        let path = entry.path().join("ns/net");
+        // Whoever ends while we look is not the one.
+        if std::fs::read_link(&path).is_ok_and(|found| found.to_str() == Some(inode.trim())) {
+            return Netns::open(path).unwrap();
+        }
+    }
+    panic!("no process is in {inode}")
+}
+
+const NO_OFFLOADS: &str = "tso off gso off gro off tx-udp-segmentation off";
+
+/// Swallows UDP packets of more than so many bytes that come in by an interface.
+fn narrow(netns: &Netns, interface: &str, bytes: u32) {
+    let rules = format!(
+        "table inet narrow\ndelete table inet narrow\ntable inet narrow {{\n\
+         chain coming {{\n type filter hook prerouting priority -310\n\
+         iifname {interface} meta l4proto udp meta length > {bytes} counter drop\n}}\n}}\n"
+    );
+    let script = format!("nft -f - <<EOF\n{rules}EOF\n");
+    let run = || std::process::Command::new("sh").args(["-euc", &script]).status();
+    assert!(netns.run(run).unwrap().unwrap().success());
+}
+
+async fn without_offloads(world: &World, vm: &Netns, sandbox: &Sandbox, other: &Pod) {
+    let inside = podns(sandbox).await;
+    for (netns, device) in [
+        (other.namespace().netns(), "eth0"),
+        (&inside, "eth0"),
+        (vm, "eth0"),
+        (world.node().netns(), "pplocal0"),
+    ] {
+        let arguments: Vec<&str> = NO_OFFLOADS.split_whitespace().collect();
+        let run = || std::process::Command::new("ethtool").args(["-K", device]).args(&arguments).status();
+        assert!(netns.run(run).unwrap().unwrap().success(), "{device}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_path_that_swallows_large_packets_narrows_the_pod_from_its_start() {
+    for (kind, left) in [("vxlan", 50), ("wireguard", 110)] {
+        let world = World::new().unwrap();
+        narrow(world.node().netns(), "pplocal0", 1400);
+        let daemons = Daemons::start(&world, Settings::none().set("tunnel.kind", kind)).await.unwrap();
+        let other = world.pod().unwrap();
+        let sandbox = Sandbox::start(&world, &daemons, "narrow").await.unwrap();
+        until_mtu(&sandbox, &daemons, 1400 - left).await;
+        let vm = vm_netns(&world, &sandbox, &daemons);
+        without_offloads(&world, &vm, &sandbox, &other).await;
+        narrow(&vm, "eth0", 1400);
+        transfers(&other, &sandbox).await.unwrap_or_else(|e| panic!("{kind}: {e:#}"));
+        sandbox.stop(&daemons).await.unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_path_that_narrows_and_widens_while_the_pod_runs_is_followed() {
+    let world = World::new().unwrap();
+    let settings = Settings::none().set("tunnel.probe-interval", "1s");
+    let daemons = Daemons::start(&world, settings).await.unwrap();
+    let other = world.pod().unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "breathing").await.unwrap();
+    until_mtu(&sandbox, &daemons, 1450).await;
+    let vm = vm_netns(&world, &sandbox, &daemons);
+    without_offloads(&world, &vm, &sandbox, &other).await;
+    for (path, mtu) in [(1400, 1350), (1380, 1330), (1500, 1450)] {
+        narrow(world.node().netns(), "pplocal0", path);
+        narrow(&vm, "eth0", path);
+        until_mtu(&sandbox, &daemons, mtu).await;
+        transfers(&other, &sandbox).await.unwrap_or_else(|e| panic!("{path}: {e:#}"));
+    }
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_smaller_mtu_of_the_nodes_own_interface_is_followed() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let other = world.pod().unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "underlay").await.unwrap();
+    until_mtu(&sandbox, &daemons, 1450).await;
+    let vm = vm_netns(&world, &sandbox, &daemons);
+    without_offloads(&world, &vm, &sandbox, &other).await;
+    world.node().ip("link set pplocal0 mtu 1400\n").unwrap();
+    until_mtu(&sandbox, &daemons, 1350).await;
+    transfers(&other, &sandbox).await.unwrap();
     sandbox.stop(&daemons).await.unwrap();
 }

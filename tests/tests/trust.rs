@@ -13,7 +13,7 @@ use peerpod_link::{
     claim, record, tls,
 };
 use peerpod_proto::guest::{Claim, ClaimReply};
-use peerpod_tests::{PATIENCE, Sandbox, fresh_id, nothing_beyond};
+use peerpod_tests::{PATIENCE, Sandbox, fresh_id, nothing_beyond, resident};
 use peerpod_world::{Daemons, Settings, Sight, World, eventually, proxy::Proxy};
 use rcgen::{CertificateParams, KeyPair};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
@@ -239,6 +239,8 @@ async fn certificates_of_others_and_of_nobody_do_not_open_the_link() {
 async fn stalled_handshakes_and_noise_on_the_link_keep_nobody_out() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let relay = daemons.relay_pid().unwrap();
+    let idle = resident(relay).unwrap();
     let mut stalled = Vec::new();
     for index in 0..600 {
         let mut stream = dial(&world).await;
@@ -252,6 +254,9 @@ async fn stalled_handshakes_and_noise_on_the_link_keep_nobody_out() {
     }
     let sandbox = Sandbox::start(&world, &daemons, "beside").await.unwrap();
     sandbox.lives().await.unwrap();
+    let beside = resident(relay).unwrap();
+    println!("the relay: {idle} bytes when idle, {beside} beside 600 stalled handshakes");
+    assert!(beside < 2 * idle, "{beside} of {idle} bytes");
     let stalled = Arc::new(tokio::sync::Mutex::new(stalled));
     eventually("every stalled connection is closed", PATIENCE, async || {
         let mut streams = stalled.lock().await;

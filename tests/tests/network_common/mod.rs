@@ -82,6 +82,21 @@ fn netns_of(inode: u64) -> anyhow::Result<Netns> {
     anyhow::bail!("no process is in the network namespace {inode}")
 }
 
+/// Where a pod's programs are, and the largest packet that they send.
+#[derive(Clone, Copy)]
+pub struct Place<'a> {
+    pub netns: &'a Netns,
+    pub mtu: u64,
+}
+
+/// Where those of a company are, each in its VM or not.
+#[derive(Clone, Copy)]
+pub struct Places<'a> {
+    pub pod: Place<'a>,
+    pub near: Place<'a>,
+    pub far: Place<'a>,
+}
+
 /// A pod and those it talks to.
 pub struct Company<'a> {
     pub cluster: &'a Cluster,
@@ -96,40 +111,42 @@ pub struct Company<'a> {
 }
 
 impl Company<'_> {
+    /// All of them in their namespaces, as the CNI made them.
+    pub fn without_vms(&self) -> Places<'_> {
+        let mtu = self.cluster.shape.mtu;
+        let [pod, near, far] = [self.pod, self.near, self.far].map(|pod| pod.namespace.netns());
+        Places {
+            pod: Place { netns: pod, mtu },
+            near: Place { netns: near, mtu },
+            far: Place { netns: far, mtu },
+        }
+    }
+
     /// Everybody with everybody: in all families, by address and by service, small, exactly as large as a packet may be
-    /// and larger, one and many at once. `inside` is where the pod's programs are, in its VM or not; `room` is its MTU.
-    pub async fn converse(&self, inside: &Netns, room: u64) -> anyhow::Result<()> {
+    /// and larger, one and many at once.
+    pub async fn converse(&self, places: Places<'_>) -> anyhow::Result<()> {
         let all = |pod: &Attached| pod.addresses.iter().map(|(_, address)| *address).collect::<Vec<_>>();
-        let _echoes = [
+        let (inside, beside, far) = (places.pod.netns, places.near.netns, places.far.netns);
+        let echoes = [
             Echo::start(inside, &all(self.pod)).context("in the pod")?,
-            Echo::start(self.near.namespace.netns(), &all(self.near))?,
-            Echo::start(self.far.namespace.netns(), &all(self.far))?,
+            Echo::start(beside, &all(self.near)).context("in its neighbour")?,
+            Echo::start(far, &all(self.far)).context("in the pod far away")?,
         ];
         let mut talks = Talks::default();
         let like = |pod: &Attached, other: &IpAddr| {
             pod.primary().into_iter().find(|address| address.is_ipv4() == other.is_ipv4()).unwrap()
         };
         for pod in &self.pod.primary() {
-            self.family(&mut talks, inside, room, *pod, like(self.near, pod), like(self.far, pod));
+            self.family(&mut talks, places, *pod, like(self.near, pod), like(self.far, pod));
         }
         for (service, own) in [(self.own, true), (self.others, false)] {
             for service in service {
                 talks.tcp(&format!("the pod asks {service}"), inside, *service, None);
-                talks.tcp(
-                    &format!("a neighbour asks {service}"),
-                    self.near.namespace.netns(),
-                    *service,
-                    None,
-                );
+                talks.tcp(&format!("a neighbour asks {service}"), beside, *service, None);
                 talks.tcp(&format!("the node asks {service}"), self.cluster.node(1).netns(), *service, None);
                 if own {
-                    let far = self.far.namespace.netns();
                     talks.tcp(&format!("a pod far away asks {service}"), far, *service, None);
-                    talks.udp(
-                        &format!("a neighbour sends to {service}"),
-                        self.near.namespace.netns(),
-                        *service,
-                    );
+                    talks.udp(&format!("a neighbour sends to {service}"), beside, *service);
                 }
             }
         }
@@ -139,16 +156,19 @@ impl Company<'_> {
         };
         for ((name, pod), (_, near)) in more(self.pod).into_iter().zip(more(self.near)) {
             let (pod_at, near_at) = (SocketAddr::new(pod, ECHO_PORT), SocketAddr::new(near, ECHO_PORT));
-            let beside = self.near.namespace.netns();
             talks.tcp_of(&format!("to the pod's {name}"), beside, near, pod_at);
             talks.tcp_of(&format!("from the pod's {name}"), inside, pod, near_at);
         }
-        talks.all_succeed().await
+        talks.all_succeed().await?;
+        for echo in echoes {
+            echo.end().await;
+        }
+        Ok(())
     }
 
-    fn family(&self, talks: &mut Talks, inside: &Netns, room: u64, pod: IpAddr, near: IpAddr, far: IpAddr) {
+    fn family(&self, talks: &mut Talks, places: Places<'_>, pod: IpAddr, near: IpAddr, far: IpAddr) {
         let at = |address| SocketAddr::new(address, ECHO_PORT);
-        let (beside, away) = (self.near.namespace.netns(), self.far.namespace.netns());
+        let (inside, beside, away) = (places.pod.netns, places.near.netns, places.far.netns);
         talks.tcp("a neighbour asks the pod", beside, at(pod), Some(near));
         talks.tcp("a pod far away asks the pod", away, at(pod), Some(far));
         talks.tcp("the pod asks a neighbour", inside, at(near), Some(pod));
@@ -164,10 +184,10 @@ impl Company<'_> {
             talks.udp(name, from, at(to));
         }
         for (name, from, to, size) in [
-            ("a neighbour pings the pod with whole packets", beside, pod, self.cluster.shape.mtu),
-            ("one far away pings the pod with whole packets", away, pod, self.cluster.shape.mtu),
-            ("the pod pings a neighbour with whole packets", inside, near, room),
-            ("the pod pings one far away with whole packets", inside, far, room),
+            ("a neighbour pings the pod with whole packets", beside, pod, places.near.mtu),
+            ("one far away pings the pod with whole packets", away, pod, places.far.mtu),
+            ("the pod pings a neighbour with whole packets", inside, near, places.pod.mtu),
+            ("the pod pings one far away with whole packets", inside, far, places.pod.mtu),
             ("the node pings the pod", self.cluster.node(1).netns(), pod, 84),
         ] {
             let from = from.clone();

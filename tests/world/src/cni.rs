@@ -52,6 +52,7 @@ pub const SHAPES: &[&Shape] = &[
     &routed::CALICO_VXLAN,
     &routed::CILIUM,
     &clouds::AWS,
+    &clouds::AWS_V6,
     &clouds::AZURE,
     &clouds::GKE,
     &routed::EVERYTHING,
@@ -88,6 +89,8 @@ cni() {
 /// Two nodes with one CNI. The first is the world's, where the daemons run.
 pub struct Cluster {
     world: World,
+    /// The second node's, where it has one of its own.
+    _away: Option<World>,
     /// The CNI.
     pub shape: &'static Shape,
     nodes: [Namespace; 2],
@@ -97,10 +100,25 @@ pub struct Cluster {
 impl Cluster {
     /// Makes the second node, the wire between them, and the CNI's half of both.
     pub fn new(world: &World, shape: &'static Shape) -> anyhow::Result<Cluster> {
-        let nodes = [world.node().clone(), world.namespace("far")?];
-        let (near, far) = (&nodes[0], &nodes[1]);
+        let far = world.namespace("far")?;
         far.sysctl("ipv4/ip_forward", "1")?;
         far.sysctl("ipv6/conf/all/forwarding", "1")?;
+        Cluster::of(world, far, None, shape)
+    }
+
+    /// The same of two worlds' nodes, so that there can be daemons on both.
+    pub fn between(world: &World, away: &World, shape: &'static Shape) -> anyhow::Result<Cluster> {
+        Cluster::of(world, away.node().clone(), Some(away.clone()), shape)
+    }
+
+    fn of(
+        world: &World,
+        far: Namespace,
+        away: Option<World>,
+        shape: &'static Shape,
+    ) -> anyhow::Result<Cluster> {
+        let nodes = [world.node().clone(), far];
+        let (near, far) = (&nodes[0], &nodes[1]);
         for node in &nodes {
             // Nobody here has our address, and waiting a second for nobody to say so makes tests slow.
             node.sysctl("ipv6/conf/default/accept_dad", "0")?;
@@ -124,6 +142,7 @@ impl Cluster {
         }
         let cluster = Cluster {
             world: world.clone(),
+            _away: away,
             shape,
             nodes,
             // .1 is the gateway's as a rule, and plugins count for themselves.

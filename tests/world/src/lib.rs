@@ -3,7 +3,7 @@
 //! * [`World`]: a network namespace that is the node, with a CNI's bridge, and [`Pod`]s on it.
 //! * [`Daemons`]: the real `peerpod-relay` and `peerpod-node` in it, with the local provider, to be killed and started.
 //! * [`cni`]: two nodes and pods in the shape of one CNI or another; [`picture`]: what a pod's namespace looks like.
-//! * [`ping`], [`page`], [`proxy`], [`traffic`]: traffic and troubles.
+//! * [`ping`], [`page`], [`proxy`], [`traffic`]: traffic and troubles; [`spy`]: which way it took.
 //! * [`Sight`]: what `ip`, `tc`, `nft` and `/proc` see, so that "nothing is left" is said by somebody else than us.
 //! * [`road`]: one pod from CreateVM to a running exec and away again, as `peerpod demo` shows it and the tests check it.
 //!
@@ -20,6 +20,7 @@ pub mod ping;
 pub mod proxy;
 pub mod road;
 mod sight;
+pub mod spy;
 pub mod traffic;
 mod wait;
 mod world;

@@ -23,6 +23,8 @@ pub struct Picture {
     pub sysctls: Vec<(String, Option<String>)>,
 }
 
+/// How `ip` writes a lifetime without an end.
+const FOR_EVER: u64 = u32::MAX as u64;
 /// Devices of ours in the node's half of a pod.
 const OURS: &str = "pp-vx";
 
@@ -59,18 +61,27 @@ impl Picture {
         })
     }
 
-    /// What a program in this namespace sees, one line per thing: interfaces in their order, addresses, routes, rules,
-    /// neighbours, sysctls. Left out is what the kernel makes by itself (loopback, local and multicast routes), what
-    /// tells how a thing was made, and devices of ours. No MTU is larger than `room`, as the tunnel has it.
+    /// What a program in this namespace sees, one line per thing: interfaces in their order, loopback, addresses, routes,
+    /// rules, neighbours, sysctls. Left out is what the kernel makes by itself (local and multicast routes), what tells
+    /// how a thing was made, and devices of ours. No MTU is larger than `room`, as the tunnel has it. Of a lifetime there
+    /// is that it ends, not when.
     pub fn lines(&self, room: u64) -> BTreeSet<String> {
         let mut lines = BTreeSet::new();
         let mut interfaces: Vec<&Value> = list(&self.interfaces).filter(|it| is_carried(it)).collect();
         interfaces.sort_by_key(|it| it["ifindex"].as_u64());
         for (place, it) in interfaces.into_iter().enumerate() {
-            lines.extend(interface(place, it, room));
+            lines.insert(interface(place, it, room));
+            lines.extend(addresses(it));
         }
-        let carried =
-            |it: &&Value| it["dev"].as_str().is_none_or(|device| device != "lo" && !device.starts_with(OURS));
+        for lo in list(&self.interfaces).filter(|it| it["ifname"] == "lo") {
+            let flags = list_of_words(&lo["flags"]);
+            lines.insert(format!(
+                "loopback {}",
+                if flags.iter().any(|flag| flag == "UP") { "up" } else { "down" }
+            ));
+            lines.extend(addresses(lo));
+        }
+        let carried = |it: &&Value| it["dev"].as_str().is_none_or(|device| !device.starts_with(OURS));
         for (family, answer) in ["IPv4", "IPv6"].iter().zip(&self.routes) {
             lines.extend(list(answer).filter(carried).filter_map(|it| route(family, it, room)));
         }
@@ -139,7 +150,7 @@ fn list_of_words(value: &Value) -> Vec<String> {
     words
 }
 
-fn interface(place: usize, it: &Value, room: u64) -> Vec<String> {
+fn interface(place: usize, it: &Value, room: u64) -> String {
     let name = text(&it["ifname"]);
     let flags: Vec<String> = list_of_words(&it["flags"])
         .into_iter()
@@ -148,30 +159,48 @@ fn interface(place: usize, it: &Value, room: u64) -> Vec<String> {
     let mtu = it["mtu"].as_u64().unwrap_or(0).min(room);
     // 0 is none here, and the kernel makes the default of it when any qdisc comes.
     let queue = it["txqlen"].as_u64().filter(|length| *length > 0).unwrap_or(1000);
-    let mut lines = vec![format!(
+    format!(
         "interface {place}: {name} {} MTU {mtu}, queue {queue}, {}",
         text(&it["address"]),
         flags.join(" ")
-    )];
+    )
+}
+
+fn addresses(it: &Value) -> Vec<String> {
+    let name = text(&it["ifname"]);
+    let mut lines = Vec::new();
     for info in list(&it["addr_info"]) {
         let peer = info["address"].as_str().map(|peer| format!(" peer {peer}")).unwrap_or_default();
         let broadcast =
             info["broadcast"].as_str().map(|address| format!(" broadcast {address}")).unwrap_or_default();
         lines.push(format!(
-            "address {name} {}/{} scope {}{peer}{broadcast}",
+            "address {name} {}/{} scope {}{peer}{broadcast}{}{}",
             text(&info["local"]),
             info["prefixlen"],
-            text(&info["scope"])
+            text(&info["scope"]),
+            lifetime(info, "valid", "valid_life_time"),
+            lifetime(info, "preferred", "preferred_life_time"),
         ));
     }
     lines
+}
+
+/// Whether an address has a lifetime, and one that is over: it runs, so the figure differs between any two looks.
+fn lifetime(info: &Value, word: &str, key: &str) -> String {
+    match info[key].as_u64() {
+        None | Some(FOR_EVER) => String::new(),
+        Some(0) => format!(", no longer {word}"),
+        Some(_) => format!(", {word} for a time"),
+    }
 }
 
 fn route(family: &str, it: &Value, room: u64) -> Option<String> {
     let kind = it["type"].as_str().map(str::to_owned);
     // The kernel's own, from the addresses; by name or, with `-N`, by number.
     let own = ["local", "broadcast", "anycast", "multicast", "2", "3", "4", "5"];
-    if kind.as_deref().is_some_and(|kind| own.contains(&kind)) {
+    // To an address on lo leads a local route already; the one of its prefix changes nothing.
+    let of_lo = kind.is_none() && it["dev"] == "lo" && text(&it["protocol"]) == "2";
+    if of_lo || kind.as_deref().is_some_and(|kind| own.contains(&kind)) {
         return None;
     }
     let mut it = it.clone();
@@ -182,7 +211,8 @@ fn route(family: &str, it: &Value, room: u64) -> Option<String> {
             }
         }
     }
-    Some(format!("{family} route {}", canonical(&it, &["flags", "expires", "hoplimit"])))
+    let ends = if it["expires"].as_u64().is_some_and(|seconds| seconds > 0) { ", for a time" } else { "" };
+    Some(format!("{family} route {}{ends}", canonical(&it, &["flags", "expires", "hoplimit"])))
 }
 
 /// Every key and value in the order of the keys; of the flags the one that was asked for.
@@ -245,6 +275,7 @@ mod tests {
             "IPv4 rule priority 0 src all table 255",
             "address eth0 10.1.0.2/24 scope 0",
             "interface 0: eth0 0a:00:00:00:00:01 MTU 1500, queue 1000, UP",
+            "loopback up",
             "neighbour eth0 169.254.1.1 ee:ee:ee:ee:ee:ee",
             "sysctl ipv4/conf/eth0/arp_notify = 1",
         ];
@@ -254,7 +285,7 @@ mod tests {
     #[test]
     fn every_difference_is_named() {
         type Change = fn(&mut Picture);
-        let cases: [(Change, &str); 9] = [
+        let cases: [(Change, &str); 14] = [
             (|it| it.interfaces[1]["mtu"] = json!(1400), "MTU 1400"),
             (|it| it.interfaces[1]["address"] = json!("0a:00:00:00:00:02"), "0a:00:00:00:00:02"),
             (|it| it.interfaces[1]["addr_info"][0]["prefixlen"] = json!(25), "10.1.0.2/25"),
@@ -264,6 +295,17 @@ mod tests {
             (|it| it.rules[0][0]["table"] = json!("7"), "table 7"),
             (|it| it.neighbours = json!([]), "neighbour"),
             (|it| it.sysctls[0].1 = None, "does not exist"),
+            (|it| it.interfaces[0]["flags"] = json!(["LOOPBACK"]), "loopback down"),
+            (
+                |it| {
+                    it.interfaces[0]["addr_info"] =
+                        json!([{"local": "10.9.9.9", "prefixlen": 32, "scope": "global"}])
+                },
+                "address lo 10.9.9.9/32",
+            ),
+            (|it| it.interfaces[1]["addr_info"][0]["valid_life_time"] = json!(60), "valid for a time"),
+            (|it| it.interfaces[1]["addr_info"][0]["preferred_life_time"] = json!(0), "no longer preferred"),
+            (|it| it.routes[0][0]["expires"] = json!(60), "for a time"),
         ];
         assert!(picture().differences(&picture(), 1450).is_empty());
         for (change, named) in cases {

@@ -74,7 +74,16 @@ const STAGES: &[(&str, Step)] = &[
 /// Walks the whole road in a world of its own. The first stage that does not hold ends it, with the ends of the daemons'
 /// logs in the error; everything that was made is taken away in every case, also when the future is dropped.
 pub async fn walk(settings: Settings, progress: &mut dyn Progress) -> anyhow::Result<Report> {
-    let mut walk = Walk::new(World::new()?, settings);
+    walk_in(&World::new()?, settings, progress).await
+}
+
+/// The same in a given world, where somebody may look on.
+pub async fn walk_in(
+    world: &World,
+    settings: Settings,
+    progress: &mut dyn Progress,
+) -> anyhow::Result<Report> {
+    let mut walk = Walk::new(world.clone(), settings);
     let mut passed = Vec::new();
     for (index, (name, step)) in STAGES.iter().copied().enumerate() {
         progress.begin(index + 1, STAGES.len(), name);

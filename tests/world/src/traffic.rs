@@ -28,7 +28,7 @@ const PIECE: usize = 16 << 10;
 
 /// Echoes TCP and UDP in a namespace until it is dropped. A TCP client is first told its own address.
 pub struct Echo {
-    _tasks: JoinSet<()>,
+    tasks: JoinSet<()>,
 }
 
 impl Echo {
@@ -63,7 +63,12 @@ impl Echo {
                 }
             });
         }
-        Ok(Echo { _tasks: tasks })
+        Ok(Echo { tasks })
+    }
+
+    /// Ends it, and returns when its port is free again.
+    pub async fn end(mut self) {
+        self.tasks.shutdown().await;
     }
 }
 

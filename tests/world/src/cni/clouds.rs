@@ -28,6 +28,30 @@ pub(super) const AWS: Shape = Shape {
     "#,
 };
 
+/// The same in a cluster of IPv6: a link-local gateway that only a permanent neighbour knows.
+pub(super) const AWS_V6: Shape = Shape {
+    name: "aws-v6",
+    mtu: 9001,
+    underlay_mtu: 9001,
+    port: 4789,
+    masquerade_all: false,
+    sysctls: &[],
+    node: r#"
+        ip -6 route add default via $OTHER6 dev under0 table 2
+        ip -6 rule add not to fd10:244::/32 priority 1024 fwmark 0x80/0x80 lookup main
+    "#,
+    pod: r#"
+        veth 02:a6:00:00:0$N:$(printf %02x $P) 02:a6:11:00:0$N:$(printf %02x $P)
+        p addr add $V6/128 dev eth0 nodad
+        p -6 route add fe80::1 dev eth0
+        p -6 route add default via fe80::1 dev eth0
+        p neigh add fe80::1 lladdr 02:a6:11:00:0$N:$(printf %02x $P) dev eth0 nud permanent router
+        ip -6 route add $V6/128 dev $HOST
+        ip -6 rule add to $V6 priority 512 lookup main
+        ip -6 rule add from $V6 to fd10:244::/32 priority 1536 lookup 2
+    "#,
+};
+
 /// Azure CNI in its transparent mode: the VNet's prefix without its route, and a gateway with a MAC that nobody has.
 pub(super) const AZURE: Shape = Shape {
     name: "azure",

@@ -194,6 +194,7 @@ pub(super) const EVERYTHING: Shape = Shape {
         p addr add $V4/32 dev eth0
         p addr add 10.77.$N.$P/24 brd + dev eth0
         p addr add 10.78.$N.$P peer 10.78.$O.$P/32 dev eth0
+        p addr add fd10:76:$N::$P/64 dev eth0 nodad valid_lft 3600 preferred_lft 0
         p addr add fd10:77:$N::$P/64 dev eth0 nodad
         p addr add $V6/128 dev eth0 nodad
         p route add 169.254.1.1 dev eth0 scope link
@@ -217,6 +218,11 @@ pub(super) const EVERYTHING: Shape = Shape {
         p rule add fwmark 0x10/0xff lookup 500 priority 902
         p -6 rule add from fd10:77:$N::$P lookup 500 priority 900
         p neigh add 10.77.$N.254 lladdr 02:0d:1d:00:0$N:$(printf %02x $P) dev eth0 nud permanent
+        p addr add 10.79.$N.$P/32 dev lo
+        p addr add fd10:79:$N::$P/128 dev lo
+        p route add 192.0.2.250/32 dev lo
+        p addr add 10.76.$N.$P/24 dev eth0 valid_lft 3600 preferred_lft 1800
+        p -6 route add 2001:db8:3::/48 via fe80::1 dev eth0 expires 3600
         psys ipv4/conf/eth0/rp_filter 2
         psys ipv4/conf/eth0/arp_ignore 1
         psys ipv4/conf/eth0/arp_announce 2
