@@ -200,12 +200,27 @@ mod tests {
             ("provider.local.subnet4", "10.99.0.1/16"),
             ("provider.local.subnet6", "10.99.0.0/16"),
             ("provider.local.boot-delay", "soon"),
+            ("provider.local.mtu", "1279"),
+            ("provider.local.second-subnet4", "10.98.0.0/31"),
             ("provider.local.guest-binry", "/x"),
         ]);
         read(&mut reader, &context());
         let text = reader.finish().unwrap_err().to_string();
-        for part in ["provider.kind", "bridge", "subnet4", "subnet6", "boot-delay", "guest-binry"] {
+        for part in [
+            "provider.kind",
+            "bridge",
+            "local.subnet4",
+            "subnet6",
+            "boot-delay",
+            "guest-binry",
+            "mtu",
+            "second-subnet4",
+        ] {
             assert!(text.contains(part), "{part} in {text}");
         }
+        let mut reader = self::reader(&[("provider.local.second-bridge", "pplocal0")]);
+        read(&mut reader, &context());
+        let text = reader.finish().unwrap_err().to_string();
+        assert!(text.contains("second-bridge"), "{text}");
     }
 }

@@ -86,8 +86,8 @@ pub trait Provider: Send + Sync + 'static {
     /// because all of the placement is exhausted; otherwise by class.
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error>;
 
-    /// The VM's addresses, the one the node should use first. Waits until they are known, polling adaptively;
-    /// the caller sets the deadline by dropping the future.
+    /// The VM's addresses, the one the node should use first; those of a second card are not among them. Waits until
+    /// they are known, polling adaptively; the caller sets the deadline by dropping the future.
     ///
     /// # Errors
     /// [`Error::NotFound`] when the VM is gone or has ended.

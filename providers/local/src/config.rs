@@ -5,7 +5,21 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use peerpod_base::config::Reader;
+use peerpod_base::config::{Reader, Section};
+
+/// What clouds have and the path's probe tries, in bytes; the least is IPv6's.
+const MTUS: std::ops::RangeInclusive<u32> = 1280..=peerpod_link::net::probe::LARGEST;
+
+/// A segment of the "cloud": a bridge in the node's network namespace, and the addresses there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Network {
+    /// The bridge's name.
+    pub bridge: String,
+    /// The IPv4 subnet; its first address is the node's.
+    pub subnet4: Subnet<Ipv4Addr>,
+    /// The IPv6 subnet; its first address is the node's.
+    pub subnet6: Subnet<Ipv6Addr>,
+}
 
 /// Everything the provider can be told.
 #[derive(Debug, Clone)]
@@ -18,12 +32,14 @@ pub struct LocalConfig {
     pub guest_binary: PathBuf,
     /// The kata-agent, or what plays it.
     pub agent_binary: PathBuf,
-    /// The bridge that is the "cloud network", in the node's network namespace.
-    pub bridge: String,
-    /// The cloud network's IPv4 subnet; its first address is the node's.
-    pub subnet4: Subnet<Ipv4Addr>,
-    /// The cloud network's IPv6 subnet; its first address is the node's.
-    pub subnet6: Subnet<Ipv6Addr>,
+    /// The "cloud network" that each VM is on.
+    pub network: Network,
+    /// The one of second network cards.
+    pub second: Network,
+    /// MTU of both, in bytes.
+    pub mtu: u32,
+    /// Whether VMs have IPv4 addresses; without, node and VMs reach each other over IPv6 alone.
+    pub ipv4: bool,
     /// How long a VM "boots" before its pid 1 runs; for tests.
     pub boot_delay: Duration,
 }
@@ -38,39 +54,82 @@ impl LocalConfig {
         let helper_binary = section.optional("helper-binary", helper);
         let guest_binary = section.optional("guest-binary", guest);
         let agent_binary = section.optional("agent-binary", agent);
-        let bridge: String = section.get("bridge", "pplocal0", "name of the bridge the VMs hang on");
-        let subnet4: String = section.get("subnet4", "10.99.0.0/16", "the VMs' IPv4 addresses");
-        let subnet6: String = section.get("subnet6", "fd99::/64", "the VMs' IPv6 addresses");
-        let boot_delay = section.get("boot-delay", "0ms", "pretend that a VM takes this long to boot");
-        if bridge.is_empty() || bridge.len() > 15 || bridge.contains(['/', ' ', ':']) {
-            section.mistake("bridge", "not a name for a network device; use 1 to 15 letters and digits");
+        let network = Network::read(&mut section, &FIRST);
+        let second = Network::read(&mut section, &SECOND);
+        if network.bridge == second.bridge {
+            section.mistake(
+                "second-bridge",
+                "the same as provider.local.bridge; a second card is on a network of its own",
+            );
         }
-        let mut subnet = |key: &str, why: String| section.mistake(key, why);
-        let subnet4 = Subnet::parse(&subnet4).unwrap_or_else(|why| {
-            subnet("subnet4", why);
-            Subnet { base: Ipv4Addr::new(10, 99, 0, 0), prefix: 16 }
-        });
-        let subnet6 = Subnet::parse(&subnet6).unwrap_or_else(|why| {
-            subnet("subnet6", why);
-            Subnet { base: Ipv6Addr::new(0xfd99, 0, 0, 0, 0, 0, 0, 0), prefix: 64 }
-        });
+        let mtu: u32 = section.get("mtu", "1500", "the largest packet of the VMs' networks, in bytes");
+        if !MTUS.contains(&mtu) {
+            let (least, most) = (MTUS.start(), MTUS.end());
+            section.mistake("mtu", format!("not an MTU that a cloud has; {least} to {most} would do"));
+        }
+        let ipv4 = section.get(
+            "ipv4",
+            "true",
+            "give VMs IPv4 addresses; false: IPv6 is all there is between node and VMs",
+        );
+        let boot_delay = section.get("boot-delay", "0ms", "pretend that a VM takes this long to boot");
         LocalConfig {
             state_dir: state_dir.join("local"),
             helper_binary: helper_binary.unwrap_or_else(|| beside_us("peerpod-local-vm")),
             guest_binary: guest_binary.unwrap_or_else(|| beside_us("peerpod-guest")),
             agent_binary: agent_binary.unwrap_or_else(|| beside_us("peerpod-test-agent")),
-            bridge,
-            subnet4,
-            subnet6,
+            network,
+            second,
+            mtu,
+            ipv4,
             boot_delay,
         }
     }
 
     /// How many VMs the subnets hold at once; also one more than the greatest index.
     pub(crate) fn room(&self) -> u32 {
-        let bits = (32 - u32::from(self.subnet4.prefix)).min(128 - u32::from(self.subnet6.prefix)).min(20);
+        let bits = self.network.bits().min(self.second.bits()).min(20);
         // The last one is IPv4's broadcast address.
         (1 << bits) - 1
+    }
+}
+
+/// How a network's keys are called, and their defaults and meanings.
+struct Keys {
+    bridge: (&'static str, &'static str, &'static str),
+    subnet4: (&'static str, &'static str, &'static str),
+    subnet6: (&'static str, &'static str, &'static str),
+}
+
+const FIRST: Keys = Keys {
+    bridge: ("bridge", "pplocal0", "name of the bridge the VMs hang on"),
+    subnet4: ("subnet4", "10.99.0.0/16", "the VMs' IPv4 addresses"),
+    subnet6: ("subnet6", "fd99::/64", "the VMs' IPv6 addresses"),
+};
+
+const SECOND: Keys = Keys {
+    bridge: ("second-bridge", "pplocal1", "name of the bridge that second network cards hang on"),
+    subnet4: ("second-subnet4", "10.98.0.0/16", "the IPv4 addresses of second network cards"),
+    subnet6: ("second-subnet6", "fd98::/64", "the IPv6 addresses of second network cards"),
+};
+
+impl Network {
+    fn read(section: &mut Section<'_>, keys: &Keys) -> Network {
+        let (key, default, help) = keys.bridge;
+        let bridge: String = section.get(key, default, help);
+        if bridge.is_empty() || bridge.len() > 15 || bridge.contains(['/', ' ', ':']) {
+            section.mistake(key, "not a name for a network device; use 1 to 15 letters and digits");
+        }
+        Network {
+            bridge,
+            subnet4: Subnet::read(section, keys.subnet4),
+            subnet6: Subnet::read(section, keys.subnet6),
+        }
+    }
+
+    /// Of an address of its smaller subnet, those that tell VMs apart.
+    fn bits(&self) -> u32 {
+        (32 - u32::from(self.subnet4.prefix)).min(128 - u32::from(self.subnet6.prefix))
     }
 }
 
@@ -90,6 +149,15 @@ pub struct Subnet<A> {
 }
 
 impl<A: Family> Subnet<A> {
+    fn read(section: &mut Section<'_>, (key, default, help): (&str, &str, &str)) -> Subnet<A> {
+        let text: String = section.get(key, default, help);
+        Subnet::parse(&text).unwrap_or_else(|why| {
+            section.mistake(key, why);
+            // Nothing is started with a mistake; any would do.
+            Subnet { base: A::from_number(0), prefix: 8 }
+        })
+    }
+
     /// Reads `base/prefix` with room for at least two VMs.
     ///
     /// # Errors

@@ -45,7 +45,7 @@ impl Shared {
                 return Ok(created(&id, &same(&record, &request)?));
             }
         };
-        self.ensure_network().await?;
+        self.ensure_networks(request.second_nic).await?;
         self.launch(&id, &record, request).await?;
         Ok(created(&id, &record))
     }
@@ -61,7 +61,7 @@ impl Shared {
             let mut taken = self.network.lock().await;
             let index = free_index(self.config.room(), &key.sha256(), |index| taken.contains_key(&index));
             let Some(index) = index else {
-                let offering = format!("addresses of {}", self.config.bridge);
+                let offering = format!("addresses of {}", self.config.network.bridge);
                 let text =
                     "create: all addresses of the local network are taken; delete VMs or set larger subnets";
                 return Err(Error::capacity(offering, text));
@@ -76,8 +76,8 @@ impl Shared {
             request: request.digest(),
             name: request.name.clone(),
             index,
-            v4: self.config.subnet4.address(index),
-            v6: network::has_v6().then(|| self.config.subnet6.address(index)),
+            v4: self.config.ipv4.then(|| self.config.network.subnet4.address(index)),
+            v6: network::has_v6().then(|| self.config.network.subnet6.address(index)),
             created_ms: u64::try_from(now.as_millis()).unwrap_or(u64::MAX),
             deleting: false,
         };
@@ -92,12 +92,14 @@ impl Shared {
         Ok(record)
     }
 
-    async fn ensure_network(&self) -> Result<(), Error> {
-        // Under the lock: a deletion of the last VM would take the bridge away.
+    async fn ensure_networks(&self, second: bool) -> Result<(), Error> {
+        // Under the lock: a deletion of the last VM would take the bridges away.
         let taken = self.network.lock().await;
         let config = self.config.clone();
         let made = blocking(move || {
-            network::ensure_bridge(&config).map_err(|error| match error {
+            let wanted = [Some(&config.network), Some(&config.second).filter(|_| second)];
+            let made = wanted.into_iter().flatten().try_for_each(|one| network::ensure_bridge(&config, one));
+            made.map_err(|error| match error {
                 network::Error::Foreign(_) => Error::invalid(error.to_string()),
                 network::Error::Netlink { .. } => Error::transient(error.to_string()),
             })
@@ -181,8 +183,7 @@ impl Shared {
         Description {
             version: VERSION,
             id: id.to_string(),
-            bridge: config.bridge.clone(),
-            interfaces: network::interfaces(config, record.v4, record.v6),
+            cards: network::cards(config, record.index, record.v4, record.v6, request.second_nic),
             inside: Inside {
                 hostname: hostname(&request.name),
                 machine_id: id.as_str().trim_start_matches("local-").to_owned(),

@@ -1,4 +1,4 @@
-//! Taking a VM away: mark → kill → wait → link → directory → address → bridge. After the mark the rest is done
+//! Taking a VM away: mark → kill → wait → links → directory → address → bridges. After the mark the rest is done
 //! behind the caller's back, and by the next node if ours dies.
 
 use std::sync::Arc;
@@ -77,8 +77,10 @@ impl Shared {
         let Some(lock) = self.end_processes(id).await? else { return Ok(()) };
         let (store, vm) = (self.store.clone(), id.clone());
         blocking(move || {
-            let gone = network::client()
-                .and_then(|mut client| network::remove(&mut client, &network::host_link(vm.as_str())));
+            let gone = network::client().and_then(|mut client| {
+                let mut links = network::host_links(vm.as_str()).into_iter();
+                links.try_for_each(|link| network::remove(&mut client, &link))
+            });
             gone.map_err(|error| Error::transient(error.to_string()))?;
             let removed = store.remove(&vm).map_err(|error| disk("remove a VM's directory", &error));
             drop(lock);
@@ -86,7 +88,7 @@ impl Shared {
         })
         .await?;
         self.network.lock().await.retain(|_, owner| owner != id);
-        self.remove_bridge_if_unused().await?;
+        self.remove_bridges_if_unused().await?;
         tracing::debug!(instance = %id, "local VM is gone");
         Ok(())
     }

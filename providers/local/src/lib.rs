@@ -7,7 +7,7 @@
 //!
 //! * A VM's processes belong to nobody: they survive the node and are found again by pid and start time.
 //! * A VM's directory (see `store.rs`) is there before the first effect and goes after the last.
-//! * Needs root; touches `<state-dir>/local`, the bridge, one veth per VM, and processes it started.
+//! * Needs root; touches `<state-dir>/local`, two bridges, one or two veths per VM, and processes it started.
 
 pub mod config;
 mod create;
@@ -105,7 +105,7 @@ impl Provider for LocalProvider {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities { console: true, ..Capabilities::minimal(MAX_USER_DATA) }
+        Capabilities { console: true, second_nic: true, ..Capabilities::minimal(MAX_USER_DATA) }
     }
 
     async fn preflight(&self) -> Result<Preflight, Error> {
@@ -117,18 +117,14 @@ impl Provider for LocalProvider {
                 drop(Arc::clone(&shared).finish_later(id));
             }
         }
-        shared.remove_bridge_if_unused().await?;
+        shared.remove_bridges_if_unused().await?;
         let config = &shared.config;
-        let (v4, v6) = (config.subnet4.address(1), config.subnet6.address(1));
-        let mut node_addresses = vec![IpAddr::from(v4)];
-        node_addresses.extend(network::has_v6().then_some(IpAddr::from(v6)));
-        let network = format!(
-            "bridge {}, {v4}/{} and {v6}/{}, room for {} VMs",
-            config.bridge,
-            config.subnet4.prefix,
-            config.subnet6.prefix,
-            config.room() - 2
-        );
+        let ours = network::node_addresses(config, &config.network);
+        let words: Vec<String> = ours.iter().map(|(address, prefix)| format!("{address}/{prefix}")).collect();
+        let node_addresses = ours.into_iter().map(|(address, _)| address).collect();
+        let (bridge, words) = (&config.network.bridge, words.join(" and "));
+        let network =
+            format!("bridge {bridge}, {words}, MTU {}, room for {} VMs", config.mtu, config.room() - 2);
         let guest = format!("guest program {}", config.guest_binary.display());
         let warnings = vec!["VM sizes are not enforced: each VM sees the whole machine".to_owned()];
         Ok(Preflight { facts: vec![network, guest], warnings, node_addresses })
@@ -236,6 +232,11 @@ impl Shared {
             return Err(Error::Auth { text: text.to_owned() });
         }
         let config = &self.config;
+        if !config.ipv4 && !network::has_v6() {
+            let text =
+                "local provider: VMs would have no address: there is no IPv6 here; set provider.local.ipv4";
+            return Err(Error::invalid(text.to_owned()));
+        }
         executable("helper-binary", &config.helper_binary)?;
         executable("guest-binary", &config.guest_binary)?;
         executable("agent-binary", &config.agent_binary)
@@ -250,12 +251,13 @@ impl Shared {
         IdGuard { shared: self, id: id.clone(), guard: Some(mutex.lock_owned().await) }
     }
 
-    async fn remove_bridge_if_unused(&self) -> Result<(), Error> {
+    async fn remove_bridges_if_unused(&self) -> Result<(), Error> {
         let taken = self.network.lock().await;
         if taken.is_empty() {
-            let name = self.config.bridge.clone();
+            let names = [&self.config.network, &self.config.second].map(|network| network.bridge.clone());
             blocking(move || {
-                network::remove_bridge(&name).map_err(|error| Error::transient(error.to_string()))
+                let removed = names.iter().try_for_each(|name| network::remove_bridge(name));
+                removed.map_err(|error| Error::transient(error.to_string()))
             })
             .await?;
         }
@@ -312,7 +314,7 @@ fn record_of(status: &Status) -> Option<&Record> {
 }
 
 fn addresses(record: &Record) -> Vec<IpAddr> {
-    [Some(IpAddr::from(record.v4)), record.v6.map(IpAddr::from)].into_iter().flatten().collect()
+    record.v4.map(IpAddr::from).into_iter().chain(record.v6.map(IpAddr::from)).collect()
 }
 
 /// A failure of the state directory. What only a person can mend is said at once, not tried for minutes.

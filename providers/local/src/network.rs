@@ -1,4 +1,4 @@
-//! The "cloud network": a bridge in the node's network namespace and a veth into each VM. Speaks netlink in the
+//! The "cloud networks": bridges in the node's network namespace and a veth into each VM. Speaks netlink in the
 //! namespace of the calling thread; runs no program.
 
 use std::fs;
@@ -18,19 +18,19 @@ use nix::errno::Errno;
 use peerpod_link::net::netlink::{Client, Error as NetlinkError};
 use sha2::{Digest, Sha256};
 
-use crate::config::LocalConfig;
+use crate::config::{Family, LocalConfig, Network, Subnet};
 
-/// MTU of the cloud network.
-const MTU: u32 = 1500;
-/// The VM's end of its veth.
-pub(crate) const VM_LINK: &str = "eth0";
+/// The VM's network cards, in their order.
+pub(crate) const VM_LINKS: [&str; 2] = ["eth0", "eth1"];
+/// Default routes of the second card, behind the first one's: what many images make of it.
+const SECOND_METRIC: u32 = 4000;
 
 /// What stood in the way, and at which step.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error("{attempt}: {source}")]
     Netlink { attempt: String, source: NetlinkError },
-    #[error("bridge {0} exists and is not ours; set provider.local.bridge to another name")]
+    #[error("bridge {0} exists and is not ours; give it another name below provider.local")]
     Foreign(String),
 }
 
@@ -48,9 +48,9 @@ pub(crate) fn has_v6() -> bool {
     fs::read_to_string("/proc/sys/net/ipv6/conf/all/disable_ipv6").is_ok_and(|text| text.trim() == "0")
 }
 
-/// Makes the bridge with the node's addresses, or finds it. Idempotent.
-pub(crate) fn ensure_bridge(config: &LocalConfig) -> Result<(), Error> {
-    let name = &config.bridge;
+/// Makes the network's bridge with the node's addresses, or finds it. Idempotent.
+pub(crate) fn ensure_bridge(config: &LocalConfig, network: &Network) -> Result<(), Error> {
+    let name = &network.bridge;
     let mut client = client()?;
     let mac = bridge_mac(name);
     let mut message = LinkMessage::default();
@@ -58,7 +58,7 @@ pub(crate) fn ensure_bridge(config: &LocalConfig) -> Result<(), Error> {
     message.header.change_mask = LinkFlags::Up;
     message.attributes = vec![
         LinkAttribute::IfName(name.clone()),
-        LinkAttribute::Mtu(MTU),
+        LinkAttribute::Mtu(config.mtu),
         // Its own, or it would change whenever a port with a lower one comes, under the VMs' neighbour entries.
         LinkAttribute::Address(mac.to_vec()),
         LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Bridge)]),
@@ -72,14 +72,22 @@ pub(crate) fn ensure_bridge(config: &LocalConfig) -> Result<(), Error> {
     if bridge.mac != mac {
         return Err(Error::Foreign(name.clone()));
     }
-    let v4 = IpAddr::from(config.subnet4.address(1));
-    let v6 = has_v6().then(|| IpAddr::from(config.subnet6.address(1)));
-    let prefixes = [Some((v4, config.subnet4.prefix)), v6.map(|v6| (v6, config.subnet6.prefix))];
-    for (ip, prefix) in prefixes.into_iter().flatten() {
+    if bridge.mtu != config.mtu {
+        let told = client.tell(0, set_mtu(bridge.index, config.mtu));
+        at(|| format!("give bridge {name} the MTU {}", config.mtu), told)?;
+    }
+    for (ip, prefix) in node_addresses(config, network) {
         let told = client.tell(NLM_F_CREATE | NLM_F_EXCL, address(bridge.index, ip, prefix));
         at(|| format!("give bridge {name} the address {ip}"), found(told, Errno::EEXIST))?;
     }
     Ok(())
+}
+
+/// The node's addresses on a network, with their prefix lengths.
+pub(crate) fn node_addresses(config: &LocalConfig, network: &Network) -> Vec<(IpAddr, u8)> {
+    let v4 = config.ipv4.then(|| (network.subnet4.address(1).into(), network.subnet4.prefix));
+    let v6 = has_v6().then(|| (network.subnet6.address(1).into(), network.subnet6.prefix));
+    v4.into_iter().chain(v6).collect()
 }
 
 /// Removes the bridge if it is there and ours.
@@ -99,22 +107,38 @@ pub(crate) fn remove(client: &mut Client, name: &str) -> Result<(), Error> {
     at(|| format!("remove link {name}"), found(told, Errno::ENODEV))
 }
 
-/// The host's end of a VM's veth. Made of the instance id's hash part, so that it is unique on any bridge.
-pub(crate) fn host_link(id: &str) -> String {
+/// The host's ends of a VM's veths, whether it has one or two. Made of the instance id's hash part, so that they are
+/// unique on any bridge.
+pub(crate) fn host_links(id: &str) -> [String; 2] {
     let hash = id.strip_prefix("local-").unwrap_or(id);
-    format!("ppl{}", hash.get(..12).unwrap_or(hash))
+    ["ppl", "ppm"].map(|prefix| format!("{prefix}{}", hash.get(..12).unwrap_or(hash)))
 }
 
-/// Makes the veth between the bridge (in `node`'s namespace) and the namespace `vm`.
-pub(crate) fn plug(node: &mut Client, bridge: &str, name: &str, vm: BorrowedFd<'_>) -> Result<(), Error> {
-    let Some(bridge_link) = look(node, bridge)? else { return Err(Error::Foreign(bridge.to_owned())) };
+/// One of a VM's network cards.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Card {
+    pub(crate) bridge: String,
+    pub(crate) mtu: u32,
+    pub(crate) interfaces: Vec<Interface>,
+}
+
+/// Makes the veth between a card's bridge (in `node`'s namespace) and the namespace `vm`: `name` there, `inside` here.
+pub(crate) fn plug(
+    node: &mut Client,
+    card: &Card,
+    name: &str,
+    inside: &str,
+    vm: BorrowedFd<'_>,
+) -> Result<(), Error> {
+    let Card { bridge, mtu, .. } = card;
+    let Some(bridge_link) = look(node, bridge)? else { return Err(Error::Foreign(bridge.clone())) };
     // Left by an earlier attempt whose namespace is not taken apart yet.
     remove(node, name)?;
     let mut peer = LinkMessage::default();
     peer.attributes = vec![
-        LinkAttribute::IfName(VM_LINK.to_owned()),
+        LinkAttribute::IfName(inside.to_owned()),
         LinkAttribute::NetNsFd(vm.as_raw_fd()),
-        LinkAttribute::Mtu(MTU),
+        LinkAttribute::Mtu(*mtu),
     ];
     let mut message = LinkMessage::default();
     message.header.flags = LinkFlags::Up;
@@ -122,7 +146,7 @@ pub(crate) fn plug(node: &mut Client, bridge: &str, name: &str, vm: BorrowedFd<'
     message.attributes = vec![
         LinkAttribute::IfName(name.to_owned()),
         LinkAttribute::Controller(bridge_link.index),
-        LinkAttribute::Mtu(MTU),
+        LinkAttribute::Mtu(*mtu),
         LinkAttribute::LinkInfo(vec![
             LinkInfo::Kind(InfoKind::Veth),
             LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(peer))),
@@ -140,27 +164,29 @@ pub(crate) struct Interface {
     pub(crate) gateway: IpAddr,
 }
 
-/// What DHCP does in a cloud: `lo` and `eth0` up, addresses, default routes. In the calling thread's namespace.
-pub(crate) fn configure(interfaces: &[Interface]) -> Result<(), Error> {
+/// What DHCP does in a cloud: `lo` and the cards up, addresses, default routes. In the calling thread's namespace.
+pub(crate) fn configure(cards: &[Card]) -> Result<(), Error> {
     let mut client = client()?;
-    let Some(eth0) = look(&mut client, VM_LINK)? else {
-        return Err(Error::Foreign(VM_LINK.to_owned()));
-    };
     // `lo` is 1 in every namespace.
-    let mut messages = vec![(0, up(1)), (0, up(eth0.index))];
-    for interface in interfaces {
-        messages.push((NLM_F_CREATE, address(eth0.index, interface.address, interface.prefix)));
-        messages.push((NLM_F_CREATE, default_route(eth0.index, interface.gateway)));
+    let mut messages = vec![(0, up(1))];
+    for (card, (name, metric)) in cards.iter().zip(VM_LINKS.into_iter().zip([0, SECOND_METRIC])) {
+        let Some(link) = look(&mut client, name)? else { return Err(Error::Foreign(name.to_owned())) };
+        messages.push((0, up(link.index)));
+        for interface in &card.interfaces {
+            messages.push((NLM_F_CREATE, address(link.index, interface.address, interface.prefix)));
+            messages.push((NLM_F_CREATE, default_route(link.index, interface.gateway, metric)));
+        }
     }
-    let answers = at(|| format!("set up {VM_LINK}"), client.batch(&messages))?;
+    let answers = at(|| "set up the network cards".to_owned(), client.batch(&messages))?;
     for (step, answer) in answers.into_iter().enumerate() {
-        at(|| format!("set up {VM_LINK}, step {step}"), answer.map_err(NetlinkError::from))?;
+        at(|| format!("set up the network cards, step {step}"), answer.map_err(NetlinkError::from))?;
     }
     Ok(())
 }
 
 struct Link {
     index: u32,
+    mtu: u32,
     mac: Vec<u8>,
 }
 
@@ -172,11 +198,15 @@ fn look(client: &mut Client, name: &str) -> Result<Option<Link>, Error> {
         other => at(|| format!("look for link {name}"), other)?,
     };
     let RouteNetlinkMessage::NewLink(link) = answer else { return Ok(None) };
-    let mac = link.attributes.iter().find_map(|attribute| match attribute {
-        LinkAttribute::Address(mac) => Some(mac.clone()),
-        _ => None,
-    });
-    Ok(Some(Link { index: link.header.index, mac: mac.unwrap_or_default() }))
+    let mut found = Link { index: link.header.index, mtu: 0, mac: Vec::new() };
+    for attribute in link.attributes {
+        match attribute {
+            LinkAttribute::Address(mac) => found.mac = mac,
+            LinkAttribute::Mtu(mtu) => found.mtu = mtu,
+            _ => {}
+        }
+    }
+    Ok(Some(found))
 }
 
 /// Locally administered, the same for the same name: by it we know our bridge again.
@@ -193,6 +223,13 @@ fn up(index: u32) -> RouteNetlinkMessage {
     RouteNetlinkMessage::SetLink(message)
 }
 
+fn set_mtu(index: u32, mtu: u32) -> RouteNetlinkMessage {
+    let mut message = LinkMessage::default();
+    message.header.index = index;
+    message.attributes = vec![LinkAttribute::Mtu(mtu)];
+    RouteNetlinkMessage::SetLink(message)
+}
+
 fn address(index: u32, ip: IpAddr, prefix: u8) -> RouteNetlinkMessage {
     let mut message = AddressMessage::default();
     message.header.index = index;
@@ -206,7 +243,7 @@ fn address(index: u32, ip: IpAddr, prefix: u8) -> RouteNetlinkMessage {
     RouteNetlinkMessage::NewAddress(message)
 }
 
-fn default_route(index: u32, gateway: IpAddr) -> RouteNetlinkMessage {
+fn default_route(index: u32, gateway: IpAddr, metric: u32) -> RouteNetlinkMessage {
     let (address_family, gateway) = match gateway {
         IpAddr::V4(ip) => (AddressFamily::Inet, RouteAddress::Inet(ip)),
         IpAddr::V6(ip) => (AddressFamily::Inet6, RouteAddress::Inet6(ip)),
@@ -218,6 +255,9 @@ fn default_route(index: u32, gateway: IpAddr) -> RouteNetlinkMessage {
     message.header.scope = RouteScope::Universe;
     message.header.kind = RouteType::Unicast;
     message.attributes = vec![RouteAttribute::Gateway(gateway), RouteAttribute::Oif(index)];
+    if metric > 0 {
+        message.attributes.push(RouteAttribute::Priority(metric));
+    }
     RouteNetlinkMessage::NewRoute(message)
 }
 
@@ -229,17 +269,32 @@ fn found(result: Result<(), NetlinkError>, fine: Errno) -> Result<(), NetlinkErr
     }
 }
 
-/// The addresses a VM with this index has.
-pub(crate) fn interfaces(config: &LocalConfig, v4: Ipv4Addr, v6: Option<Ipv6Addr>) -> Vec<Interface> {
-    let first = Interface {
-        address: v4.into(),
-        prefix: config.subnet4.prefix,
-        gateway: config.subnet4.address(1).into(),
+/// The cards of a VM with this index: the first has the addresses that are in its record.
+pub(crate) fn cards(
+    config: &LocalConfig,
+    index: u32,
+    v4: Option<Ipv4Addr>,
+    v6: Option<Ipv6Addr>,
+    second: bool,
+) -> Vec<Card> {
+    let card = |network: &Network, v4: Option<Ipv4Addr>, v6: Option<Ipv6Addr>| {
+        let v4 = v4.map(|address| interface(network.subnet4, address));
+        let v6 = v6.map(|address| interface(network.subnet6, address));
+        Card {
+            bridge: network.bridge.clone(),
+            mtu: config.mtu,
+            interfaces: v4.into_iter().chain(v6).collect(),
+        }
     };
-    let second = v6.map(|v6| Interface {
-        address: v6.into(),
-        prefix: config.subnet6.prefix,
-        gateway: config.subnet6.address(1).into(),
-    });
-    [Some(first), second].into_iter().flatten().collect()
+    let mut cards = vec![card(&config.network, v4, v6)];
+    if second {
+        let Network { subnet4, subnet6, .. } = &config.second;
+        let (v4, v6) = (v4.map(|_| subnet4.address(index)), v6.map(|_| subnet6.address(index)));
+        cards.push(card(&config.second, v4, v6));
+    }
+    cards
+}
+
+fn interface<A: Family>(subnet: Subnet<A>, address: A) -> Interface {
+    Interface { address: address.into(), prefix: subnet.prefix, gateway: subnet.address(1).into() }
 }

@@ -42,7 +42,7 @@ pub(crate) struct Record {
     pub(crate) name: String,
     /// The VM's number in the subnets; its host part.
     pub(crate) index: u32,
-    pub(crate) v4: Ipv4Addr,
+    pub(crate) v4: Option<Ipv4Addr>,
     pub(crate) v6: Option<Ipv6Addr>,
     pub(crate) created_ms: u64,
     /// Deletion was accepted.

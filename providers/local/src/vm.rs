@@ -21,7 +21,7 @@ use std::process::ExitCode;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::network::Interface;
+use crate::network::Card;
 use crate::process::ProcessId;
 
 /// Descriptions hold user-data of at most 64 KiB; anything near this is a mistake.
@@ -35,8 +35,8 @@ pub(crate) struct Description {
     pub(crate) id: String,
     /// The VM's directory in the provider's state.
     pub(crate) dir: PathBuf,
-    pub(crate) bridge: String,
-    pub(crate) interfaces: Vec<Interface>,
+    /// Its network cards, at least one.
+    pub(crate) cards: Vec<Card>,
     pub(crate) inside: Inside,
 }
 

@@ -25,7 +25,8 @@ fn make() -> Local {
     let provider = Arc::new(LocalProvider::open(place.config()).unwrap());
     let mut other = config(&place.dir);
     other.state_dir = place.dir.join("stranger");
-    other.bridge = "pplocal1".into();
+    other.network.bridge = "pplocal8".into();
+    other.second.bridge = "pplocal9".into();
     let stranger = Arc::new(LocalProvider::open(other).unwrap());
     Local { provider, stranger, place }
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use common::{IDLE, Place, console, create, delete, key, reaches, request, run, runtime, state, until};
 use nix::mount::{MsFlags, mount};
-use peerpod_provider_api::{Error, OwnedState, Provider};
+use peerpod_provider_api::{CreateRequest, Error, OwnedState, Provider};
 use peerpod_provider_local::LocalProvider;
 
 /// A guest that looks around, and says what it sees on its console.
@@ -165,10 +165,60 @@ fn one_directory_has_one_provider() {
 }
 
 #[test]
+fn a_vm_has_a_second_card_when_it_is_asked_for() {
+    let place = Place::new(IDLE);
+    let provider = LocalProvider::open(place.config()).unwrap();
+    let (plain, _) = create(&provider, 1);
+    let wanted = CreateRequest { second_nic: true, ..request("two") };
+    let (made, addresses) = runtime().block_on(async {
+        let made = provider.create(&wanted, &key(2)).await.unwrap();
+        assert_eq!(provider.create(&wanted, &key(2)).await.unwrap(), made);
+        let addresses = provider.addresses(&made.id).await.unwrap();
+        (made.id, addresses)
+    });
+    let words: Vec<String> = addresses.iter().map(ToString::to_string).collect();
+    assert!(words.len() == 2 && words[0].starts_with("10.99.") && words[1].starts_with("fd99:"), "{words:?}");
+    let inside = |id| {
+        let namespace = format!("/proc/{}/ns/net", place.pids(id).1);
+        let ip = |what| run("nsenter", &[&format!("--net={namespace}"), "ip", "-o", what, "show"]);
+        (ip("link"), ip("route"), peerpod_link::net::netns::Netns::open(&namespace).unwrap())
+    };
+    assert!(!inside(&plain).0.contains("eth1"), "nobody asked for one");
+    let (_, routes, netns) = inside(&made);
+    assert!(routes.contains("default via 10.99.0.1 dev eth0"), "{routes}");
+    assert!(routes.contains("default via 10.98.0.1 dev eth1 proto dhcp metric 4000"), "{routes}");
+    let targets = ["10.99.0.1", "fd99::1", "10.98.0.1", "fd98::1"].map(|text| text.parse().unwrap());
+    netns.run(|| targets.into_iter().for_each(reaches)).unwrap();
+    delete(&provider, &made);
+    delete(&provider, &plain);
+    place.assert_clean();
+}
+
+#[test]
+fn a_cloud_may_have_jumbo_frames_and_no_ipv4() {
+    let place = Place::new(IDLE);
+    let mut config = place.config();
+    (config.mtu, config.ipv4) = (9001, false);
+    let provider = LocalProvider::open(config).unwrap();
+    let node = runtime().block_on(provider.preflight()).unwrap().node_addresses;
+    assert_eq!(node, ["fd99::1".parse::<IpAddr>().unwrap()]);
+    let (id, addresses) = create(&provider, 1);
+    assert!(addresses.len() == 1 && addresses[0].is_ipv6(), "{addresses:?}");
+    reaches(addresses[0]);
+    let namespace = format!("--net=/proc/{}/ns/net", place.pids(&id).1);
+    let links = run("nsenter", &[&namespace, "ip", "-o", "link"]) + &run("ip", &["-o", "link"]);
+    let wide = links.lines().filter(|line| line.contains(" mtu 9001 ")).count();
+    assert_eq!(wide, 3, "the bridge and both ends: {links}");
+    assert_eq!(run("nsenter", &[&namespace, "ip", "-4", "route"]), "");
+    delete(&provider, &id);
+    place.assert_clean();
+}
+
+#[test]
 fn addresses_run_out_with_a_typed_error_and_come_back() {
     let place = Place::new(IDLE);
     let mut config = place.config();
-    config.subnet4 = peerpod_provider_local::config::Subnet::parse("10.77.0.0/29").unwrap();
+    config.network.subnet4 = peerpod_provider_local::config::Subnet::parse("10.77.0.0/29").unwrap();
     let provider = LocalProvider::open(config).unwrap();
     let start = Instant::now();
     let ids: Vec<_> = (0..5).map(|number| create(&provider, number).0).collect();

@@ -78,9 +78,11 @@ fn make(mut description: Description) -> anyhow::Result<Option<Running>> {
     // Acts on the UTS namespace of whoever writes.
     fs::write("/proc/sys/kernel/hostname", &description.inside.hostname).context("set the host name")?;
     let namespace = File::open("/proc/self/ns/net").context("open our network namespace")?;
-    let link = network::host_link(&description.id);
-    network::plug(&mut node, &description.bridge, &link, namespace.as_fd())?;
-    network::configure(&description.interfaces)?;
+    let names = network::host_links(&description.id).into_iter().zip(network::VM_LINKS);
+    for (card, (outside, inside)) in description.cards.iter().zip(names) {
+        network::plug(&mut node, card, &outside, inside, namespace.as_fd())?;
+    }
+    network::configure(&description.cards)?;
 
     let (console, console_end) = io::pipe().context("make the console")?;
     let (ours, theirs) = UnixStream::pair().context("make a socket pair")?;
@@ -125,13 +127,13 @@ impl Running {
         let status = self.guest.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
         let exit = Exit { version: VERSION, status: format!("its first process ended: {status}") };
         let recorded = write_json(&dir.join("exit.json"), &exit);
-        // It would vanish with the namespace, in the kernel's own time.
-        let link = network::host_link(&self.description.id);
-        let unplugged = network::remove(&mut self.node, &link);
-        if let Err(error) = &unplugged {
+        // They would vanish with the namespace, in the kernel's own time.
+        let unplugged =
+            network::host_links(&self.description.id).map(|link| network::remove(&mut self.node, &link));
+        for error in unplugged.iter().filter_map(|unplugged| unplugged.as_ref().err()) {
             eprintln!("{error}");
         }
-        ExitCode::from(u8::from(recorded.is_err() || unplugged.is_err()))
+        ExitCode::from(u8::from(recorded.is_err() || unplugged.iter().any(Result::is_err)))
     }
 }
 

@@ -15,7 +15,7 @@ use nix::sched::{CloneFlags, unshare};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use peerpod_provider_api::{Console, CreateRequest, IdempotencyKey, InstanceId, OwnedState, Provider};
-use peerpod_provider_local::config::Subnet;
+use peerpod_provider_local::config::{Network, Subnet};
 use peerpod_provider_local::{LocalConfig, LocalProvider};
 
 /// The guest of most tests: does nothing, for ever.
@@ -107,10 +107,19 @@ pub fn config(dir: &Path) -> LocalConfig {
         helper_binary: env!("CARGO_BIN_EXE_peerpod-local-vm").into(),
         guest_binary: dir.join("guest"),
         agent_binary: "/bin/true".into(),
-        bridge: "pplocal0".into(),
-        subnet4: Subnet { base: Ipv4Addr::new(10, 99, 0, 0), prefix: 16 },
-        subnet6: Subnet { base: Ipv6Addr::new(0xfd99, 0, 0, 0, 0, 0, 0, 0), prefix: 64 },
+        network: network("pplocal0", 99, 0xfd99),
+        second: network("pplocal1", 98, 0xfd98),
+        mtu: 1500,
+        ipv4: true,
         boot_delay: Duration::ZERO,
+    }
+}
+
+fn network(bridge: &str, v4: u8, v6: u16) -> Network {
+    Network {
+        bridge: bridge.into(),
+        subnet4: Subnet { base: Ipv4Addr::new(10, v4, 0, 0), prefix: 16 },
+        subnet6: Subnet { base: Ipv6Addr::new(v6, 0, 0, 0, 0, 0, 0, 0), prefix: 64 },
     }
 }
 
