@@ -41,6 +41,8 @@ const AT_ONCE: usize = 256;
 #[derive(Debug)]
 pub struct Events {
     socket: AsyncFd<OwnedFd>,
+    /// When the first and the last change were heard that nobody was told of yet.
+    heard: Option<(Instant, Instant)>,
 }
 
 impl Events {
@@ -64,26 +66,35 @@ impl Events {
         let failed =
             |source: io::Error| Error::Netns { attempt: "listen in", path: netns.path().to_owned(), source };
         let socket = netns.run(|| socket(groups)).and_then(|made| made).map_err(failed)?;
-        Ok(Events { socket: reactor::register(socket, Interest::READABLE).map_err(failed)? })
+        Ok(Events { socket: reactor::register(socket, Interest::READABLE).map_err(failed)?, heard: None })
     }
 
     /// Waits until something happened, takes all of it, and goes on taking until nothing happened for `quiet`, or
     /// `at_most` is over: a CNI writes its routes one by one.
     ///
-    /// cancel safety: what was taken is lost with the future; look once after a cancelled wait.
+    /// cancel safety: nothing is lost; what was taken counts for the next call.
     ///
     /// # Errors
     /// When the socket fails; the namespace is then no longer heard.
     pub async fn settled(&mut self, quiet: Duration, at_most: Duration) -> io::Result<()> {
-        self.next().await?;
-        let end = Instant::now() + at_most;
-        while Instant::now() < end {
-            let until = (Instant::now() + quiet).min(end);
-            match timeout_at(until, self.next()).await {
+        let (first, mut last) = match self.heard {
+            Some(heard) => heard,
+            None => {
+                self.next().await?;
+                let now = Instant::now();
+                (now, now)
+            }
+        };
+        let end = first + at_most;
+        while last < end {
+            self.heard = Some((first, last));
+            match timeout_at((last + quiet).min(end), self.next()).await {
                 Ok(more) => more?,
                 Err(_) => break,
             }
+            last = Instant::now();
         }
+        self.heard = None;
         Ok(())
     }
 
@@ -165,6 +176,20 @@ mod tests {
         }
         // What IPv6 does by itself (duplicate address detection) may still come.
         while tokio::time::timeout(Duration::from_secs(3), events.next()).await.is_ok() {}
+    }
+
+    #[tokio::test]
+    async fn what_was_heard_before_a_cancelled_wait_is_told_by_the_next_one() {
+        let netns = Netns::scratch().unwrap();
+        ip(&netns, "link add a0 type veth peer name a1");
+        let mut events = Events::of_underlay(&netns).unwrap();
+        ip(&netns, "addr add 10.1.0.1/24 dev a0");
+        // Heard, and nobody was told: a `select!` took another way.
+        let cut = tokio::time::timeout(Duration::from_millis(200), events.settled(LONG, LONG)).await;
+        assert!(cut.is_err(), "it had to be in the middle of it");
+        tokio::time::timeout(LONG / 2, events.settled(QUIET, LONG)).await.unwrap().unwrap();
+        let more = tokio::time::timeout(Duration::from_millis(200), events.settled(QUIET, LONG)).await;
+        assert!(more.is_err(), "told once");
     }
 
     #[tokio::test]
