@@ -26,10 +26,7 @@ const MAX_SYSCTL: usize = 128;
 /// # Errors
 /// [`Error::Plan`].
 pub fn read(plan: &wire::NetworkPlan) -> Result<Planned, Error> {
-    if !matches!(plan.version, OLD_VERSION | VERSION) {
-        let known = format!("{OLD_VERSION} and {VERSION}");
-        return Err(wrong(format!("version {} is unknown, this guest knows {known}", plan.version)));
-    }
+    known(plan.version, VERSION)?;
     let underlay = read_underlay(plan)?;
     if plan.interfaces.is_empty() || plan.interfaces.len() > MAX_INTERFACES {
         return Err(wrong(format!("it has {} interfaces, not 1 to {MAX_INTERFACES}", plan.interfaces.len())));
@@ -67,6 +64,16 @@ pub fn read(plan: &wire::NetworkPlan) -> Result<Planned, Error> {
         return Err(wrong(format!("a route leads through {:?}, which is no interface of it", hop.interface)));
     }
     Ok(planned)
+}
+
+/// Refuses a version that a guest whose newest is `newest` does not know: half a network would be worse than none.
+pub(super) fn known(version: u32, newest: u32) -> Result<(), Error> {
+    if (OLD_VERSION..=newest).contains(&version) {
+        return Ok(());
+    }
+    Err(wrong(format!(
+        "version {version} is unknown, this guest knows {OLD_VERSION} to {newest}; node and VM image must be upgraded together"
+    )))
 }
 
 fn all<F, T>(from: &[F], read: impl FnMut(&F) -> Result<T, Error>) -> Result<Vec<T>, Error> {

@@ -318,6 +318,19 @@ fn the_node_gives_each_interface_a_device_and_the_mtu_that_fits() {
 }
 
 #[test]
+fn a_guest_that_knows_older_plans_only_refuses_what_is_written_now_and_says_what_to_do() {
+    let seen = example();
+    let written = write(&seen, &tunnels(&seen), &underlay()).version;
+    for newest in OLD_VERSION..written {
+        let text = read::known(written, newest).unwrap_err().to_string();
+        assert!(text.contains(&format!("version {written} is unknown")), "{text}");
+        assert!(text.contains("node and VM image must be upgraded together"), "{text}");
+    }
+    assert!(OLD_VERSION < written && read::known(written, written).is_ok());
+    assert!(read::known(0, written).is_err() && read::known(written + 1, written).is_err());
+}
+
+#[test]
 fn each_wrong_field_is_refused_by_its_name() {
     type Change = fn(&mut wire::NetworkPlan);
     let cases: [(Change, &str); 24] = [

@@ -168,6 +168,20 @@ async fn what_the_guest_says_reaches_the_caller() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_guest_that_does_not_know_the_plan_is_refused_with_its_words_and_its_vm_goes() {
+    let (world, dir) = (World::new(1), Dir::new());
+    *world.guest_error.lock().unwrap() =
+        "making the pod's network: read the network plan: version 2 is unknown, this guest knows 1 to 1"
+            .into();
+    let node = Node::start(&world, &dir).await;
+    node.create("a").await.unwrap();
+    assert!(cause(&node, "a").await.contains("version 2 is unknown, this guest knows 1 to 1"));
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    assert_eq!(world.vms(), 0);
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_network_that_cannot_be_carried_is_said_and_one_that_is_busy_is_tried_again() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
