@@ -134,6 +134,9 @@ impl Steps {
         let backend = self.backends.of(reserved.kind)?;
         let way = backend.way(reserved, vm)?;
         let carried = carried(reserved, plan::node(seen, way.room, vm)?);
+        if way.remote.is_ipv6() {
+            warn_of_too_large(&carried);
+        }
         let connected = Connected { sandbox: sandbox.to_owned(), reserved: reserved.clone(), vm };
         // The filter first: the devices are never up without it.
         backend.admit(&connected)?;
@@ -194,6 +197,21 @@ impl Steps {
 
     pub(super) fn close(&self) -> Result<(), Error> {
         self.backends.all().try_for_each(|(_, backend)| Backend::close(backend))
+    }
+}
+
+/// The kernel cuts what is too large for the way into fragments where that is IPv4, and drops it over IPv6. The VM's own
+/// packets fit, and TCP to it by what it says at the start.
+fn warn_of_too_large(carried: &[(Carry, Device)]) {
+    for (Carry { name, device_mtu, mtu, .. }, _) in
+        carried.iter().filter(|(carry, _)| carry.device_mtu > carry.mtu)
+    {
+        tracing::warn!(
+            interface = name,
+            pod_mtu = device_mtu,
+            fits = mtu,
+            "larger packets to the pod (UDP) are lost on the IPv6 way to its VM; give pods an MTU that fits"
+        );
     }
 }
 
