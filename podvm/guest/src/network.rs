@@ -205,8 +205,9 @@ fn make(
                 .collect();
             if !staying.is_empty() {
                 external_note = Some(format!(
-                    "{} takes the tunnel out of the cluster: the VM has no default route for it",
-                    staying.join(" and ")
+                    "{} takes the tunnel out of the cluster: {}",
+                    staying.join(" and "),
+                    external.lacks()
                 ));
             }
         }

@@ -193,6 +193,108 @@ fn where_the_vms_address_names_no_network_its_gateways_and_neighbours_are_out_of
     assert_eq!(seen_by(&world, "node", "podns", "10.78.0.9:0"), ip("10.77.0.2"));
 }
 
+/// A second card of the VM, on a network that the internet is behind as well. Its gateway is in a table of the card's own,
+/// as clouds' tools leave it.
+fn second_card(world: &World) {
+    let vm = world.name("vm");
+    world.ip("node", &format!("link add ul1 type veth peer name eth1 netns {vm}"));
+    for (ns, device, end) in [("node", "ul1", 1), ("vm", "eth1", 2)] {
+        world.ip(ns, &format!("addr add 10.78.0.{end}/24 dev {device}"));
+        world.ip(ns, &format!("addr add fd78::{end}/64 dev {device} nodad"));
+        world.ip(ns, &format!("link set {device} up"));
+    }
+    world.ip("vm", "route add default via 10.78.0.1 dev eth1 table 101");
+    world.ip("vm", "-6 route add default via fd78::1 dev eth1 table 101");
+    // A machine beside that card.
+    world.ip("node", "addr add 10.78.0.9/32 dev ul1");
+    // What takes another way back than it came is dropped: by node and VM.
+    for ns in ["node", "vm"] {
+        world.within(ns, || std::fs::write("/proc/sys/net/ipv4/conf/all/rp_filter", "1").unwrap());
+    }
+}
+
+fn leave_by_second(world: &World, plan: &wire::NetworkPlan) -> external::External {
+    let mut plan = plan.clone();
+    plan.external = Some(wire::External { way: "second-nic".into(), ..wanted(&[]) }).into();
+    let external = external::read(&plan).unwrap().unwrap();
+    let (podns, previous) = (world.path("podns"), plan.clone());
+    world.within("vm", || {
+        let (v4, v6) = external::leaves(&external).unwrap();
+        external::split(&mut plan, &external, |is_v6| if is_v6 { v6 } else { v4 });
+        guest::apply(&plan, Some(&previous), &podns).unwrap();
+        if (v4, v6) == (false, false) {
+            external::undo().unwrap();
+        } else {
+            assert_eq!(external::apply(&external, &podns).unwrap().uplinks, ["eth1"]);
+        }
+    });
+    external
+}
+
+#[test]
+fn with_a_second_card_the_pod_leaves_by_that_one_alone() {
+    let mut world = world();
+    let (_pod, _seen, _held, plan) = world.whole(SHAPE4);
+    second_card(&world);
+    leave_by_second(&world, &plan);
+    for (at, address, source) in [
+        ("internet", "203.0.113.2:0", "10.78.0.2"),
+        ("internet", "[2001:db8::2]:0", "fd78::2"),
+        ("other", "10.244.1.20:0", "10.244.1.7"),
+        ("other", "[fd10:244:1::20]:0", "fd10:244:1::7"),
+        ("node", "10.77.0.1:0", "10.244.1.7"),
+    ] {
+        assert_eq!(seen_by(&world, at, "podns", address), ip(source), "{address}");
+    }
+    // The VM itself goes on as it did.
+    assert_eq!(seen_by(&world, "internet", "vm", "203.0.113.2:0"), ip("10.77.0.2"));
+    for (at, address) in [
+        ("node", format!("{METADATA}:0")),
+        ("node", "10.77.0.9:0".to_owned()),
+        ("node", "10.78.0.9:0".to_owned()),
+        ("vm", "10.77.0.2:0".to_owned()),
+        ("vm", "10.78.0.2:0".to_owned()),
+        ("vm", "[fd78::2]:0".to_owned()),
+    ] {
+        assert_eq!(seen_by(&world, at, "podns", &address), None, "{address}");
+    }
+    // Without its routes nothing goes out by the first card.
+    world.ip("vm", "route flush table 28784");
+    assert_eq!(seen_by(&world, "internet", "podns", "203.0.113.2:0"), None);
+    let rules = |world: &World| world.ip("vm", "rule show") + &world.ip("vm", "-6 rule show");
+    let once = rules(&world);
+    leave_by_second(&world, &plan);
+    assert_eq!(rules(&world), once);
+    assert_eq!(seen_by(&world, "internet", "podns", "203.0.113.2:0"), ip("10.78.0.2"));
+    // With the card away the tunnel carries all again, never the first card.
+    world.ip("vm", "link set eth1 down");
+    leave_by_second(&world, &plan);
+    assert_eq!(seen_by(&world, "internet", "podns", "203.0.113.2:0"), ip("10.244.1.7"));
+}
+
+#[test]
+fn the_second_cards_way_is_taken_back_whole_and_may_become_the_first_ones() {
+    let mut world = world();
+    let (_pod, _seen, _held, plan) = world.whole(SHAPE4);
+    second_card(&world);
+    let state = |world: &World| {
+        let routes = world.ip("vm", "route show table all") + &world.ip("vm", "-6 route show table all");
+        routes
+            + &world.ip("vm", "rule show")
+            + &world.ip("vm", "-6 rule show")
+            + &world.ip("vm", "-o link show")
+    };
+    let before = state(&world);
+    leave_by_second(&world, &plan);
+    assert!(state(&world).contains("iif pp-ext lookup 28784"), "{}", state(&world));
+    world.within("vm", || external::undo().unwrap());
+    assert_eq!(state(&world), before);
+    leave_by_second(&world, &plan);
+    leave_by_vm(&mut world, &plan, &[]);
+    assert!(!state(&world).contains("28784"), "{}", state(&world));
+    assert_eq!(seen_by(&world, "internet", "podns", "203.0.113.2:0"), ip("10.77.0.2"));
+}
+
 #[test]
 fn undone_it_leaves_nothing_and_the_tunnel_carries_all_again() {
     let mut world = world();

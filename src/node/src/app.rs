@@ -77,6 +77,12 @@ pub enum AppError {
     /// The provider's settings or state.
     #[error("open the provider: {0}")]
     Provider(peerpod_provider_api::Error),
+    /// Settings that the provider cannot serve: no pod would ever start.
+    #[error(
+        "tunnel.external = second-nic: provider {0} gives VMs no second network card; set it to vm or tunnel, or use \
+         another provider"
+    )]
+    NoSecondNic(&'static str),
     /// The admin port.
     #[error(transparent)]
     Admin(#[from] admin::Error),
@@ -147,6 +153,9 @@ pub async fn build(
     let owner = config.owner();
     let tunnel = Tunnel::open(TunnelConfig { owner, ..config.tunnel.clone() })?;
     let provider = provider.open().await.map_err(AppError::Provider)?;
+    if config.wants_second_nic() && !provider.capabilities().second_nic {
+        return Err(AppError::NoSecondNic(provider.name()));
+    }
     let provider = decorate(provider, DecoratorConfig::default(), &mut registry);
     let relay = RelayClient::new(config.run_dir.join("relay.sock"), identity(trust.clone()), metrics.clone());
     let addresses = GuestAddresses::new(config.relay_addresses.clone(), config.relay_listen);

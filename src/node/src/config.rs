@@ -18,7 +18,7 @@ use crate::{
     sandbox,
     tunnel::{
         Classifier, Kind, Owner, TunnelConfig, Vnis, WireguardConfig,
-        external::{self, External},
+        external::{self, External, Way},
         netns_in,
     },
 };
@@ -266,6 +266,11 @@ impl NodeConfig {
         Owner::of(&[&self.cluster_id, &self.name, &dir.to_string_lossy()])
     }
 
+    /// Whether VMs are to have a second network card.
+    pub fn wants_second_nic(&self) -> bool {
+        self.tunnel.external.as_ref().is_some_and(|external| external.way == Way::SecondNic)
+    }
+
     /// What a provider is told of this node.
     pub fn provider_context(&self) -> Context {
         Context {
@@ -294,6 +299,7 @@ impl NodeConfig {
             netns_gone_grace: self.netns_gone_grace,
             vm_gone_grace: self.vm_gone_grace,
             max_sandboxes: self.max_sandboxes,
+            second_nic: self.wants_second_nic(),
         }
     }
 }
@@ -387,23 +393,29 @@ fn external(reader: &mut Reader) -> Option<External> {
     let way = reader.choice(
         "tunnel.external",
         "tunnel",
-        &["tunnel", "vm"],
-        "where the pods' default routes leave: by the node (tunnel), or by their VMs' own network (vm), which \
-         NetworkPolicy does not see",
+        &["tunnel", "vm", "second-nic"],
+        "where the pods' default routes leave: by the node (tunnel), by their VMs' own network (vm), or by a second \
+         network card of their VMs (second-nic; the provider must have it); NetworkPolicy sees the first only",
     );
     let cluster_cidrs: Vec<String> = reader
         .optional(
             "tunnel.cluster-cidrs",
-            "with tunnel.external vm: networks of the cluster's pods, services and nodes, which stay in the tunnel",
+            "with tunnel.external vm or second-nic: networks of the cluster's pods, services and nodes, which stay in \
+             the tunnel",
         )
         .unwrap_or_default();
     let allow: Vec<String> = reader
         .optional(
             "tunnel.external-allow",
-            "with tunnel.external vm: networks that pods may reach although they are link-local, as the cloud's \
-             metadata is, or the VM's own",
+            "with tunnel.external vm or second-nic: networks that pods may reach although they are link-local, as the \
+             cloud's metadata is, or the VM's own",
         )
         .unwrap_or_default();
+    let way = match way.as_str() {
+        "vm" => Some(Way::Vm),
+        "second-nic" => Some(Way::SecondNic),
+        _ => None,
+    };
     for (key, texts) in [("tunnel.cluster-cidrs", &cluster_cidrs), ("tunnel.external-allow", &allow)] {
         if let Some(wrong) = texts.iter().find(|text| !external::is_prefix(text)) {
             reader.mistake(key, format!("{wrong:?} is no network; write it like 10.244.0.0/16"));
@@ -411,17 +423,17 @@ fn external(reader: &mut Reader) -> Option<External> {
         if texts.len() > MOST_PREFIXES {
             reader.mistake(key, format!("more than {MOST_PREFIXES}; summarise them"));
         }
-        if way == "tunnel" && !texts.is_empty() {
-            reader.mistake(key, "means nothing without tunnel.external: vm");
+        if way.is_none() && !texts.is_empty() {
+            reader.mistake(key, "means nothing without tunnel.external: vm or second-nic");
         }
     }
-    if way == "vm" && cluster_cidrs.is_empty() {
+    if way.is_some() && cluster_cidrs.is_empty() {
         reader.mistake(
             "tunnel.cluster-cidrs",
             "pods would reach nothing of the cluster; name the networks of its pods, services and nodes",
         );
     }
-    (way == "vm").then_some(External { cluster_cidrs, allow })
+    way.map(|way| External { way, cluster_cidrs, allow })
 }
 
 fn port_range(text: &str) -> Option<(u16, u16)> {
@@ -485,8 +497,14 @@ mod tests {
         let config = load(&["--tunnel.external=vm", "--tunnel.cluster-cidrs=10.244.0.0/16,10.96.0.0/12"]);
         assert_eq!(config.unwrap().tunnel.external.unwrap().cluster_cidrs, ["10.244.0.0/16", "10.96.0.0/12"]);
         assert_eq!(load(&[]).unwrap().tunnel.external, None);
+        let config = load(&["--tunnel.external=second-nic", "--tunnel.cluster-cidrs=10.0.0.0/8"]).unwrap();
+        assert!(config.wants_second_nic() && config.sandbox_settings().second_nic);
+        assert!(
+            !load(&["--tunnel.external=vm", "--tunnel.cluster-cidrs=10.0.0.0/8"]).unwrap().wants_second_nic()
+        );
         for (args, named) in [
             (&["--tunnel.external=vm"][..], "tunnel.cluster-cidrs"),
+            (&["--tunnel.external=second-nic"], "tunnel.cluster-cidrs"),
             (&["--tunnel.external=vm", "--tunnel.cluster-cidrs=10.244.0.1"], "10.244.0.1"),
             (&["--tunnel.external-allow=169.254.169.254/32"], "tunnel.external-allow"),
             (&["--tunnel.external=internet"], "tunnel.external"),

@@ -77,6 +77,8 @@ pub struct Settings {
     pub vm_gone_grace: Duration,
     /// Live sandboxes at once.
     pub max_sandboxes: usize,
+    /// Ask for VMs with a second network card.
+    pub second_nic: bool,
 }
 
 /// `sun_path` holds this many bytes, the closing NUL among them.

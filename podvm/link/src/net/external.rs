@@ -12,8 +12,14 @@
 //! Neither end of the pair has an address, so none can collide with the cluster's, and nothing in the VM can be spoken
 //! to through it. The wall stands in the VM's namespace: a pod that may change its own network cannot take it down.
 //!
-//! [`read`] and [`split`] are pure. [`apply`] and [`undo`] may be repeated, and touch the pair, the wall, and the
-//! forwarding switches of the VM's namespace; they must be called from a thread in it.
+//! Where the VM has a second network card for it (way "second-nic"), the pod leaves by that one alone (`card`): what
+//! comes through the door has a routing table of its own (`detour`), and the wall lets nothing out by the first card. The
+//! card stays in the VM's namespace. In `podns` it would be a wire to the cloud's network that every container with
+//! CAP_NET_ADMIN could use as it likes, metadata service included (clouds answer it on every card), and what gives the
+//! card its address in the VM would lose it.
+//!
+//! [`read`] and [`split`] are pure. [`apply`] and [`undo`] may be repeated, and touch the pair, the wall, the detour and
+//! the forwarding switches of the VM's namespace; they must be called from a thread in it.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -22,6 +28,8 @@ use peerpod_proto::guest::{NetworkPlan, Route};
 use super::Error;
 use super::nft::wall::Prefix;
 
+mod card;
+mod detour;
 mod pair;
 
 pub use pair::{Applied, apply, leaves, undo};
@@ -44,9 +52,11 @@ const CLOUDS_OWN: [Prefix; 5] = [
 /// What the node wants of the external network.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct External {
+    /// By a card of its own, and by no other: one that does not lead to the node.
+    pub second: bool,
     /// Stays in the tunnel: pods, services, nodes.
     pub cluster: Vec<Prefix>,
-    /// Stays in the tunnel as well: the node's own addresses.
+    /// Stays in the tunnel as well: the node's own addresses, the one towards the VM first.
     pub nodes: Vec<IpAddr>,
     /// Reached although it is link-local or the VM's own network.
     pub allow: Vec<Prefix>,
@@ -57,6 +67,15 @@ pub struct External {
 }
 
 impl External {
+    /// Why a family cannot leave, in words.
+    pub fn lacks(&self) -> &'static str {
+        if self.second {
+            "the VM has no second network card that is up and has an address and a gateway for it"
+        } else {
+            "the VM has no default route for it"
+        }
+    }
+
     /// What the pod never reaches by the VM's own network, whose networks are `uplinks`.
     pub fn denied(&self, uplinks: impl IntoIterator<Item = Prefix>) -> Vec<Prefix> {
         let whole = |address: &IpAddr| (*address, super::link::bits(*address));
@@ -76,11 +95,12 @@ impl External {
 /// [`Error::Plan`] with the thing named.
 pub fn read(plan: &NetworkPlan) -> Result<Option<External>, Error> {
     let Some(wire) = plan.external.as_ref() else { return Ok(None) };
-    match wire.way.as_str() {
+    let second = match wire.way.as_str() {
         "" | "tunnel" => return Ok(None),
-        "vm" => {}
+        "vm" => false,
+        "second-nic" => true,
         other => return Err(Error::Plan(format!("external network by {other:?} is unknown to this guest"))),
-    }
+    };
     let prefixes = |what: &str, texts: &[String]| {
         if texts.len() > MOST {
             return Err(Error::Plan(format!("{} {what}; at most {MOST} are taken", texts.len())));
@@ -115,6 +135,7 @@ pub fn read(plan: &NetworkPlan) -> Result<Option<External>, Error> {
     inside.sort_unstable();
     inside.dedup();
     Ok(Some(External {
+        second,
         cluster: prefixes("cluster CIDRs", &wire.cluster_cidrs)?,
         nodes: nodes.into_iter().map(|(address, _)| address).collect(),
         allow: prefixes("allowed prefixes", &wire.allow)?,
@@ -298,6 +319,10 @@ mod tests {
         let mut plan = plan();
         plan.external.as_mut().unwrap().way = "tunnel".into();
         assert_eq!(read(&plan).unwrap(), None);
+        for (way, second) in [("vm", false), ("second-nic", true)] {
+            plan.external.as_mut().unwrap().way = way.into();
+            assert_eq!(read(&plan).unwrap().unwrap().second, second);
+        }
         plan.external = None.into();
         assert_eq!(read(&plan).unwrap(), None);
         type Change = fn(&mut wire::External);

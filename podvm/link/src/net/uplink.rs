@@ -22,6 +22,7 @@ const MAX_ROUTES: usize = 4096;
 /// Devices that are ours are no uplink.
 const OURS: &str = "pp-";
 const SCOPE_LINK: u8 = 253;
+const MAIN: u32 = RouteHeader::RT_TABLE_MAIN as u32;
 
 /// One device of the VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -65,7 +66,7 @@ pub fn look(client: &mut Client) -> Result<Vec<Uplink>, Error> {
             uplink.addresses.push((address, prefix));
         }
     }
-    let mut hops = hops(client)?;
+    let mut hops = hops(client, false)?;
     hops.sort_unstable_by_key(|hop| (hop.v6, hop.metric));
     for hop in hops {
         let Some(uplink) = uplinks.iter_mut().find(|uplink| uplink.index == hop.index) else { continue };
@@ -83,6 +84,24 @@ pub fn look(client: &mut Client) -> Result<Vec<Uplink>, Error> {
     }
     uplinks.sort_unstable_by_key(|uplink| uplink.index);
     Ok(uplinks)
+}
+
+/// The gateways of default routes through the device of this index in any table but `without`, those of the main table
+/// first: clouds' own tools give each further card a table of its own.
+///
+/// # Errors
+/// [`Error::Kernel`].
+pub(super) fn gateways(client: &mut Client, index: u32, without: u32) -> Result<Vec<IpAddr>, Error> {
+    let mut all = hops(client, true)?;
+    all.retain(|hop| hop.is_default() && hop.index == index && hop.table != without);
+    all.sort_unstable_by_key(|hop| (hop.table != MAIN, hop.table, hop.metric));
+    let mut gateways = Vec::new();
+    for gateway in all.into_iter().filter_map(|hop| hop.gateway) {
+        if !gateways.contains(&gateway) {
+            gateways.push(gateway);
+        }
+    }
+    Ok(gateways)
 }
 
 /// The name of the device that leads to `peer`.
@@ -176,6 +195,7 @@ fn addresses(client: &mut Client) -> Result<Vec<(u32, IpAddr, u8)>, Error> {
 #[derive(Clone, Debug)]
 struct Hop {
     v6: bool,
+    table: u32,
     destination: Option<(IpAddr, u8)>,
     metric: u32,
     index: u32,
@@ -198,16 +218,19 @@ impl Hop {
     }
 }
 
-fn hops(client: &mut Client) -> Result<Vec<Hop>, Error> {
+/// Of the main table, or of every one.
+fn hops(client: &mut Client, everywhere: bool) -> Result<Vec<Hop>, Error> {
     let mut all = Vec::new();
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
         let mut message = RouteMessage::default();
         message.header.address_family = family;
-        message.header.table = RouteHeader::RT_TABLE_MAIN;
-        message.attributes.push(RouteAttribute::Table(u32::from(RouteHeader::RT_TABLE_MAIN)));
+        if !everywhere {
+            message.header.table = RouteHeader::RT_TABLE_MAIN;
+            message.attributes.push(RouteAttribute::Table(MAIN));
+        }
         let found = client.dump(&RouteNetlinkMessage::GetRoute(message), MAX_ROUTES, |answer| match answer {
             RouteNetlinkMessage::NewRoute(route) if route.header.address_family == family => {
-                Some(read_hops(&route))
+                Some(read_hops(&route)).filter(|hops| everywhere || hops.iter().all(|hop| hop.table == MAIN))
             }
             _ => None,
         });
@@ -223,12 +246,13 @@ fn hops(client: &mut Client) -> Result<Vec<Hop>, Error> {
 
 fn read_hops(route: &RouteMessage) -> Vec<Hop> {
     let header = &route.header;
-    if header.kind != RouteType::Unicast || header.table != RouteHeader::RT_TABLE_MAIN {
+    if header.kind != RouteType::Unicast {
         return Vec::new();
     }
     let v6 = header.address_family == AddressFamily::Inet6;
     let bits = header.destination_prefix_length;
-    let mut hop = Hop { v6, destination: None, metric: 0, index: 0, gateway: None };
+    let table = u32::from(header.table);
+    let mut hop = Hop { v6, table, destination: None, metric: 0, index: 0, gateway: None };
     let mut several = Vec::new();
     for attribute in &route.attributes {
         match attribute {
@@ -237,6 +261,7 @@ fn read_hops(route: &RouteMessage) -> Vec<Hop> {
                 hop.destination = Some(((*a).into(), bits));
             }
             RouteAttribute::Oif(oif) => hop.index = *oif,
+            RouteAttribute::Table(number) => hop.table = *number,
             RouteAttribute::Priority(priority) => hop.metric = *priority,
             RouteAttribute::MultiPath(hops) => several.clone_from(hops),
             other => hop.gateway = gateway(other).or(hop.gateway),

@@ -321,6 +321,7 @@ impl Sandboxes {
             size: wanted.size,
             instance_type: wanted.instance_type,
             image: wanted.image,
+            second_nic: settings.second_nic,
             labels,
             ..CreateRequest::default()
         };

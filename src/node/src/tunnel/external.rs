@@ -13,10 +13,32 @@ use super::backend::lock;
 /// A node has a handful of addresses; more are not told.
 const MOST_ADDRESSES: usize = 32;
 
+/// How the pods' default routes leave where they do not take the tunnel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Way {
+    /// By the VM's own network: whatever its default routes lead through.
+    #[default]
+    Vm,
+    /// By a second network card of the VM, which the provider must be asked for.
+    SecondNic,
+}
+
+impl Way {
+    /// As the guest reads it; one that does not know a way refuses the plan.
+    fn name(self) -> &'static str {
+        match self {
+            Way::Vm => "vm",
+            Way::SecondNic => "second-nic",
+        }
+    }
+}
+
 /// The pods' default routes leave by their VMs' own network instead of the tunnel. NetworkPolicy does not see that
 /// traffic: it never comes by the node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct External {
+    /// By which of the VM's cards.
+    pub way: Way,
     /// Prefixes that stay in the tunnel besides the pod's own routes: pods, services, nodes.
     pub cluster_cidrs: Vec<String>,
     /// Prefixes that pods may reach although they are link-local (metadata) or the VM's own network.
@@ -27,7 +49,7 @@ impl External {
     /// For a plan; `node` is the node's address towards the VM.
     pub(super) fn write(&self, node: IpAddr, own: &[IpAddr]) -> guest::External {
         let mut wire = guest::External::new();
-        wire.way = "vm".to_owned();
+        wire.way = self.way.name().to_owned();
         wire.cluster_cidrs.clone_from(&self.cluster_cidrs);
         wire.allow.clone_from(&self.allow);
         let others = own.iter().filter(|address| **address != node);
@@ -127,10 +149,12 @@ mod tests {
     #[test]
     fn the_address_towards_the_vm_is_told_first_and_once() {
         let ip = |text: &str| text.parse::<IpAddr>().unwrap();
-        let external = External { cluster_cidrs: vec!["10.0.0.0/8".into()], allow: Vec::new() };
+        let external = External { cluster_cidrs: vec!["10.0.0.0/8".into()], ..External::default() };
         let wire = external.write(ip("10.9.0.1"), &[ip("10.1.0.1"), ip("10.9.0.1"), ip("fd00::1")]);
         assert_eq!(wire.node_addresses, ["10.9.0.1", "10.1.0.1", "fd00::1"]);
         assert_eq!((wire.way.as_str(), wire.cluster_cidrs), ("vm", vec!["10.0.0.0/8".to_owned()]));
+        let external = External { way: Way::SecondNic, ..external };
+        assert_eq!(external.write(ip("10.9.0.1"), &[]).way, "second-nic");
     }
 
     #[test]

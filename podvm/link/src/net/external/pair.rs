@@ -19,7 +19,7 @@ use netlink_packet_route::route::{
 };
 use nix::errno::Errno;
 
-use super::External;
+use super::{External, card, detour};
 use crate::net::link::{self, bits, family};
 use crate::net::netlink::{self, Client};
 use crate::net::netns::Netns;
@@ -56,13 +56,13 @@ pub struct Applied {
 /// # Errors
 /// [`Error::Kernel`].
 pub fn leaves(external: &External) -> Result<(bool, bool), Error> {
-    let uplinks = uplink::look(&mut Client::route().map_err(socket)?)?;
-    Ok((leaves_by(external, &uplinks, false), leaves_by(external, &uplinks, true)))
+    let (_, out) = card::look(&mut Client::route().map_err(socket)?, external)?;
+    Ok((leaves_by(external, &out, false), leaves_by(external, &out, true)))
 }
 
-fn leaves_by(external: &External, uplinks: &[Uplink], v6: bool) -> bool {
+fn leaves_by(external: &External, out: &[Uplink], v6: bool) -> bool {
     let pod = external.pod.iter().any(|address| address.is_ipv6() == v6);
-    pod && uplinks.iter().any(|uplink| goes_out(uplink, v6))
+    pod && out.iter().any(|uplink| card::goes_out(uplink, v6))
 }
 
 /// Makes the way out as it should be with the VM's network as it is now, the wall first. What is so already stays.
@@ -73,14 +73,12 @@ fn leaves_by(external: &External, uplinks: &[Uplink], v6: bool) -> bool {
 /// What was made stays; [`undo`].
 pub fn apply(external: &External, podns: &Path) -> Result<Applied, Error> {
     let host = &mut Client::route().map_err(socket)?;
-    let uplinks = uplink::look(host)?;
-    let (v4, v6) = (leaves_by(external, &uplinks, false), leaves_by(external, &uplinks, true));
+    let (uplinks, out) = card::look(host, external)?;
+    let (v4, v6) = (leaves_by(external, &out, false), leaves_by(external, &out, true));
     if !v4 && !v6 {
         let peer = external.pod.first().copied().unwrap_or(GATEWAY);
-        let why = "the VM has no default route of the pod's families for its external network".to_owned();
-        return Err(Error::Path { peer, why });
+        return Err(Error::Path { peer, why: external.lacks().to_owned() });
     }
-    let out: Vec<&Uplink> = uplinks.iter().filter(|u| goes_out(u, false) || goes_out(u, true)).collect();
     let names: Vec<String> = out.iter().map(|uplink| uplink.name.clone()).collect();
     let pod: Vec<IpAddr> =
         external.pod.iter().copied().filter(|address| if address.is_ipv6() { v6 } else { v4 }).collect();
@@ -110,7 +108,11 @@ pub fn apply(external: &External, podns: &Path) -> Result<Applied, Error> {
         make(host, inside, &netns, ours)?;
     }
     furnish(host, inside, &pod, mtu)?;
-    forward(v4, v6, &names)?;
+    match out.first().filter(|_| external.second) {
+        Some(card) => detour::make(host, DOOR, card)?,
+        None => detour::remove(host, DOOR)?,
+    }
+    forward(v4, v6, &names, &uplinks)?;
     Ok(Applied { v4, v6, uplinks: names })
 }
 
@@ -123,6 +125,7 @@ pub fn undo() -> Result<(), Error> {
     let Some(door) = link::by_name(host, DOOR).map_err(Error::kernel(format!("look for {DOOR}")))? else {
         return raze(); // of a raise before a crash
     };
+    let detour = detour::remove(host, DOOR);
     let switched = door.alias.as_deref().and_then(|alias| alias.strip_prefix(ALIAS)).unwrap_or_default();
     let removed = vxlan::remove(host, door.index);
     let mut off = Ok(());
@@ -134,7 +137,7 @@ pub fn undo() -> Result<(), Error> {
     if switched.contains('6') {
         off = off.and(switch("ipv6/conf/all/forwarding", "0"));
     }
-    removed.and(off).and(raze())
+    detour.and(removed).and(off).and(raze())
 }
 
 fn raze() -> Result<(), Error> {
@@ -146,12 +149,6 @@ fn raze() -> Result<(), Error> {
 
 fn socket(source: io::Error) -> Error {
     Error::kernel("open a netlink socket")(netlink::Error::Socket(source))
-}
-
-/// Whether the VM itself could send packets of this family out by it.
-pub(super) fn goes_out(uplink: &Uplink, v6: bool) -> bool {
-    let routed = uplink.gateways.iter().any(|gateway| gateway.is_ipv6() == v6);
-    uplink.up && uplink.is_default && routed && uplink.has(v6)
 }
 
 fn is_there(inside: &mut Client) -> Result<bool, Error> {
@@ -286,16 +283,16 @@ fn default_route(index: u32, gateway: IpAddr, source: IpAddr) -> RouteNetlinkMes
     RouteNetlinkMessage::NewRoute(message)
 }
 
-/// Switches forwarding on: IPv4 for the pair and the uplinks alone, IPv6 for all (it has no other switch; the wall
-/// stops what is not the pod's). A host that forwards takes no router advertisements unless it is told to.
-fn forward(v4: bool, v6: bool, uplinks: &[String]) -> Result<(), Error> {
+/// Switches forwarding on: IPv4 for the pair and the ways `out` alone, IPv6 for all (it has no other switch; the wall
+/// stops what is not the pod's). A host that forwards takes no router advertisements unless it is told to, by card.
+fn forward(v4: bool, v6: bool, out: &[String], uplinks: &[Uplink]) -> Result<(), Error> {
     if v4 {
-        for name in uplinks.iter().map(String::as_str).chain([DOOR]) {
+        for name in out.iter().map(String::as_str).chain([DOOR]) {
             switch(&format!("ipv4/conf/{name}/forwarding"), "1")?;
         }
     }
     if v6 {
-        for name in uplinks {
+        for Uplink { name, .. } in uplinks {
             let accepts = format!("ipv6/conf/{name}/accept_ra");
             if fs::read_to_string(sysctl(&accepts)).is_ok_and(|value| value.trim() == "1") {
                 switch(&accepts, "2")?;

@@ -37,6 +37,7 @@ pub(super) fn settings() -> Settings {
         netns_gone_grace: Duration::from_secs(30),
         vm_gone_grace: Duration::from_secs(24),
         max_sandboxes: 1000,
+        second_nic: false,
     }
 }
 
