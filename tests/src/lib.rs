@@ -1,6 +1,8 @@
 //! Drives the real binaries from outside. This library holds what the tests in `tests/` have in common: a sandbox that
 //! runs, and what is asked of it again and again.
 
+pub mod vm;
+
 use std::{
     path::PathBuf,
     sync::atomic::{AtomicU32, Ordering},

@@ -12,7 +12,7 @@ use std::{
 };
 
 use peerpod_link::net::netns::Netns;
-use peerpod_tests::{PATIENCE, Sandbox};
+use peerpod_tests::{PATIENCE, Sandbox, vm};
 use peerpod_world::{Daemons, Settings, Sight, World, eventually, ip, picture::Picture};
 
 /// A machine outside of the cluster, behind the cloud's gateway (which is the node here). It knows the way back to VMs
@@ -63,12 +63,32 @@ async fn seen_as(sandbox: &Sandbox, at: SocketAddr) -> Option<IpAddr> {
     String::from_utf8_lossy(&output.stdout).trim().parse().ok()
 }
 
-fn of_the_cloud(address: Option<IpAddr>) -> bool {
+/// Which of the cloud's networks an address is of: 99 where VMs have their first card, 98 where they have the second.
+fn network_of(address: IpAddr) -> Option<u16> {
     match address {
-        Some(IpAddr::V4(v4)) => v4.octets()[..2] == [10, 99],
-        Some(IpAddr::V6(v6)) => v6.segments()[0] == 0xfd99,
-        None => false,
+        IpAddr::V4(v4) => (v4.octets()[0] == 10 && v4.octets()[1] > 90).then(|| v4.octets()[1].into()),
+        IpAddr::V6(v6) => match v6.segments()[0] {
+            0xfd99 => Some(99),
+            0xfd98 => Some(98),
+            _ => None,
+        },
     }
+}
+
+/// A machine on one of the cloud's networks, beside the VMs there.
+fn beside(world: &World, bridge: &str, number: u16) -> Netns {
+    let machine = world.namespace(&format!("beside{number}")).unwrap();
+    let name = machine.name();
+    world
+        .node()
+        .ip(&format!("link add beside{number} type veth peer name eth0 netns {name}\nlink set beside{number} master {bridge} up\n"))
+        .unwrap();
+    machine
+        .ip(&format!(
+            "addr add 10.{number}.254.254/16 dev eth0\naddr add fd{number}::fe:fe/64 dev eth0 nodad\nlink set eth0 up\n"
+        ))
+        .unwrap();
+    machine.netns().clone()
 }
 
 /// The same of a program beside the pod: in the VM itself, say.
@@ -117,16 +137,12 @@ async fn a_pod_may_leave_by_its_vm_while_the_rest_is_encrypted() {
 async fn leaves_by_its_vm(kind: &str) {
     let world = World::new().unwrap();
     let internet = internet(&world);
-    let settings = Settings::none()
-        .set("tunnel.kind", kind)
-        .set("tunnel.external", "vm")
-        .set("tunnel.cluster-cidrs", vec!["10.244.0.0/16", "fd10:244::/32"]);
-    let daemons = Daemons::start(&world, settings).await.unwrap();
+    let daemons = Daemons::start(&world, by("vm").set("tunnel.kind", kind)).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "out").await.unwrap();
     let other = world.pod().unwrap();
     for address in ["203.0.113.2", "2001:db8::2"] {
         let seen = seen_as(&sandbox, mirror(&internet, address.parse().unwrap())).await;
-        assert!(of_the_cloud(seen), "{address} saw {seen:?}");
+        assert_eq!(seen.and_then(network_of), Some(99), "{address} saw {seen:?}");
     }
     let inside = [(other.v4(), sandbox.pod.v4()), (other.v6(), sandbox.pod.v6())];
     for (address, pod) in inside {
@@ -156,6 +172,126 @@ async fn leaves_by_its_vm(kind: &str) {
     sandbox.stop(&daemons).await.unwrap();
 }
 
+/// Cluster networks that stay in the tunnel.
+fn by(way: &str) -> Settings {
+    Settings::none()
+        .set("tunnel.external", way)
+        .set("tunnel.cluster-cidrs", vec!["10.244.0.0/16", "fd10:244::/32"])
+}
+
+fn answers(from: &Netns, at: SocketAddr) -> bool {
+    from.run(|| TcpStream::connect_timeout(&at, Duration::from_secs(3)).is_ok()).unwrap()
+}
+
+/// Both sides drop what comes by another card than they would answer by: a packet that took the wrong one is not hidden.
+fn strict(netns: &Netns) {
+    netns.run(|| std::fs::write("/proc/sys/net/ipv4/conf/all/rp_filter", "1").unwrap()).unwrap();
+}
+
+#[tokio::test]
+async fn a_pod_leaves_by_the_second_card_of_its_vm_alone() {
+    let world = World::new().unwrap();
+    let internet = internet(&world);
+    strict(world.node().netns());
+    let daemons = Daemons::start(&world, by("second-nic")).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "second").await.unwrap();
+    let other = world.pod().unwrap();
+    let vm = vm::network(&world, &daemons).unwrap();
+    strict(&vm);
+    for address in ["203.0.113.2", "2001:db8::2"] {
+        let at = mirror(&internet, address.parse().unwrap());
+        let seen = seen_as(&sandbox, at).await;
+        assert_eq!(seen.and_then(network_of), Some(98), "{address} saw {seen:?}\n{}", vm::consoles(&daemons));
+    }
+    for (address, pod) in [(other.v4(), sandbox.pod.v4()), (other.v6(), sandbox.pod.v6())] {
+        let seen = seen_as(&sandbox, mirror(other.namespace().netns(), address)).await;
+        assert_eq!(seen, Some(pod), "the cluster is reached by the node, as ever");
+    }
+    // What the VM reaches by either of its cards and the pod by none: the cloud's own services, and its machines.
+    world.node().ip("addr add 169.254.169.254/32 dev lo\n").unwrap();
+    let mut closed = vec![mirror(world.node().netns(), "169.254.169.254".parse().unwrap())];
+    for (bridge, number) in [("pplocal0", 99), ("pplocal1", 98)] {
+        let machine = beside(&world, bridge, number);
+        for address in [format!("10.{number}.254.254"), format!("fd{number}::fe:fe")] {
+            closed.push(mirror(&machine, address.parse().unwrap()));
+        }
+    }
+    for at in closed {
+        assert!(answers(&vm, at), "the VM itself reaches {at}");
+        assert_eq!(seen_as(&sandbox, at).await, None, "{at}");
+    }
+    sandbox.stop(&daemons).await.unwrap();
+    let links = world.node().ip("link show\n").unwrap();
+    assert!(!links.contains("pplocal") && !links.contains("ppm"), "{links}");
+}
+
+#[tokio::test]
+async fn a_pod_whose_second_card_is_away_never_leaves_by_the_first() {
+    let world = World::new().unwrap();
+    let internet = internet(&world);
+    let daemons = Daemons::start(&world, by("second-nic")).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "away").await.unwrap();
+    let vm = vm::network(&world, &daemons).unwrap();
+    let v6 = vm::v6_of(&vm, "eth1").unwrap();
+    for (address, pod) in [("203.0.113.2", sandbox.pod.v4()), ("2001:db8::2", sandbox.pod.v6())] {
+        let at = mirror(&internet, address.parse().unwrap());
+        let until = async |what: &str, is: &dyn Fn(IpAddr) -> bool| {
+            let waited = eventually(what, PATIENCE, async || {
+                let seen = seen_as(&sandbox, at).await?;
+                assert_ne!(network_of(seen), Some(99), "{address} saw {seen}");
+                is(seen).then_some(())
+            });
+            waited.await.unwrap_or_else(|error| panic!("{error}\n{}", vm::consoles(&daemons)));
+        };
+        until("by the second card", &|seen| network_of(seen) == Some(98)).await;
+        vm::run(&vm, "ip link set eth1 down").unwrap();
+        until("by the node, as without it", &|seen| seen == pod).await;
+        for line in [
+            "link set eth1 up",
+            "route replace default via 10.98.0.1 dev eth1 metric 4000",
+            &format!("addr replace {v6} dev eth1 nodad"),
+            "-6 route replace default via fd98::1 dev eth1 metric 4000",
+        ] {
+            vm::run(&vm, &format!("ip {line}")).unwrap();
+        }
+        until("by the second card again", &|seen| network_of(seen) == Some(98)).await;
+    }
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test]
+async fn the_way_out_follows_the_cards_new_address() {
+    let world = World::new().unwrap();
+    let internet = internet(&world);
+    let at = mirror(&internet, "203.0.113.2".parse().unwrap());
+    let daemons = Daemons::start(&world, by("vm")).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "renamed").await.unwrap();
+    assert_eq!(seen_as(&sandbox, at).await.and_then(network_of), Some(99));
+    let vm = vm::network(&world, &daemons).unwrap();
+    for line in [
+        "addr flush dev eth0 scope global",
+        "addr add 10.99.77.7/16 dev eth0",
+        "route replace default via 10.99.0.1 dev eth0",
+    ] {
+        vm::run(&vm, &format!("ip -4 {line}")).unwrap();
+    }
+    let new: IpAddr = "10.99.77.7".parse().unwrap();
+    let followed = eventually("the pod leaves as the VM is now", PATIENCE, async || {
+        (seen_as(&sandbox, at).await? == new).then_some(())
+    });
+    followed
+        .await
+        .unwrap_or_else(|error| panic!("{error}\n{}\n{}", daemons.log_tails(), vm::consoles(&daemons)));
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_node_whose_provider_has_no_second_cards_says_so_at_its_start() {
+    let world = World::new().unwrap();
+    let error = Daemons::start(&world, by("second-nic").set("provider.kind", "drill")).await.err().unwrap();
+    assert!(format!("{error:#}").contains("gives VMs no second network card"), "{error:#}");
+}
+
 #[tokio::test]
 async fn without_it_a_pod_leaves_by_the_node_under_its_own_address() {
     let world = World::new().unwrap();
@@ -169,31 +305,16 @@ async fn without_it_a_pod_leaves_by_the_node_under_its_own_address() {
     sandbox.stop(&daemons).await.unwrap();
 }
 
-/// What the VMs of this world said on their consoles.
-fn consoles(folder: &Path) -> String {
-    let mut all = String::new();
-    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
-        let path = entry.path();
-        if path.is_dir() {
-            all += &consoles(&path);
-        } else if entry.file_name().to_string_lossy().starts_with("console") {
-            all += &String::from_utf8_lossy(&std::fs::read(&path).unwrap_or_default());
-        }
-    }
-    all
-}
-
 #[tokio::test]
 async fn the_guest_tries_the_path_to_its_node_while_the_pod_starts() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "path").await.unwrap();
-    let state = daemons.state_dir().join("local");
     eventually("the relay answered the guest's probes", PATIENCE, async || {
-        let said = consoles(&state);
+        let said = vm::consoles(&daemons);
         (said.contains("the path to the node") && said.contains("probed=1500")).then_some(())
     })
     .await
-    .unwrap_or_else(|error| panic!("{error}: {}", consoles(&state)));
+    .unwrap_or_else(|error| panic!("{error}: {}", vm::consoles(&daemons)));
     sandbox.stop(&daemons).await.unwrap();
 }

@@ -17,6 +17,8 @@ use peerpod_world::{
     traffic::{self, ECHO_PORT, Echo},
 };
 
+/// What a VXLAN packet over IPv6 has more around it than one over IPv4.
+const MORE_OF_V6: u64 = 20;
 /// What WireGuard and VXLAN inside it leave of the cloud network's 1500 bytes by the node's IPv6 address, which is as
 /// good as the other one.
 const ENCRYPTED_ROOM: u64 = 1370;
@@ -33,6 +35,11 @@ struct Way {
 
 fn plain() -> Way {
     Way { settings: Settings::none(), room: ROOM, is_encrypted: false }
+}
+
+/// A cloud whose packets are of this size.
+fn over(mtu: u64) -> Way {
+    Way { settings: Settings::none().set("provider.local.mtu", mtu), room: mtu - 50, ..plain() }
 }
 
 fn encrypted() -> Way {
@@ -181,6 +188,23 @@ replays! {
     a_pod_of_azure_is_the_same_in_its_vm: "azure",
     a_pod_of_gke_is_the_same_in_its_vm: "gke",
     a_pod_with_everything_at_once_is_the_same_in_its_vm: "everything",
+}
+
+/// The kernel's VXLAN is not cut into fragments over IPv6, so the CNI's MTU must leave room for it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pod_is_the_same_in_a_vm_that_is_reached_over_ipv6_alone() {
+    let settings = Settings::none().set("provider.local.ipv4", false);
+    replay_with("calico-vxlan", Way { settings, room: ROOM - MORE_OF_V6, ..plain() }, |_| {}).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn jumbo_frames_are_used_whole_where_the_cloud_has_them() {
+    replay_with("aws", over(9001), |_| {}).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cloud_with_smaller_packets_than_ethernets_gets_smaller_ones() {
+    replay_with("gke", over(1460), |_| {}).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -2,12 +2,12 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
-use peerpod_link::net::netns::Netns;
-use std::net::SocketAddr;
+use std::{net::SocketAddr, time::Duration};
 
-use peerpod_tests::{PATIENCE, Sandbox, fresh_id, sample};
+use peerpod_link::net::netns::Netns;
+use peerpod_tests::{PATIENCE, Sandbox, fresh_id, sample, vm};
 use peerpod_world::{
-    Daemons, Pod, Settings, Sight, World, eventually,
+    Daemons, Pod, Settings, World, eventually,
     ping::ping,
     traffic::{self, ECHO_PORT, Echo},
 };
@@ -37,16 +37,8 @@ async fn reaches(from: &Pod, to: &Pod) {
     }
 }
 
-/// The network namespace of the VM itself, where its uplink is.
-fn vm_netns(world: &World, sandbox: &Sandbox, daemons: &Daemons) -> Netns {
-    let sight = Sight::of(world, &[sandbox.pod.namespace()], daemons).unwrap();
-    let guest = *sight.pids("peerpod-guest").first().unwrap();
-    Netns::open(format!("/proc/{guest}/ns/net")).unwrap()
-}
-
 fn ip_in(netns: &Netns, arguments: &str) {
-    let run = || std::process::Command::new("ip").args(arguments.split_whitespace()).status();
-    assert!(netns.run(run).unwrap().unwrap().success(), "ip {arguments}");
+    vm::run(netns, &format!("ip {arguments}")).unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -99,31 +91,20 @@ async fn a_redirect_that_somebody_took_away_is_put_back() {
     sandbox.stop(&daemons).await.unwrap();
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_vm_that_moves_to_another_address_takes_its_tunnel_along() {
-    moves("vxlan").await;
-}
+const MOVE: [&str; 2] = ["addr flush dev eth0", "addr add 10.99.77.7/16 dev eth0"];
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_vm_that_moves_to_another_address_takes_its_encrypted_tunnel_along() {
-    let metrics = moves("wireguard").await;
-    assert!(sample(&metrics, "peerpod_relay_wireguard_roams_total").unwrap() >= 1.0);
-    assert!(sample(&metrics, "peerpod_relay_wireguard_packets_to_guest_total").unwrap() > 0.0);
-}
-
-/// What the relay counted in the end.
-async fn moves(kind: &str) -> String {
+/// All that a VM's card loses by moving to another address: with one left the link would go on by that. What the relay
+/// counted in the end.
+async fn a_vm_moves(settings: Settings, lines: &[&str], to: &str) -> String {
     let world = World::new().unwrap();
-    let daemons = Daemons::start(&world, Settings::none().set("tunnel.kind", kind)).await.unwrap();
+    let daemons = Daemons::start(&world, settings).await.unwrap();
     let other = world.pod().unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "moving").await.unwrap();
-    let vm = vm_netns(&world, &sandbox, &daemons);
-    // IPv4 alone: with another address left the link would go on by that.
-    ip_in(&vm, "addr flush dev eth0");
-    ip_in(&vm, "addr add 10.99.77.7/16 dev eth0");
+    let vm = vm::network(&world, &daemons).unwrap();
+    lines.iter().for_each(|line| ip_in(&vm, line));
     let moved = eventually("the node knows the new address", PATIENCE, async || {
         let entry = daemons.ledger().ok()?.into_iter().find(|entry| entry.id == sandbox.id)?;
-        entry.record.to_string().contains("10.99.77.7").then_some(())
+        entry.record.to_string().contains(to).then_some(())
     });
     if let Err(error) = moved.await {
         panic!("{error}\n{}", daemons.log_tails());
@@ -133,6 +114,69 @@ async fn moves(kind: &str) -> String {
     let metrics = daemons.metrics("relay").unwrap();
     sandbox.stop(&daemons).await.unwrap();
     metrics
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_that_moves_to_another_address_takes_its_tunnel_along() {
+    a_vm_moves(Settings::none(), &MOVE, "10.99.77.7").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_that_moves_to_another_address_takes_its_encrypted_tunnel_along() {
+    let metrics = a_vm_moves(Settings::none().set("tunnel.kind", "wireguard"), &MOVE, "10.99.77.7").await;
+    assert!(sample(&metrics, "peerpod_relay_wireguard_roams_total").unwrap() >= 1.0);
+    assert!(sample(&metrics, "peerpod_relay_wireguard_packets_to_guest_total").unwrap() > 0.0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_of_an_ipv6_cloud_that_moves_to_another_address_takes_its_tunnel_along() {
+    let lines = ["-6 addr flush dev eth0 scope global", "addr add fd99::77:7/64 dev eth0 nodad"];
+    a_vm_moves(Settings::none().set("provider.local.ipv4", false), &lines, "fd99::77:7").await;
+}
+
+/// As a driver does that resets its card: the kernel takes all routes and the IPv6 addresses away, and what gave them
+/// (DHCP, router advertisements) gives them again.
+async fn a_vms_card_is_reset(settings: Settings) {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, settings).await.unwrap();
+    let other = world.pod().unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "reset").await.unwrap();
+    let vm = vm::network(&world, &daemons).unwrap();
+    let address = vm::v6_of(&vm, "eth0").unwrap();
+    let gateway = vm::run(&vm, "ip route show default").unwrap();
+    reaches(&other, &sandbox.pod).await;
+    for round in 0..2 {
+        ip_in(&vm, "link set eth0 down");
+        let (from, to) = (other.namespace().clone(), sandbox.pod.v4());
+        let silent = spawn_blocking(move || ping(&from, to, 56, Duration::from_millis(500))).await.unwrap();
+        assert!(silent.is_err(), "the card is down and there is an answer");
+        ip_in(&vm, "link set eth0 up");
+        if !gateway.is_empty() {
+            ip_in(&vm, &format!("route replace {}", gateway.trim()));
+        }
+        ip_in(&vm, &format!("addr replace {address} dev eth0 nodad"));
+        ip_in(&vm, "-6 route replace default via fd99::1 dev eth0");
+        reaches(&other, &sandbox.pod).await;
+        sandbox
+            .lives()
+            .await
+            .unwrap_or_else(|error| panic!("round {round}: {error:#}\n{}", daemons.log_tails()));
+    }
+    let noticed = eventually("the guest noticed", PATIENCE, async || {
+        vm::consoles(&daemons).contains("the VM's own network changed").then_some(())
+    });
+    noticed.await.unwrap();
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_whose_card_goes_down_and_comes_up_again_keeps_its_pod() {
+    a_vms_card_is_reset(Settings::none()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_of_an_ipv6_cloud_whose_card_goes_down_and_comes_up_again_keeps_its_pod() {
+    a_vms_card_is_reset(Settings::none().set("provider.local.ipv4", false)).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -150,7 +194,7 @@ async fn renumbered(settings: Settings) {
     let daemons = Daemons::start(&world, settings).await.unwrap();
     let other = world.pod().unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "renumbered").await.unwrap();
-    let vm = vm_netns(&world, &sandbox, &daemons);
+    let vm = vm::network(&world, &daemons).unwrap();
     ip_in(&vm, "-6 addr flush dev eth0");
     let bridge = world.node().ip("route get 10.99.0.99\n").unwrap();
     let bridge = bridge.split_whitespace().skip_while(|word| *word != "dev").nth(1).unwrap().to_owned();
@@ -246,7 +290,7 @@ async fn a_path_that_swallows_large_packets_narrows_the_pod_from_its_start() {
         let other = world.pod().unwrap();
         let sandbox = Sandbox::start(&world, &daemons, "narrow").await.unwrap();
         until_mtu(&sandbox, &daemons, 1400 - left).await;
-        let vm = vm_netns(&world, &sandbox, &daemons);
+        let vm = vm::network(&world, &daemons).unwrap();
         without_offloads(&world, &vm, &sandbox, &other).await;
         narrow(&vm, "eth0", 1400);
         transfers(&other, &sandbox).await.unwrap_or_else(|e| panic!("{kind}: {e:#}"));
@@ -262,7 +306,7 @@ async fn a_path_that_narrows_and_widens_while_the_pod_runs_is_followed() {
     let other = world.pod().unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "breathing").await.unwrap();
     until_mtu(&sandbox, &daemons, 1450).await;
-    let vm = vm_netns(&world, &sandbox, &daemons);
+    let vm = vm::network(&world, &daemons).unwrap();
     without_offloads(&world, &vm, &sandbox, &other).await;
     for (path, mtu) in [(1400, 1350), (1380, 1330), (1500, 1450)] {
         narrow(world.node().netns(), "pplocal0", path);
@@ -280,7 +324,7 @@ async fn a_smaller_mtu_of_the_nodes_own_interface_is_followed() {
     let other = world.pod().unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "underlay").await.unwrap();
     until_mtu(&sandbox, &daemons, 1450).await;
-    let vm = vm_netns(&world, &sandbox, &daemons);
+    let vm = vm::network(&world, &daemons).unwrap();
     without_offloads(&world, &vm, &sandbox, &other).await;
     world.node().ip("link set pplocal0 mtu 1400\n").unwrap();
     until_mtu(&sandbox, &daemons, 1350).await;

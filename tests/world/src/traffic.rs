@@ -200,6 +200,19 @@ pub async fn ping_whole(from: &Netns, to: IpAddr, size: u64) -> anyhow::Result<(
     Ok(())
 }
 
+/// Whether the kernel refuses to send a packet of exactly `size` bytes that nobody may fragment, for its size.
+pub async fn is_too_large(from: &Netns, to: IpAddr, size: u64) -> anyhow::Result<bool> {
+    let payload = (size - if to.is_ipv4() { 28 } else { 48 }).to_string();
+    let (from, to) = (from.clone(), to.to_string());
+    let ping = move || {
+        let words = ["-n", "-c", "1", "-W", "2", "-M", "do", "-s", &payload, &to];
+        from.run(|| std::process::Command::new("ping").args(words).output())
+    };
+    let output = spawn_blocking(ping).await???;
+    let said = [output.stdout, output.stderr].concat();
+    Ok(!output.status.success() && String::from_utf8_lossy(&said).contains("too long"))
+}
+
 /// Entries of a namespace's conntrack that name this destination port.
 pub fn tracked(netns: &Netns, port: u16) -> anyhow::Result<usize> {
     let all = netns.run(|| std::fs::read_to_string("/proc/thread-self/net/nf_conntrack"))??;
