@@ -2,7 +2,7 @@
 //! the end of its input.
 
 use std::{
-    io,
+    io::{self, Read},
     os::unix::process::CommandExt,
     path::Path,
     process::{Child, ChildStdin, Command, Stdio},
@@ -13,6 +13,8 @@ use std::{
 /// and the folder. `$1` is what the namespaces' names begin with, `$2` the folder, `$3` the process that made them.
 const SCRIPT: &str = r#"
 trap '' INT TERM HUP QUIT
+echo ready
+exec >/dev/null
 read -r _
 for round in 1 2 3 4 5 6 7 8 9 10; do
     found=
@@ -47,6 +49,9 @@ done < /proc/self/mountinfo
 ) >/dev/null 2>&1 &
 "#;
 
+/// A Ctrl-C in the moment between its birth and its own process group kills it: then another one is started.
+const TRIES: usize = 5;
+
 /// The watcher of one world.
 pub(crate) struct Janitor {
     child: Child,
@@ -54,8 +59,23 @@ pub(crate) struct Janitor {
 }
 
 impl Janitor {
-    /// Starts watching; `prefix` and `folder` must be this world's alone.
+    /// Starts watching; `prefix` and `folder` must be this world's alone. No signal to us or to our group ends it when
+    /// this returns.
     pub(crate) fn start(prefix: &str, folder: &Path) -> io::Result<Janitor> {
+        for _ in 0..TRIES {
+            let mut janitor = Janitor::spawn(prefix, folder)?;
+            let mut word = Vec::new();
+            if let Some(mut output) = janitor.child.stdout.take() {
+                output.read_to_end(&mut word)?;
+            }
+            if word == b"ready\n" {
+                return Ok(janitor);
+            }
+        }
+        Err(io::Error::other("the shell that is to clean up ends at once"))
+    }
+
+    fn spawn(prefix: &str, folder: &Path) -> io::Result<Janitor> {
         let mut child = Command::new("/bin/sh")
             .arg("-c")
             .arg(SCRIPT)
@@ -64,7 +84,7 @@ impl Janitor {
             .arg(folder)
             .arg(std::process::id().to_string())
             .stdin(Stdio::piped())
-            .stdout(Stdio::null())
+            .stdout(Stdio::piped())
             .stderr(Stdio::inherit())
             .current_dir("/")
             .process_group(0) // a Ctrl-C at the terminal is not for it
