@@ -2,6 +2,7 @@
 # Both need root (network namespaces) and install what is missing (scripts/setup says what, before it does).
 
 CARGO ?= cargo
+TARGET := $(or $(CARGO_TARGET_DIR),target)
 BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-provider-local -p peerpod-test-agent
 
 .PHONY: demo test test-long bench lint fuzz setup bins docs
@@ -13,7 +14,7 @@ bins: setup
 	$(CARGO) build --locked $(BINS)
 
 demo: bins
-	target/debug/peerpod demo
+	$(TARGET)/debug/peerpod demo
 
 # The binaries first: the tests under tests/ drive them from outside. In one build with the tests, because a build of
 # some packages has other features than one of all, and would compile tokio, rustls and all of ours a second time.
@@ -29,7 +30,7 @@ test-long: setup
 
 bench: setup
 	$(CARGO) build --locked --release $(BINS) -p peerpod-benches
-	target/release/peerpod-benches
+	$(TARGET)/release/peerpod-benches
 
 lint: setup
 	$(CARGO) fmt --all --check
