@@ -1,5 +1,7 @@
 //! What others than us see of a world: `ip`, `tc`, `nft` and `/proc`. Two sights are compared to say what is left.
 
+mod network;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt, fs,
@@ -14,7 +16,7 @@ use nix::{
     unistd::Pid,
 };
 
-use crate::{Daemons, Namespace, World, command::run};
+use crate::{Daemons, Namespace, World};
 
 /// Folders that a daemon makes when it first needs them, and keeps.
 const FOLDERS: &[&str] = &["run/pods", "state/inbox", "state/relay/sandboxes"];
@@ -45,7 +47,7 @@ impl Sight {
             }
         }
         for namespace in [world.node()].into_iter().chain(namespaces.iter().copied()) {
-            sight.network(namespace)?;
+            sight.lines.extend(network::lines(namespace)?);
         }
         for folder in [daemons.run_dir(), daemons.state_dir()] {
             sight.files(&folder, world.folder());
@@ -107,47 +109,6 @@ impl Sight {
     /// The lines that contain a text.
     pub fn containing(&self, text: &str) -> Vec<&str> {
         self.lines.iter().map(String::as_str).filter(|line| line.contains(text)).collect()
-    }
-
-    fn network(&mut self, namespace: &Namespace) -> anyhow::Result<()> {
-        let name = namespace.name();
-        if !namespace.path().exists() {
-            return Ok(());
-        }
-        for line in run("ip", &["-n", name, "-o", "link", "show"], "")?.lines() {
-            let link = line.split_whitespace().nth(1).unwrap_or_default();
-            let link = link.trim_end_matches(':').split('@').next().unwrap_or_default();
-            self.lines.insert(format!("link {link} in {name}"));
-        }
-        for line in run("ip", &["-n", name, "-o", "addr", "show"], "")?.lines() {
-            let words: Vec<&str> = line.split_whitespace().skip(1).take(3).collect();
-            // A device gets its link-local address when the kernel finds the time.
-            if words.iter().any(|word| word.starts_with("fe80:")) {
-                continue;
-            }
-            self.lines.insert(format!("address {} in {name}", words.join(" ")));
-        }
-        for line in run("tc", &["-n", name, "qdisc", "show"], "")?.lines() {
-            // Every device has the default one; nobody made it.
-            if !line.starts_with("qdisc noqueue") {
-                self.lines.insert(format!("{} in {name}", line.trim()));
-            }
-        }
-        for (device, parent) in [("eth0", "ingress"), ("eth0", "egress")] {
-            // A namespace without that device, or a device without a qdisc to hang filters on, has no filters.
-            let filters =
-                run("tc", &["-n", name, "filter", "show", "dev", device, parent], "").unwrap_or_default();
-            for line in filters.lines() {
-                self.lines.insert(format!("{} at {parent} of {device} in {name}", line.trim()));
-            }
-        }
-        // Without what counters say: that grows.
-        let rules = namespace.run(|| run("nft", &["-s", "list", "ruleset"], ""))?;
-        let rules = rules.context("nft is a witness: apt-get install nftables")?;
-        for line in rules.lines().map(str::trim).filter(|line| line.len() > 1) {
-            self.lines.insert(format!("nft {line} in {name}"));
-        }
-        Ok(())
     }
 
     /// Every file and socket below a folder, except the ledger's records, which are read instead of counted.
