@@ -85,19 +85,40 @@ impl Sandbox {
         Ok(())
     }
 
-    /// StopVM in its second, and everything of it gone.
+    /// StopVM at once, and everything of it gone.
     pub async fn stop(self, daemons: &Daemons) -> anyhow::Result<()> {
-        stop_in_time(&self.shim, &self.id).await?;
+        stop_promptly(&self.shim, &self.id).await?;
         let Sandbox { id, pod: _pod, .. } = self;
         daemons.gone(&id, PATIENCE).await
     }
 }
 
-/// StopVM, answered well inside the shim's second.
+/// What "well under a second" is when the node lives: the relay's own answer for one that does not comes after 400 ms.
+const PROMPT: Duration = Duration::from_millis(300);
+/// And at the worst, on a machine that is busy with other tests, or without a node.
+const IN_TIME: Duration = Duration::from_millis(900);
+
+/// StopVM, answered inside the shim's second.
 pub async fn stop_in_time(shim: &ShimClient, id: &str) -> anyhow::Result<()> {
+    stop_within(IN_TIME, shim, id).await.map(drop)
+}
+
+async fn stop_within(bound: Duration, shim: &ShimClient, id: &str) -> anyhow::Result<Duration> {
     let began = Instant::now();
     shim.stop_vm(id).await?;
-    ensure!(began.elapsed() < Duration::from_millis(900), "StopVM took {:?}", began.elapsed());
+    let took = began.elapsed();
+    ensure!(took < bound, "StopVM took {took:?}, not less than {bound:?}");
+    Ok(took)
+}
+
+/// StopVM three times, as shims do it: each in its second, and not all of them as slow as only a relay alone would be.
+pub async fn stop_promptly(shim: &ShimClient, id: &str) -> anyhow::Result<()> {
+    let mut took = Vec::new();
+    for _ in 0..3 {
+        took.push(stop_within(IN_TIME, shim, id).await?);
+    }
+    took.sort_unstable();
+    ensure!(took[1] < PROMPT, "of three StopVMs the middle one took {:?}: {took:?}", took[1]);
     Ok(())
 }
 

@@ -24,6 +24,10 @@ const TRANSFER: usize = 64 << 20;
 const PAGE_PORT: u16 = 8080;
 /// SYN, ACK, the request and FIN are four packets at least: Ethernet, IP and TCP headers of them, over IPv4 and IPv6.
 const TWO_CONNECTIONS: u64 = 4 * (14 + 20 + 20) + 4 * (14 + 40 + 20);
+/// The shim allows a second, on whatever machine. A node that lives answers before the relay does it in its place (400
+/// ms); of three answers one may be late on a machine that is busy with tests.
+const STOP_AT_WORST: Duration = Duration::from_millis(900);
+const STOP_PROMPTLY: Duration = Duration::from_millis(300);
 const NAMESPACE: &str = "default";
 const POD: &str = "road";
 
@@ -349,13 +353,16 @@ impl Walk {
         let more = self.running.beyond(&self.before, None);
         ensure!(more.len() > 5, "the witnesses see a running pod: {more:?}");
         let shim = self.shim()?;
-        let mut seen = Vec::new();
+        let (mut seen, mut took) = (Vec::new(), Vec::new());
         for _ in 0..3 {
             let began = Instant::now();
             shim.stop_vm(&self.id).await?;
+            took.push(began.elapsed());
             seen.push(format!("{:.1} ms", began.elapsed().as_secs_f64() * 1e3));
-            ensure!(began.elapsed() < Duration::from_millis(900), "StopVM took {:?}", began.elapsed());
         }
+        took.sort_unstable();
+        ensure!(took[2] < STOP_AT_WORST, "StopVM took {:?}", took[2]);
+        ensure!(took[1] < STOP_PROMPTLY, "of three StopVMs the middle one took {:?}", took[1]);
         self.agent = None;
         self.shim = None;
         if let Some(oom) = self.oom.take() {
