@@ -21,7 +21,7 @@ use peerpod_proto::{
 use peerpod_tests::{
     CONTAINER, Dice, PATIENCE, Sandbox, fresh_id, nothing_beyond, resident, sample, stop_in_time,
 };
-use peerpod_world::{Daemons, Settings, Sight, World, binary, eventually};
+use peerpod_world::{Daemons, Pod, Settings, Sight, World, binary, eventually};
 use protobuf::Message;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -59,6 +59,22 @@ async fn response(stream: &mut UnixStream) -> std::io::Result<(u32, ttrpc_frame:
     Ok((id, ttrpc_frame::Response::parse_from_bytes(&payload).unwrap()))
 }
 
+/// Asserts that nothing was begun: neither is anything there at once (what was made and taken back would pass a look
+/// that waits), nor was the provider asked to make a VM.
+fn assert_untouched(world: &World, pod: &Pod, daemons: &Daemons, before: &Sight, case: &str) {
+    let mut more = Sight::of(world, &[pod.namespace()], daemons).unwrap().beyond(before, None);
+    // The test's own file, and processes: those of other tests may have copies of what this one has mounted. That no VM
+    // was begun, the provider's counter says.
+    more.retain(|line| line != "file state/filler" && !line.starts_with("process "));
+    assert!(more.is_empty(), "{case}: {more:?}");
+    let metrics = daemons.metrics("node").unwrap();
+    let made: Vec<&str> = metrics
+        .lines()
+        .filter(|line| line.starts_with("peerpod_provider_calls_total{") && line.contains("\"create\""))
+        .collect();
+    assert!(made.is_empty(), "{case}: {made:?}");
+}
+
 async fn create(shim: &ShimClient, id: &str, netns: &Path) -> Result<PathBuf, Error> {
     shim.create_vm(id, Annotations::new("default", "pod"), netns).await
 }
@@ -89,7 +105,7 @@ async fn an_id_that_is_no_id_is_refused_before_anything_is_made() {
     // Fits the rule, but no socket could have its path.
     let unfit = "x".repeat(128);
     assert_eq!(create(&shim, &unfit, &netns).await.unwrap_err().code(), Some(Code::INVALID_ARGUMENT));
-    nothing_beyond(&world, &[pod.namespace()], &daemons, &before, &before).await.unwrap();
+    assert_untouched(&world, &pod, &daemons, &before, "ids that are none");
     assert_eq!(daemons.ledger().unwrap().iter().filter(|entry| !entry.is_tombstone()).count(), 0);
 }
 
@@ -440,6 +456,7 @@ async fn without_room_for_the_intent_nothing_is_begun() {
     }
     let error = create(&shim, &fresh_id("full"), &pod.namespace().path()).await.unwrap_err();
     assert!(error.answer().contains("space"), "{error}");
+    assert_untouched(&world, &pod, &daemons, &before, "a full state directory");
     fs::remove_file(&filler).unwrap();
 
     // A file system cannot turn read-only under somebody's open file; a mount of the records alone can.
@@ -449,10 +466,14 @@ async fn without_room_for_the_intent_nothing_is_begun() {
     let error = create(&shim, &fresh_id("read-only"), &pod.namespace().path()).await.unwrap_err();
     assert!(error.answer().to_lowercase().contains("read-only"), "{error}");
     mount("umount", &[], &records);
-    nothing_beyond(&world, &[pod.namespace()], &daemons, &before, &before).await.unwrap();
+    assert_untouched(&world, &pod, &daemons, &before, "records that cannot be written");
 
-    // And when there is room again, it works again.
+    // And when there is room again, it works again; the witness sees that.
     let sandbox = Sandbox::start(&world, &daemons, "room").await.unwrap();
+    let metrics = daemons.metrics("node").unwrap();
+    assert!(metrics.contains("operation=\"create\""), "{metrics}");
+    let there = Sight::of(&world, &[], &daemons).unwrap().beyond(&before, None);
+    assert!(there.len() > 5, "{there:?}");
     sandbox.stop(&daemons).await.unwrap();
 }
 
