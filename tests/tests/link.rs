@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use peerpod_tests::{CONTAINER, PATIENCE, Sandbox, stop_in_time};
+use peerpod_tests::{CONTAINER, PATIENCE, Sandbox, sample, stop_in_time};
 use peerpod_world::{Daemons, Settings, Sight, World, eventually, proxy::Proxy, road};
 use ttrpc::Code;
 
@@ -53,6 +53,12 @@ async fn a_link_cut_a_hundred_times_loses_and_doubles_nothing() {
     outcome.unwrap_or_else(|_| panic!("{}\n{}", stands(), daemons.log_tails())).unwrap();
     cutter.await.unwrap();
     assert!(proxy.connections() >= CUTS, "{} connections", proxy.connections());
+    // The operator sees it. Two cuts in a row may hit one connection, before there is a new one.
+    let metrics = daemons.metrics("relay").unwrap();
+    let counted = sample(&metrics, "peerpod_relay_reconnects_total").unwrap();
+    let most = proxy.connections() as f64;
+    assert!(counted > CUTS as f64 / 2.0 && counted < most, "{counted} reconnects of {most} connections");
+    assert_eq!(sample(&metrics, "peerpod_relay_sessions_lost_total").unwrap(), 0.0);
     sandbox.lives().await.unwrap();
     sandbox.stop(&daemons).await.unwrap();
 }
