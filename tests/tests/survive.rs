@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
 use std::{
+    path::PathBuf,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -12,7 +13,7 @@ use std::{
 
 use peerpod_client::{AgentClient, Annotations, ShimClient, exec_request};
 use peerpod_tests::{
-    CONTAINER, Dice, PATIENCE, Sandbox, fresh_id, long, nothing_beyond, sample, stop_in_time,
+    CONTAINER, Dice, PATIENCE, Sandbox, fresh_id, long, nothing_beyond, sample, stop_in_time, stop_promptly,
 };
 use peerpod_world::{Daemons, Settings, Sight, World, eventually};
 use ttrpc::Code;
@@ -161,6 +162,69 @@ async fn calls_for_a_dead_node_wait_in_their_order_and_a_stop_does_not() {
     assert!(daemons.ledger().unwrap().iter().any(|entry| entry.id == unwanted_id && entry.is_tombstone()));
     stop_in_time(&shim, &waiting_id).await.unwrap();
     daemons.gone(&waiting_id, PATIENCE).await.unwrap();
+}
+
+/// CreateVM and StartVM on one connection, the second behind the first without waiting for its answer; both answers.
+async fn pipelined(
+    shim: ShimClient,
+    id: String,
+    netns: PathBuf,
+) -> (Result<PathBuf, peerpod_client::Error>, Result<(), peerpod_client::Error>) {
+    // Polled in this order, so written in this order.
+    tokio::join!(biased; shim.create_vm(&id, Annotations::new("default", &id), &netns), shim.start_vm(&id))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_start_for_a_dead_node_waits_too_and_keeps_its_place_behind_its_create() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let pods = [(); 4].map(|()| world.pod().unwrap());
+    let [living, known, piped, unwanted] = ["living", "known", "piped", "unwanted"].map(fresh_id);
+    let door = daemons.hypervisor_socket();
+    let pipe = async |id: &String, pod: usize| {
+        let shim = ShimClient::connect(&door).await.unwrap();
+        tokio::spawn(pipelined(shim, id.clone(), pods[pod].namespace().path()))
+    };
+    // Also while the node lives: a StartVM that overtook its CreateVM would be of nobody.
+    let (created, started) = pipe(&living, 0).await.await.unwrap();
+    created.unwrap();
+    started.unwrap();
+
+    let shim = daemons.shim().await.unwrap();
+    let netns = pods[1].namespace().path();
+    let socket = shim.create_vm(&known, Annotations::new("default", &known), &netns).await.unwrap();
+    daemons.kill_node().unwrap();
+    let start = tokio::spawn({
+        let (shim, known) = (shim.clone(), known.clone());
+        async move { shim.start_vm(&known).await }
+    });
+    let (held, cancelled) = (pipe(&piped, 2).await, pipe(&unwanted, 3).await);
+    eventually("all five calls wait in the relay", PATIENCE, async || {
+        let metrics = daemons.metrics("relay").ok()?;
+        (sample(&metrics, "peerpod_relay_queued_calls").unwrap() == 5.0).then_some(())
+    })
+    .await
+    .unwrap();
+    let other = daemons.shim().await.unwrap();
+    stop_in_time(&other, &unwanted).await.unwrap();
+    let (created, started) = tokio::time::timeout(PATIENCE, cancelled).await.unwrap().unwrap();
+    assert_eq!(created.unwrap_err().code(), Some(Code::CANCELLED));
+    assert_eq!(started.unwrap_err().code(), Some(Code::CANCELLED));
+    assert!(!start.is_finished() && !held.is_finished());
+
+    daemons.start_node().unwrap();
+    tokio::time::timeout(PATIENCE, start).await.unwrap().unwrap().unwrap();
+    let (created, started) = tokio::time::timeout(PATIENCE, held).await.unwrap().unwrap();
+    started.unwrap();
+    for socket in [socket, created.unwrap()] {
+        AgentClient::connect(&socket).await.unwrap().check().await.unwrap();
+    }
+    for id in [&living, &known, &piped] {
+        stop_promptly(&other, id).await.unwrap();
+    }
+    for id in [&living, &known, &piped, &unwanted] {
+        daemons.gone(id, PATIENCE).await.unwrap();
+    }
 }
 
 #[tokio::test]
