@@ -2,61 +2,25 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
+mod guest_common;
+
 use std::{
-    collections::BTreeMap, fs, net::SocketAddr, os::unix::fs::PermissionsExt, path::PathBuf, sync::Arc,
-    time::Duration,
+    collections::BTreeMap, fs, os::unix::fs::PermissionsExt, path::PathBuf, sync::Arc, time::Duration,
 };
 
+use guest_common::{RELAY, assert_closed, birth_of, claims, csr, dial, entry, identity, secure};
 use peerpod_client::Annotations;
 use peerpod_link::{
     birth::{BirthData, from_hex},
-    claim, record, tls,
+    claim, record,
 };
-use peerpod_proto::guest::{Claim, ClaimReply};
-use peerpod_tests::{PATIENCE, Sandbox, fresh_id, nothing_beyond, resident};
+use peerpod_proto::guest::Claim;
+use peerpod_tests::{PATIENCE, Sandbox, fresh_id, nothing_beyond, resident, sample};
 use peerpod_world::{Daemons, Settings, Sight, World, eventually, proxy::Proxy};
 use rcgen::{CertificateParams, KeyPair};
-use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use rustls_pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
 use serde_json::Value;
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
-};
-use tokio_rustls::{TlsConnector, client::TlsStream};
-
-const RELAY: &str = "127.0.0.1:15151";
-
-async fn dial(world: &World) -> TcpStream {
-    let address: SocketAddr = RELAY.parse().unwrap();
-    let stream = world.node().run(|| std::net::TcpStream::connect(address)).unwrap().unwrap();
-    stream.set_nonblocking(true).unwrap();
-    TcpStream::from_std(stream).unwrap()
-}
-
-type Identity = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
-
-async fn secure(
-    world: &World,
-    pins: &[[u8; 32]],
-    identity: Option<Identity>,
-) -> std::io::Result<TlsStream<TcpStream>> {
-    let config = tls::client_config(pins, identity).unwrap();
-    TlsConnector::from(config).connect(tls::server_name(), dial(world).await).await
-}
-
-/// Somebody's attempt to become a guest, with a key of their own.
-async fn claims(world: &World, birth: &BirthData, id: &str, secret: [u8; 32], csr: Vec<u8>) -> ClaimReply {
-    let mut stream = secure(world, &birth.node.ca_sha256, None).await.unwrap();
-    let mut claim = Claim::new();
-    (claim.version, claim.ticket_id, claim.ticket_secret, claim.csr) = (1, id.into(), secret.to_vec(), csr);
-    tokio::time::timeout(PATIENCE, claim::ask(&mut stream, &claim)).await.unwrap().unwrap()
-}
-
-fn csr() -> (KeyPair, Vec<u8>) {
-    let key = KeyPair::generate().unwrap();
-    let csr = CertificateParams::default().serialize_request(&key).unwrap().der().to_vec();
-    (key, csr)
-}
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 /// The root directory of the only VM there is, seen from outside.
 fn root_of_vm(world: &World, daemons: &Daemons) -> PathBuf {
@@ -128,12 +92,68 @@ async fn a_vm_that_does_not_join_in_time_is_named_and_taken_away() {
     let shim = daemons.shim().await.unwrap();
     let id = fresh_id("late");
     shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
+    let birth = birth_of(&daemons, &id).await;
     let error = tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap_err();
     for word in ["join", "within 2s", "firewall", "10.99.0.1:15151"] {
         assert!(error.answer().contains(word), "the stage and what to look at are named: {error}");
     }
     daemons.gone(&id, PATIENCE).await.unwrap();
     nothing_beyond(&world, &[pod.namespace()], &daemons, &before, &before).await.unwrap();
+    // The guest that comes now gets nothing for its ticket.
+    let reply = claims(&world, &birth, &birth.ticket.id, *birth.ticket.secret.expose(), csr().1).await;
+    assert!(!reply.error.is_empty() && !reply.retry && reply.certificates.is_empty(), "{reply}");
+}
+
+/// The node is away while the tickets' time runs out: its clock goes on. One was shown in time, one was not.
+#[tokio::test]
+async fn a_ticket_that_is_first_shown_too_late_gets_nothing_and_one_that_was_shown_in_time_gets_it_again() {
+    let world = World::new().unwrap();
+    let settings = Settings::none().set("provider.local.boot-delay", "60s");
+    let mut daemons = Daemons::start(&world, settings).await.unwrap();
+    let (pods, shim) = ([world.pod().unwrap(), world.pod().unwrap()], daemons.shim().await.unwrap());
+    let ids = [fresh_id("late"), fresh_id("in-time")];
+    let mut births = Vec::new();
+    for (pod, id) in pods.iter().zip(&ids) {
+        shim.create_vm(id, Annotations::new("default", id), &pod.namespace().path()).await.unwrap();
+        births.push(birth_of(&daemons, id).await);
+    }
+    let requests = [csr().1, csr().1];
+    let show = async |which: usize| {
+        let (birth, request): (&BirthData, _) = (&births[which], requests[which].clone());
+        claims(&world, birth, &birth.ticket.id, *birth.ticket.secret.expose(), request).await
+    };
+    let granted = show(1).await;
+    assert_eq!((granted.error.as_str(), granted.sandbox_id.as_str()), ("", ids[1].as_str()));
+    daemons.kill_node().unwrap();
+    let records = daemons.state_dir().join("sandboxes");
+    let expire = |id: &str, ms: u64| {
+        let file = records.join(format!("{id}.json"));
+        let mut record: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+        assert!(record["ticket"]["expires_ms"].is_u64(), "{record}");
+        record["ticket"]["expires_ms"] = ms.into();
+        fs::write(&file, record.to_string()).unwrap();
+    };
+    let now = u64::try_from(std::time::UNIX_EPOCH.elapsed().unwrap().as_millis()).unwrap();
+    ids.iter().for_each(|id| expire(id, now));
+    daemons.start_node().unwrap();
+    daemons.ready().await.unwrap();
+
+    let late = show(0).await;
+    assert!(late.error.contains("expired") && !late.retry && late.certificates.is_empty(), "{late}");
+    let metrics = daemons.metrics("node").unwrap();
+    assert_eq!(sample(&metrics, "peerpod_node_claims_refused_total{reason=\"expired\"}").unwrap(), 1.0);
+    let again = show(1).await;
+    assert_eq!(again.certificates, granted.certificates, "bound in time it is never too late: {again}");
+    // It was the time and nothing else.
+    daemons.kill_node().unwrap();
+    expire(&ids[0], now + 600_000);
+    daemons.start_node().unwrap();
+    daemons.ready().await.unwrap();
+    assert_eq!(show(0).await.sandbox_id, ids[0]);
+    for id in &ids {
+        shim.stop_vm(id).await.unwrap();
+        daemons.gone(id, PATIENCE).await.unwrap();
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -184,24 +204,10 @@ async fn the_same_key_gets_its_certificate_again_and_a_stopped_sandboxes_is_wort
     assert!(!reply.certificates.is_empty());
     sandbox.lives().await.unwrap();
 
-    let chain: Vec<_> = reply.certificates.into_iter().map(CertificateDer::from).collect();
-    let identity =
-        || (chain.clone(), PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.serialized_der().to_vec())));
+    let identity = identity(&key, &reply.certificates);
     sandbox.stop(&daemons).await.unwrap();
-    assert_closed(
-        secure(&world, &birth.node.ca_sha256, Some(identity())).await,
-        "a certificate that outlived its VM",
-    )
-    .await;
-}
-
-/// The other side ends it, at the handshake or right after.
-async fn assert_closed(connected: std::io::Result<TlsStream<TcpStream>>, case: &str) {
-    let Ok(mut stream) = connected else { return };
-    drop(stream.write_all(&record::plain(record::Kind::Hello, &[0; 64]).unwrap()).await);
-    let mut byte = [0];
-    let ended = tokio::time::timeout(Duration::from_secs(8), stream.read(&mut byte)).await;
-    assert!(matches!(ended, Ok(Ok(0) | Err(_))), "{case}: {ended:?}");
+    let late = secure(&world, &birth.node.ca_sha256, Some(identity)).await;
+    assert_closed(late, "a certificate that outlived its VM").await;
 }
 
 #[tokio::test]
@@ -323,12 +329,10 @@ async fn the_identity_of_one_vm_is_not_another_s_and_the_other_goes_on() {
         let text = text.as_str().unwrap();
         (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect()
     };
-    let chain: Vec<_> =
-        grant["certificates"].as_array().unwrap().iter().map(hex).map(CertificateDer::from).collect();
+    let chain: Vec<_> = grant["certificates"].as_array().unwrap().iter().map(hex).collect();
     let files = fs::read_dir(root.join("run/peerpod/guest")).unwrap().flatten();
     let key = files.filter_map(|file| KeyPair::try_from(fs::read(file.path()).unwrap()).ok()).next().unwrap();
-    let identity =
-        || (chain.clone(), PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.serialized_der().to_vec())));
+    let identity = || identity(&key, &chain);
     let pins = birth.node.ca_sha256.clone();
     // What the other is doing all the while.
     let waiting = tokio::spawn({
@@ -389,14 +393,7 @@ async fn a_node_killed_before_the_certificate_left_gives_it_to_the_same_key_and_
     let (pod, shim, id) = (world.pod().unwrap(), daemons.shim().await.unwrap(), fresh_id("bound"));
     shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
     let served = daemons.state_dir().join("relay/sandboxes");
-    let birth = eventually("the VM is made and the relay knows the sandbox", PATIENCE, async || {
-        let entry = daemons.ledger().ok()?.into_iter().find(|entry| entry.id == id)?;
-        let known = entry.phase() == "joining" && served.join(format!("{id}.json")).exists();
-        let user_data = entry.record["request"]["user_data"].as_str().filter(|_| known)?;
-        BirthData::parse(user_data.as_bytes()).ok()
-    })
-    .await
-    .unwrap();
+    let birth = birth_of(&daemons, &id).await;
     let ask = |csr: &[u8]| {
         let (world, birth, csr) = (world.clone(), birth.clone(), csr.to_vec());
         async move { claims(&world, &birth, &birth.ticket.id, *birth.ticket.secret.expose(), csr).await }
@@ -406,8 +403,7 @@ async fn a_node_killed_before_the_certificate_left_gives_it_to_the_same_key_and_
     let (key, csr) = csr();
     let asking = tokio::spawn(ask(&csr));
     eventually("the ticket is bound", PATIENCE, async || {
-        let entry = daemons.ledger().ok()?.into_iter().find(|entry| entry.id == id)?;
-        entry.record["binding"]["key_sha256"].is_string().then_some(())
+        entry(&daemons, &id)?.record["binding"]["key_sha256"].is_string().then_some(())
     })
     .await
     .unwrap();
@@ -428,9 +424,8 @@ async fn a_node_killed_before_the_certificate_left_gives_it_to_the_same_key_and_
     .unwrap();
     assert_eq!((granted.error.as_str(), granted.sandbox_id.as_str()), ("", id.as_str()));
     // And the relay knows it: the link opens.
-    let chain: Vec<_> = granted.certificates.into_iter().map(CertificateDer::from).collect();
-    let key = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.serialized_der().to_vec()));
-    let mut stream = secure(&world, &birth.node.ca_sha256, Some((chain, key))).await.unwrap();
+    let identity = identity(&key, &granted.certificates);
+    let mut stream = secure(&world, &birth.node.ca_sha256, Some(identity)).await.unwrap();
     let hello = record::Hello {
         versions: (1, 1),
         session: record::SessionId([7; 16]),

@@ -1,0 +1,96 @@
+//! What tests need that play the guest themselves: the link's TLS, a claim, a key, and a VM that sleeps meanwhile.
+
+#![allow(dead_code, unreachable_pub)] // each test file uses its part
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use std::{net::SocketAddr, time::Duration};
+
+use peerpod_link::{birth::BirthData, claim, record, tls};
+use peerpod_proto::guest::{Claim, ClaimReply};
+use peerpod_tests::PATIENCE;
+use peerpod_world::{Daemons, LedgerEntry, World, eventually};
+use rcgen::{CertificateParams, KeyPair};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
+use tokio_rustls::{TlsConnector, client::TlsStream};
+
+/// Where the relay listens, in the node's namespace.
+pub const RELAY: &str = "127.0.0.1:15151";
+
+/// A TCP connection to it.
+pub async fn dial(world: &World) -> TcpStream {
+    let address: SocketAddr = RELAY.parse().unwrap();
+    let stream = world.node().run(|| std::net::TcpStream::connect(address)).unwrap().unwrap();
+    stream.set_nonblocking(true).unwrap();
+    TcpStream::from_std(stream).unwrap()
+}
+
+/// A certificate and its key.
+pub type Identity = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
+
+/// With TLS, as a guest that trusts `pins`.
+pub async fn secure(
+    world: &World,
+    pins: &[[u8; 32]],
+    identity: Option<Identity>,
+) -> std::io::Result<TlsStream<TcpStream>> {
+    let config = tls::client_config(pins, identity).unwrap();
+    TlsConnector::from(config).connect(tls::server_name(), dial(world).await).await
+}
+
+/// Somebody's attempt to become a guest, with a key of their own.
+pub async fn claims(
+    world: &World,
+    birth: &BirthData,
+    id: &str,
+    secret: [u8; 32],
+    csr: Vec<u8>,
+) -> ClaimReply {
+    let mut stream = secure(world, &birth.node.ca_sha256, None).await.unwrap();
+    let mut claim = Claim::new();
+    (claim.version, claim.ticket_id, claim.ticket_secret, claim.csr) = (1, id.into(), secret.to_vec(), csr);
+    tokio::time::timeout(PATIENCE, claim::ask(&mut stream, &claim)).await.unwrap().unwrap()
+}
+
+/// A key, and the request for its certificate.
+pub fn csr() -> (KeyPair, Vec<u8>) {
+    let key = KeyPair::generate().unwrap();
+    let csr = CertificateParams::default().serialize_request(&key).unwrap().der().to_vec();
+    (key, csr)
+}
+
+/// A certificate that was granted, with its key.
+pub fn identity(key: &KeyPair, chain: &[Vec<u8>]) -> Identity {
+    let chain = chain.iter().cloned().map(CertificateDer::from).collect();
+    (chain, PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.serialized_der().to_vec())))
+}
+
+/// The other side ends it, at the handshake or right after.
+pub async fn assert_closed(connected: std::io::Result<TlsStream<TcpStream>>, case: &str) {
+    let Ok(mut stream) = connected else { return };
+    drop(stream.write_all(&record::plain(record::Kind::Hello, &[0; 64]).unwrap()).await);
+    let mut byte = [0];
+    let ended = tokio::time::timeout(Duration::from_secs(8), stream.read(&mut byte)).await;
+    assert!(matches!(ended, Ok(Ok(0) | Err(_))), "{case}: {ended:?}");
+}
+
+/// The ledger's record of a sandbox.
+pub fn entry(daemons: &Daemons, id: &str) -> Option<LedgerEntry> {
+    daemons.ledger().ok()?.into_iter().find(|entry| entry.id == id)
+}
+
+/// What the VM of this sandbox was born with, as soon as it is made and the relay waits for its guest.
+pub async fn birth_of(daemons: &Daemons, id: &str) -> BirthData {
+    let served = daemons.state_dir().join(format!("relay/sandboxes/{id}.json"));
+    eventually("the VM is made and the relay knows the sandbox", PATIENCE, async || {
+        let entry = entry(daemons, id)?;
+        let known = entry.phase() == "joining" && served.exists();
+        let user_data = entry.record["request"]["user_data"].as_str().filter(|_| known)?;
+        BirthData::parse(user_data.as_bytes()).ok()
+    })
+    .await
+    .unwrap()
+}
