@@ -4,8 +4,9 @@
 
 use std::{net::SocketAddr, time::Duration};
 
+use peerpod_client::Annotations;
 use peerpod_link::net::netns::Netns;
-use peerpod_tests::{PATIENCE, Sandbox, fresh_id, sample, vm};
+use peerpod_tests::{PATIENCE, Sandbox, fresh_id, sample, stop_in_time, vm};
 use peerpod_world::{
     Daemons, Pod, Settings, World, eventually,
     ping::ping,
@@ -330,4 +331,35 @@ async fn a_smaller_mtu_of_the_nodes_own_interface_is_followed() {
     until_mtu(&sandbox, &daemons, 1350).await;
     transfers(&other, &sandbox).await.unwrap();
     sandbox.stop(&daemons).await.unwrap();
+}
+
+/// A namespace has five hundred settings; most nobody ever sets.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_setting_that_is_not_carried_is_named_in_the_record_and_in_the_log() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let (plain, pod) = (world.pod().unwrap(), world.pod().unwrap());
+    let netns = pod.namespace().clone();
+    netns.sysctl("ipv4/neigh/eth0/ucast_solicit", "7").unwrap(); // carried
+    netns.sysctl("ipv4/conf/all/log_martians", "1").unwrap(); // not
+    netns.sysctl("ipv6/conf/eth0/max_addresses", "99").unwrap(); // not
+    let shim = daemons.shim().await.unwrap();
+    let left_out = async |pod: &Pod| {
+        let id = fresh_id("settings");
+        shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
+        shim.start_vm(&id).await.unwrap();
+        let looked = eventually("it was looked at while it runs", PATIENCE, async || {
+            let record = daemons.ledger().ok()?.into_iter().find(|entry| entry.id == id)?.record;
+            let network = record["network"]["tunnel"].clone();
+            network["losses"].is_object().then(|| network["seen"]["left_out"].clone())
+        });
+        let said = looked.await.unwrap_or_else(|error| panic!("{error}\n{}", daemons.log_tails()));
+        stop_in_time(&shim, &id).await.unwrap();
+        said.as_array().unwrap().iter().map(|what| what.as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    let said = left_out(&pod).await;
+    assert_eq!(said, ["sysctl ipv4/conf/all/log_martians=1", "sysctl ipv6/conf/eth0/max_addresses=99"]);
+    let log = std::fs::read_to_string(daemons.log("node")).unwrap();
+    assert!(said.iter().all(|what| log.contains(what.as_str())), "{log}");
+    assert_eq!(left_out(&plain).await, Vec::<String>::new(), "nobody set anything there");
 }

@@ -196,6 +196,10 @@ fn sysctl() -> impl Strategy<Value = (String, &'static str)> {
                 ("ipv6/conf/IF/ndisc_notify", "1"),
                 ("ipv6/conf/IF/forwarding", "1"),
                 ("ipv6/conf/IF/keep_addr_on_down", "1"),
+                ("ipv4/neigh/IF/base_reachable_time_ms", "12000"),
+                ("ipv4/neigh/IF/locktime", "0"),
+                ("ipv6/neigh/IF/retrans_time_ms", "500"),
+                ("ipv6/neigh/IF/gc_stale_time", "120"),
             ][..],
         ),
     )

@@ -315,7 +315,14 @@ impl Effects for Real {
     ) -> Result<Followed, NetworkError> {
         let open = self.open(netns).await?;
         let recorded = woven(network)?;
-        let now = self.tunnel.look(&open).await.map_err(within(&open))?;
+        let mut now = self.tunnel.look(&open).await.map_err(within(&open))?;
+        // Once per pod, now that nobody waits for it.
+        if recorded.losses.is_none() {
+            now.left_out.extend(self.tunnel.unlisted(&open, &now).await);
+        } else {
+            let before = recorded.seen.left_out.iter().filter(|what| what.starts_with("sysctl"));
+            now.left_out.extend(before.cloned());
+        }
         let losses = self.losses(&open).await?;
         let before = recorded.losses.clone().unwrap_or_default();
         let fell = |index| before.get(&index).is_some_and(|then| Some(then) != losses.get(&index));

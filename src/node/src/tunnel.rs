@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use peerpod_link::net::Error;
+use peerpod_link::net::look;
 pub use peerpod_link::net::look::Seen;
 pub use peerpod_link::net::mark::Owner;
 pub use peerpod_link::net::netns::{Netns, NetnsId};
@@ -110,6 +111,14 @@ impl Tunnel {
     pub async fn look(&self, netns: &Netns) -> Result<Seen, Error> {
         let netns = netns.clone();
         blocking(move || Steps::look(&netns)).await
+    }
+
+    /// The pod's sysctls that are not carried into the VM, in words; see [`peerpod_link::net::look::unlisted`]. Takes a
+    /// while. Nothing where they cannot be read.
+    pub async fn unlisted(&self, netns: &Netns, seen: &Seen) -> Vec<String> {
+        let (netns, seen) = (netns.clone(), seen.clone());
+        let read = move || look::unlisted(&netns, &seen).unwrap_or_default();
+        tokio::task::spawn_blocking(read).await.unwrap_or_default()
     }
 
     /// Makes a device for each interface (`pp-vx0`, `pp-vx1`, …) in the pod's namespace, down and without a remote, with

@@ -13,12 +13,15 @@ mod assemble;
 mod picture;
 mod seen;
 pub(crate) mod sysctl;
+mod unlisted;
 
 pub(crate) use picture::Picture;
 pub(crate) use seen::usual_broadcast;
 pub use seen::{
     Address, Hop, Interface, Neighbour, Prefix, Route, Rule, Seen, Sysctl, TABLE_LOCAL, TABLE_MAIN, UNICAST,
 };
+
+pub use unlisted::unlisted;
 
 /// Copies the pod's network.
 ///

@@ -130,7 +130,10 @@ impl Task {
         self.slots.network.worked();
         if self.following.left != followed.left {
             for what in &followed.left {
-                warn!(what, "the pod's network changed in a way that the VM does not follow");
+                warn!(
+                    what,
+                    "something of the pod's network is not as in its namespace on the node, and stays so"
+                );
             }
             self.following.left = followed.left;
         }

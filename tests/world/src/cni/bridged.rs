@@ -137,7 +137,7 @@ pub(super) const MULTUS: Shape = Shape {
     underlay_mtu: 1500,
     port: 4789,
     masquerade_all: false,
-    sysctls: &["ipv4/conf/net1/arp_notify", "ipv4/conf/net2/rp_filter"],
+    sysctls: &["ipv4/conf/net1/arp_notify", "ipv4/neigh/net1/ucast_solicit", "ipv4/conf/net2/rp_filter"],
     node: r#"
         ip route add $FAR4 via $OTHER4
         ip route add 10.56.$O.0/24 via $OTHER4
@@ -159,7 +159,7 @@ EOF
         )
         cni tuning net1 <<EOF
         {"cniVersion": "0.4.0", "name": "storage", "type": "tuning", "sysctl":
-         {"net.ipv4.conf.net1.arp_notify": "1"}, "prevResult": $RESULT}
+         {"net.ipv4.conf.net1.arp_notify": "1", "net.ipv4.neigh.net1.ucast_solicit": "7"}, "prevResult": $RESULT}
 EOF
         RESULT=$(cni bridge net2 <<EOF
         {"cniVersion": "0.4.0", "name": "media", "type": "bridge", "bridge": "br2", "isGateway": true,

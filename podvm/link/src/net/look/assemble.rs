@@ -4,7 +4,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::picture::{Found, Picture};
 use super::seen::{Interface, Route, Seen};
-use super::sysctl::{self, Defaults, Values};
+use super::sysctl::{self, Defaults, Files};
 use crate::net::Error;
 use crate::net::link::{Link, mac_text};
 use crate::net::plan::MAX_INTERFACES;
@@ -22,20 +22,16 @@ fn is_ours(link: &Link) -> bool {
     link.name.starts_with(OURS) || link.name == WAY_OUT
 }
 
-/// What is the pod's. `values` are the namespace's sysctls, `None` where they could not be read.
-pub(super) fn assemble(
-    picture: Picture,
-    values: Option<&Values>,
-    defaults: &Defaults,
-) -> Result<Seen, Error> {
+/// What is the pod's. `files` are the namespace's sysctls, `None` where they could not be read.
+pub(super) fn assemble(picture: Picture, files: Option<&Files>, defaults: &Defaults) -> Result<Seen, Error> {
     if let Some(why) = picture.impossible {
         return Err(Error::CannotCarry(why));
     }
     let mut left_out = picture.strange.clone();
     let primary = primary(&picture)?;
     let order = order(&picture, primary, &mut left_out)?;
-    let sysctls = values.map(|values| sysctl::changed(values, defaults)).unwrap_or_default();
-    if values.is_none() {
+    let sysctls = files.map(|files| sysctl::changed(&files.namespace, defaults)).unwrap_or_default();
+    if files.is_none() {
         left_out.push("the namespace's sysctls, which could not be read".to_owned());
     }
     let mut seen = Seen {
@@ -48,7 +44,8 @@ pub(super) fn assemble(
     };
     for link in &order {
         let mut interface = interface(link, &picture);
-        interface.sysctls = sysctl::changed_of(link, &seen.sysctls, defaults);
+        let neighbours = files.and_then(|files| files.neighbours.get(&link.name));
+        interface.sysctls = sysctl::changed_of(link, neighbours, &seen.sysctls, defaults);
         seen.interfaces.push(interface);
     }
     if seen.primary().addresses.is_empty() {

@@ -6,7 +6,7 @@
 //! CNI plugins and kubelets do set, no walk. The list is also the whole of what a guest writes on a plan's word.
 
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::Path;
 use std::sync::OnceLock;
@@ -14,6 +14,7 @@ use std::sync::OnceLock;
 use super::seen::Sysctl;
 use crate::net::link::Link;
 use crate::net::netns::Netns;
+use crate::net::plan::MAX_INTERFACES;
 
 /// Where they are, for a thread in the namespace.
 pub(crate) const ROOT: &str = "/proc/sys/net";
@@ -64,6 +65,34 @@ pub(crate) const OF_NAMESPACE: &[&str] = &[
     "ipv6/conf/all/forwarding",
     "ipv6/fib_multipath_hash_policy",
     "ipv6/ip_nonlocal_bind",
+];
+
+/// An interface's settings of ARP and ND, `ipv4/neigh/ucast_solicit` for `ipv4/neigh/<interface>/ucast_solicit`. Files,
+/// too: the kernel's dump of them has other units.
+pub(crate) const OF_NEIGHBOURS: &[&str] = &[
+    "ipv4/neigh/app_solicit",
+    "ipv4/neigh/base_reachable_time_ms",
+    "ipv4/neigh/delay_first_probe_time",
+    "ipv4/neigh/gc_stale_time",
+    "ipv4/neigh/locktime",
+    "ipv4/neigh/mcast_resolicit",
+    "ipv4/neigh/mcast_solicit",
+    "ipv4/neigh/proxy_delay",
+    "ipv4/neigh/proxy_qlen",
+    "ipv4/neigh/retrans_time_ms",
+    "ipv4/neigh/ucast_solicit",
+    "ipv4/neigh/unres_qlen_bytes",
+    "ipv6/neigh/app_solicit",
+    "ipv6/neigh/base_reachable_time_ms",
+    "ipv6/neigh/delay_first_probe_time",
+    "ipv6/neigh/gc_stale_time",
+    "ipv6/neigh/mcast_resolicit",
+    "ipv6/neigh/mcast_solicit",
+    "ipv6/neigh/proxy_delay",
+    "ipv6/neigh/proxy_qlen",
+    "ipv6/neigh/retrans_time_ms",
+    "ipv6/neigh/ucast_solicit",
+    "ipv6/neigh/unres_qlen_bytes",
 ];
 
 /// Whose change changes every interface's: an interface that is as a new one is then to be said, too.
@@ -140,12 +169,15 @@ pub(crate) fn of_interface(link: &Link) -> Vec<(&'static str, i32)> {
 pub(crate) fn path_of(name: &str, interface: &str) -> Option<String> {
     let (family, setting) =
         name.split_once('/').filter(|_| names_of_interface().any(|known| known == name))?;
-    Some(format!("{family}/conf/{interface}/{setting}"))
+    Some(match setting.split_once('/') {
+        Some((group, setting)) => format!("{family}/{group}/{interface}/{setting}"),
+        None => format!("{family}/conf/{interface}/{setting}"),
+    })
 }
 
 fn names_of_interface() -> impl Iterator<Item = &'static str> {
     let any = Link { v4: Some(Box::default()), v6: Some(Box::default()), ..Link::default() };
-    of_interface(&any).into_iter().map(|(name, _)| name)
+    of_interface(&any).into_iter().map(|(name, _)| name).chain(OF_NEIGHBOURS.iter().copied())
 }
 
 /// What a new namespace has.
@@ -168,9 +200,37 @@ pub(crate) struct Defaults {
     pub(crate) interface: Values,
 }
 
+/// What the files of a namespace say.
+#[derive(Debug, Default)]
+pub(crate) struct Files {
+    pub(crate) namespace: Values,
+    /// Of each interface but `lo`, what is in [`OF_NEIGHBOURS`].
+    pub(crate) neighbours: BTreeMap<String, Values>,
+}
+
 /// Reads the namespace's files, on a thread that is in it.
-pub(crate) fn read_own() -> Values {
+pub(crate) fn read_own() -> Files {
+    Files { namespace: read_namespace(), neighbours: read_neighbours() }
+}
+
+fn read_namespace() -> Values {
     OF_NAMESPACE.iter().filter_map(|name| Some((*name, read(Path::new(ROOT), name).ok()?))).collect()
+}
+
+fn read_neighbours() -> BTreeMap<String, Values> {
+    let listing = fs::read_dir(Path::new(ROOT).join("ipv4/neigh")).into_iter().flatten().flatten();
+    let names = listing.map(|entry| entry.file_name().to_string_lossy().into_owned());
+    // More than a pod may have is an error elsewhere; ours and the kernel's own are among them.
+    let names = names.filter(|name| name != "lo" && name != "default").take(2 * MAX_INTERFACES);
+    names.map(|name| (name.clone(), read_of_neighbours(&name))).collect()
+}
+
+fn read_of_neighbours(interface: &str) -> Values {
+    let file = |name: &'static str| {
+        let (family, setting) = name.split_once("/neigh/")?;
+        Some((name, read(Path::new(ROOT), &format!("{family}/neigh/{interface}/{setting}")).ok()?))
+    };
+    OF_NEIGHBOURS.iter().copied().filter_map(file).collect()
 }
 
 /// One file; a blank between several numbers.
@@ -186,7 +246,7 @@ pub(crate) fn read(root: &Path, name: &str) -> io::Result<String> {
 pub(crate) fn defaults() -> &'static Defaults {
     static DEFAULTS: OnceLock<Defaults> = OnceLock::new();
     DEFAULTS.get_or_init(|| {
-        let read_all = || Defaults { namespace: read_own(), interface: read_new_interface() };
+        let read_all = || Defaults { namespace: read_namespace(), interface: read_new_interface() };
         Netns::scratch().ok().and_then(|scratch| scratch.run(read_all).ok()).unwrap_or_default()
     })
 }
@@ -197,7 +257,10 @@ fn read_new_interface() -> Values {
         let (family, setting) = name.split_once('/')?;
         Some((name, read(Path::new(ROOT), &format!("{family}/conf/default/{setting}")).ok()?))
     };
-    names_of_interface().filter_map(default).collect()
+    // `neigh/default` is the first namespace's alone; `lo` has of it what every new interface gets.
+    let mut all = read_of_neighbours("lo");
+    all.extend(names_of_interface().filter_map(default));
+    all
 }
 
 /// Those of the namespace that are not as in a new one.
@@ -211,15 +274,23 @@ pub(crate) fn changed(values: &Values, defaults: &Defaults) -> Vec<Sysctl> {
 }
 
 /// Those of an interface that are not as a new one's would be, after the namespace's `changed` ones were written.
-pub(crate) fn changed_of(link: &Link, changed: &[Sysctl], defaults: &Defaults) -> Vec<Sysctl> {
+/// `neighbours` is what was read of it.
+pub(crate) fn changed_of(
+    link: &Link,
+    neighbours: Option<&Values>,
+    changed: &[Sysctl],
+    defaults: &Defaults,
+) -> Vec<Sysctl> {
     let spread = |name: &str| {
         SPREADING.iter().any(|(all, one)| *one == name && changed.iter().any(|sysctl| sysctl.name == *all))
     };
-    let of_link = of_interface(link).into_iter().filter_map(|(name, value)| {
-        let (default, value) = (defaults.interface.get(name)?, value.to_string());
+    let of_link = of_interface(link).into_iter().map(|(name, value)| (name, value.to_string()));
+    let of_neighbours = neighbours.into_iter().flatten().map(|(name, value)| (*name, value.clone()));
+    let all = of_link.chain(of_neighbours).filter_map(|(name, value)| {
+        let default = defaults.interface.get(name)?;
         (*default != value || spread(name)).then(|| Sysctl { name: name.to_owned(), value })
     });
-    of_link.collect()
+    all.collect()
 }
 
 #[cfg(test)]
@@ -239,6 +310,8 @@ mod tests {
                 ("ipv4/rp_filter", "0"),
                 ("ipv6/disable_ipv6", "0"),
                 ("ipv4/arp_notify", "0"),
+                ("ipv4/neigh/ucast_solicit", "3"),
+                ("ipv6/neigh/ucast_solicit", "3"),
             ]),
         };
         let values = default(&[
@@ -254,15 +327,27 @@ mod tests {
         );
         let mut link = Link { v4: Some(Box::default()), v6: Some(Box::default()), ..Link::default() };
         link.v4.as_mut().unwrap().rp_filter = 2;
-        assert_eq!(text(&changed_of(&link, &all, &defaults)), ["ipv4/rp_filter=2", "ipv6/disable_ipv6=0"]);
-        assert_eq!(text(&changed_of(&link, &[], &defaults)), ["ipv4/rp_filter=2"]);
+        assert_eq!(
+            text(&changed_of(&link, None, &all, &defaults)),
+            ["ipv4/rp_filter=2", "ipv6/disable_ipv6=0"]
+        );
+        let neighbours = default(&[("ipv4/neigh/ucast_solicit", "5"), ("ipv6/neigh/ucast_solicit", "3")]);
+        let found = changed_of(&link, Some(&neighbours), &[], &defaults);
+        assert_eq!(text(&found), ["ipv4/rp_filter=2", "ipv4/neigh/ucast_solicit=5"]);
     }
 
     #[test]
     fn the_list_names_what_this_kernel_has_and_a_plan_can_name_nothing_else() {
         assert!(defaults().namespace.len() > OF_NAMESPACE.len() - 8, "{:?}", defaults().namespace);
+        for name in OF_NEIGHBOURS {
+            assert!(defaults().interface.contains_key(name), "{name}");
+        }
         assert_eq!(path_of("ipv4/rp_filter", "net1.5").as_deref(), Some("ipv4/conf/net1.5/rp_filter"));
-        for other in ["ipv4/../../kernel/core_pattern", "rp_filter", "ipv4/mc_forwarding", ""] {
+        let neighbours = path_of("ipv6/neigh/app_solicit", "net1");
+        assert_eq!(neighbours.as_deref(), Some("ipv6/neigh/net1/app_solicit"));
+        for other in
+            ["ipv4/../../kernel/core_pattern", "rp_filter", "ipv4/mc_forwarding", "ipv4/neigh/../x", ""]
+        {
             assert_eq!(path_of(other, "eth0"), None, "{other}");
         }
     }
