@@ -1,0 +1,137 @@
+//! `peerpod config` as a person or a script meets it: the real program, its exit codes, what goes where; and the
+//! README's own examples fed to it.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+};
+
+/// Runs the program with nothing of our own environment.
+fn peerpod(arguments: &[&str], variables: &[(&str, &str)]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_peerpod"));
+    command.args(arguments).env_clear().envs(variables.iter().copied()).output().unwrap()
+}
+
+/// Standard output, standard error, and the exit code.
+fn told(output: &Output) -> (String, String, Option<i32>) {
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (text(&output.stdout), text(&output.stderr), output.status.code())
+}
+
+/// A file of this test's own; gone with it.
+struct File(PathBuf);
+
+impl File {
+    fn new(name: &str, text: &str) -> File {
+        let path = std::env::temp_dir().join(format!("peerpod-config-{}-{name}.yaml", std::process::id()));
+        fs::write(&path, text).unwrap();
+        File(path)
+    }
+
+    fn path(&self) -> &str {
+        self.0.to_str().unwrap()
+    }
+}
+
+impl Drop for File {
+    fn drop(&mut self) {
+        fs::remove_file(&self.0).ok();
+    }
+}
+
+/// The blocks of the README that are YAML.
+fn examples() -> Vec<String> {
+    let readme = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../README.md");
+    let text = fs::read_to_string(readme).unwrap();
+    let blocks = text.split("```yaml\n").skip(1);
+    blocks.map(|rest| rest.split("```").next().unwrap().to_owned()).collect()
+}
+
+#[test]
+fn every_example_of_the_readme_is_a_configuration_without_mistakes() {
+    let examples = examples();
+    assert!(examples.len() >= 2, "{examples:?}");
+    for (number, example) in examples.iter().enumerate() {
+        let file = File::new(&format!("readme-{number}"), example);
+        let (out, error, code) = told(&peerpod(&["config", "check", "--config", file.path()], &[]));
+        assert_eq!((code, error.as_str()), (Some(0), ""), "{example}\n{error}");
+        assert!(out.contains("no mistakes") && out.contains(file.path()), "{out}");
+        assert!(!out.contains("; 0 of "), "it sets something: {out}");
+    }
+}
+
+#[test]
+fn a_flag_overrides_a_variable_and_that_the_file_and_print_says_who_won() {
+    let file = File::new(
+        "layers",
+        "relay:\n  listen: \"[::]:1001\"\nnode:\n  cluster-id: of-the-file\n  lease: 20m\n",
+    );
+    let arguments = ["config", "print", "--config", file.path(), "--relay.listen", "[::]:1003"];
+    let variables = [("PEERPOD_RELAY_LISTEN", "[::]:1002"), ("PEERPOD_NODE_CLUSTER_ID", "of-the-variable")];
+    let (out, error, code) = told(&peerpod(&arguments, &variables));
+    assert_eq!((code, error.as_str()), (Some(0), ""), "{error}");
+    let line =
+        |key: &str| out.lines().find(|line| line.trim().starts_with(key)).unwrap_or_else(|| panic!("{out}"));
+    for (key, value, origin) in [
+        ("listen:", "[::]:1003", "--relay.listen"),
+        ("cluster-id:", "of-the-variable", "PEERPOD_NODE_CLUSTER_ID"),
+        ("lease:", "20m", file.path()),
+    ] {
+        let (line, shown) = (line(key), format!("{key} \"{value}\""));
+        assert!(line.contains(&shown) && line.contains(origin), "{shown} of {origin}, not {line}");
+    }
+    // What is printed is a configuration again, and means the same.
+    let again = File::new("again", &out);
+    let (_, error, code) = told(&peerpod(&["config", "check", "--config", again.path()], &[]));
+    assert_eq!((code, error.as_str()), (Some(0), ""), "{error}");
+}
+
+#[test]
+fn mistakes_of_all_layers_are_told_at_once_on_standard_error_with_exit_code_1() {
+    let file = File::new("mistakes", "log:\n  level: loud\nrelay:\n  lisen: \"[::]:1\"\n");
+    let arguments = ["config", "check", "--config", file.path(), "--tunnel.port", "70000"];
+    let variables = [("PEERPOD_NODE_LEASE", "5"), ("PEERPOD_NODE_LEESE", "5m")];
+    let (out, error, code) = told(&peerpod(&arguments, &variables));
+    assert_eq!((code, out.as_str()), (Some(1), ""), "{error}");
+    assert!(error.contains("5 mistakes"), "{error}");
+    for place in [
+        &format!("{}:2: log.level", file.path()),
+        &format!("{}:4: relay.lisen", file.path()),
+        "PEERPOD_NODE_LEASE",
+        "PEERPOD_NODE_LEESE",
+        "--tunnel.port",
+    ] {
+        assert!(error.contains(place), "{place} is named: {error}");
+    }
+    // `print` does not print what is not in force.
+    let (out, error, code) = told(&peerpod(&["config", "print", "--config", file.path()], &[]));
+    assert_eq!((code, out.as_str()), (Some(1), ""), "{error}");
+    let (_, error, code) = told(&peerpod(&["config", "check", "--config", "/nonexistent.yaml"], &[]));
+    assert!(code == Some(1) && error.contains("/nonexistent.yaml"), "{code:?} {error}");
+}
+
+#[test]
+fn the_schema_is_json_that_knows_the_readme_s_keys() {
+    let (out, error, code) = told(&peerpod(&["config", "schema"], &[]));
+    assert_eq!((code, error.as_str()), (Some(0), ""), "{error}");
+    let schema: serde_json::Value = serde_json::from_str(&out).unwrap();
+    for (section, key) in [("relay", "listen"), ("tunnel", "external"), ("node", "cluster-id")] {
+        let setting = &schema["properties"][section]["properties"][key];
+        assert!(
+            setting["description"].as_str().is_some_and(|text| !text.is_empty()),
+            "{section}.{key}: {setting}"
+        );
+    }
+}
+
+#[test]
+fn words_that_are_none_get_the_usage_and_an_exit_code_that_is_not_0() {
+    for arguments in [&["config"][..], &["config", "chekc"], &["confg"], &[]] {
+        let (out, error, code) = told(&peerpod(arguments, &[]));
+        assert!(code.is_some_and(|code| code != 0) && out.is_empty(), "{arguments:?}: {code:?} {out}");
+        assert!(error.contains("usage: peerpod"), "{arguments:?}: {error}");
+    }
+}
