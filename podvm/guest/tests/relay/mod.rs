@@ -87,14 +87,34 @@ impl Relay {
         self.trust.sign(csr)
     }
 
-    pub(crate) async fn listen(mut self, address: &str) -> Relay {
+    fn acceptor(&self) -> TlsAcceptor {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(vec![tls::SERVER_NAME.to_owned()]).unwrap();
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
         let leaf = params.signed_by(&key, &self.trust.issuer).unwrap();
         let chain = vec![leaf.der().clone(), self.trust.ca.clone()];
         let key = PrivateKeyDer::try_from(key.serialize_der()).unwrap();
-        let config = tls::server_config(chain, key, std::slice::from_ref(&self.trust.ca)).unwrap();
+        tls::server_config(chain, key, std::slice::from_ref(&self.trust.ca)).unwrap().into()
+    }
+
+    /// Answers where another relay is expected, until guests have turned away so many times.
+    pub(crate) async fn impersonate(&self, address: &str, times: usize) {
+        let acceptor = self.acceptor();
+        let listener = TcpListener::bind(address.parse::<SocketAddr>().unwrap()).await.unwrap();
+        let mut turned_away = 0;
+        while turned_away < times {
+            let accepted = timeout(PATIENCE, listener.accept()).await;
+            let (tcp, _) = accepted.expect("the guest goes on dialling").unwrap();
+            let shaken = timeout(PATIENCE, acceptor.accept(tcp)).await.expect("the guest goes on or ends it");
+            let error = shaken.map(drop).expect_err("the guest trusts anybody");
+            println!("impostor: {error}");
+            // An attempt that another one overtook ends without a word.
+            turned_away += usize::from(error.to_string().contains("alert"));
+        }
+    }
+
+    pub(crate) async fn listen(mut self, address: &str) -> Relay {
+        let acceptor = self.acceptor();
         let listener = TcpListener::bind(address.parse::<SocketAddr>().unwrap()).await.unwrap();
 
         let (links, link_events) = mpsc::unbounded_channel();
@@ -105,8 +125,7 @@ impl Relay {
         tokio::spawn(async move {
             loop {
                 let (tcp, _) = listener.accept().await.unwrap();
-                let (acceptor, trust, attach) =
-                    (TlsAcceptor::from(config.clone()), trust.clone(), attach.clone());
+                let (acceptor, trust, attach) = (acceptor.clone(), trust.clone(), attach.clone());
                 tokio::spawn(async move {
                     if let Err(error) = serve(acceptor, tcp, &trust, &attach).await {
                         println!("relay: {error}");
