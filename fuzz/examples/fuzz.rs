@@ -1,12 +1,25 @@
 //! libFuzzer's main program for the target that `FUZZ_TARGET` names. One program for all targets: it is linked once.
+//! With `FUZZ_SEEDS` it writes the target's seeds into that folder and ends.
 #![no_main]
 
-use std::sync::LazyLock;
+use std::{path::Path, sync::LazyLock};
 
 use peerpod_fuzz::Target;
 
+fn name() -> String {
+    std::env::var("FUZZ_TARGET").unwrap_or_default()
+}
+
+/// Before anything else is done.
+fn begin() {
+    let Some(folder) = std::env::var_os("FUZZ_SEEDS") else { return };
+    let written = peerpod_fuzz::seeds::write(&name(), Path::new(&folder));
+    written.unwrap_or_else(|error| panic!("write seeds to {}: {error}", folder.display()));
+    std::process::exit(0);
+}
+
 static TARGET: LazyLock<Target> = LazyLock::new(|| {
-    let name = std::env::var("FUZZ_TARGET").unwrap_or_default();
+    let name = name();
     let known = peerpod_fuzz::TARGETS.map(|(name, _)| name);
     match peerpod_fuzz::target(&name) {
         Some(target) => target,
@@ -14,4 +27,4 @@ static TARGET: LazyLock<Target> = LazyLock::new(|| {
     }
 });
 
-libfuzzer_sys::fuzz_target!(|input: &[u8]| (*TARGET)(input));
+libfuzzer_sys::fuzz_target!(init: begin(), |input: &[u8]| (*TARGET)(input));

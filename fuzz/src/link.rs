@@ -1,23 +1,136 @@
 //! Records of the link as a hostile peer may send them, before and in a session: a typed refusal or an event, never a
 //! panic, and nothing kept beyond the bounds.
 
+use std::io::IoSlice;
+
+use bytes::Bytes;
 use peerpod_link::{
     endpoint::Role,
-    record,
-    session::{Limits, Session},
+    record::{self, CloseReason, Kind, SessionId, StreamKind, Target, Welcome},
+    session::{Event, Limits, Session},
 };
+
+const LIMITS: fn() -> Limits = || Limits { streams: 64, ..Limits::default() };
 
 pub(crate) fn run(input: &[u8]) {
     for role in [Role::Relay, Role::Guest] {
-        let mut session = Session::new(role, None, Limits { streams: 64, ..Limits::default() });
-        let mut rest = input;
-        while let Ok(Some((header, payload))) = record::split(&mut rest) {
-            assert!(payload.len() <= record::MAX_PAYLOAD);
-            if session.receive(&header, payload).is_err() {
-                break;
-            }
-            session.pump();
-            assert!(session.buffered() <= 4 << 20, "{} bytes kept", session.buffered());
+        feed(&mut Session::new(role, None, LIMITS()), input);
+    }
+    let (mut relay, mut guest) = joined();
+    begin(&mut relay);
+    drain(&mut relay);
+    feed(&mut relay, input);
+    feed(&mut guest, input);
+}
+
+/// Gives a session records until it refuses one; the bytes that were not taken. Answers as an endpoint would.
+fn feed<'a>(session: &mut Session, mut input: &'a [u8]) -> &'a [u8] {
+    loop {
+        let before = input;
+        let Ok(Some((header, payload))) = record::split(&mut input) else { return before };
+        assert!(payload.len() <= record::MAX_PAYLOAD);
+        match session.receive(&header, payload) {
+            Err(_) => return before,
+            Ok(Event::Opened(id, StreamKind::Agent)) => session.send(id, b"the local side's first words"),
+            Ok(Event::Opened(id, StreamKind::Dial(_))) => session.accept(id),
+            Ok(Event::Data(id, data)) => session.consumed(id, data.len()),
+            Ok(Event::Control(message)) => assert!(message.len() <= LIMITS().control_message),
+            Ok(Event::Nothing | Event::Closed(..) | Event::Connected(_) | Event::Finished(_)) => {}
         }
+        drain(session);
+        assert!(session.buffered() <= 4 << 20, "{} bytes kept", session.buffered());
+    }
+}
+
+/// Everything that a transport would take now.
+fn drain(session: &mut Session) -> Vec<u8> {
+    let mut all = Vec::new();
+    loop {
+        session.pump();
+        let mut slices = [IoSlice::new(&[]); 8];
+        let filled = session.output(&mut slices);
+        let before = all.len();
+        slices.iter().take(filled).for_each(|slice| all.extend_from_slice(slice));
+        let taken = all.len() - before;
+        if taken == 0 {
+            return all;
+        }
+        session.wrote(taken);
+    }
+}
+
+/// Two ends behind a good handshake.
+fn joined() -> (Session, Session) {
+    let mut relay = Session::new(Role::Relay, None, LIMITS());
+    let mut guest = Session::new(Role::Guest, Some(SessionId([7; 16])), LIMITS());
+    let hello = guest.hello("fuzz").expect("it has a name");
+    relay.answer(&hello, 1, "fuzz").expect("the versions are ours");
+    let welcome = drain(&mut relay);
+    let (header, payload) = record::split(&mut &welcome[..]).expect("a record").expect("a whole one");
+    assert_eq!(header.kind, Kind::Welcome);
+    guest.welcomed(&Welcome::decode(payload).expect("a Welcome")).expect("it fits");
+    (relay, guest)
+}
+
+/// What a relay says first: streams, bytes on them, a question. The streams.
+fn begin(relay: &mut Session) -> Vec<u32> {
+    let dial = StreamKind::Dial(Target { v6: true, port: 8080 });
+    let streams: Vec<u32> = [StreamKind::Agent, StreamKind::Agent, dial]
+        .into_iter()
+        .filter_map(|kind| relay.open(kind))
+        .collect();
+    for stream in &streams {
+        relay.send(*stream, &[0x5a; 100]);
+    }
+    relay.control(Bytes::from_static(b"a question"));
+    relay.ping();
+    streams
+}
+
+/// A recorded session, cut where a transport might be: what the relay said, and what the guest did.
+pub(crate) fn recorded() -> [Vec<u8>; 2] {
+    let (mut relay, mut guest) = joined();
+    let streams = begin(&mut relay);
+    let mut said = drain(&mut relay);
+    assert!(feed(&mut guest, &said).is_empty(), "the guest takes it");
+    for (stream, size) in streams.iter().zip([10, 40_000]) {
+        guest.send(*stream, &vec![0xa5; size]);
+    }
+    guest.control(Bytes::from(vec![7; 30_000]));
+    guest.ping();
+    for stream in &streams {
+        guest.finish(*stream);
+        guest.close(*stream, CloseReason::Closed);
+    }
+    // What the guest said while it was fed is gone with its transport: a new one brings it again.
+    let hello = guest.hello("fuzz").expect("it has a name");
+    relay.answer(&hello, 2, "fuzz").expect("it is known");
+    let welcome = drain(&mut relay);
+    let (header, payload) = record::split(&mut &welcome[..]).expect("a record").expect("a whole one");
+    guest.welcomed(&Welcome::decode(payload).expect("a Welcome")).expect("it fits");
+    said.extend_from_slice(&welcome[record::HEADER_LEN + header.length as usize..]);
+    [said, drain(&mut guest)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_recorded_session_is_taken_to_its_end() {
+        let [of_relay, of_guest] = recorded();
+        let (mut relay, mut guest) = joined();
+        begin(&mut relay);
+        drain(&mut relay);
+        assert!(of_guest.len() > 70_000 && feed(&mut relay, &of_guest).is_empty());
+        assert!(of_relay.len() > 300 && feed(&mut guest, &of_relay).is_empty());
+        // It is the session that is tried, not only its first record.
+        let mut broken = of_guest.clone();
+        *broken.last_mut().unwrap() ^= 0xff;
+        let (mut relay, _) = joined();
+        begin(&mut relay);
+        drain(&mut relay);
+        let left = feed(&mut relay, &broken).len();
+        assert!(left > 0 && left < 200, "{left}");
     }
 }

@@ -5,7 +5,7 @@
 //! How SYNs get here and back without any right of ours: [`peerpod_link::net::localhost`]. The node hands the sockets
 //! in; they go with the sandbox. Touches nothing else.
 
-mod packet;
+pub(crate) mod packet;
 
 use std::{
     any::Any,

@@ -23,14 +23,14 @@ const PAYLOAD: u16 = 9;
 
 /// A connection, as its client names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Key {
-    pub(super) client: SocketAddr,
-    pub(super) target: Target,
+pub(crate) struct Key {
+    pub(crate) client: SocketAddr,
+    pub(crate) target: Target,
 }
 
 impl Key {
     /// Of an accepted socket.
-    pub(super) fn of(client: SocketAddr, local: SocketAddr) -> Key {
+    pub(crate) fn of(client: SocketAddr, local: SocketAddr) -> Key {
         // Flow label and scope are not part of a name.
         let client = SocketAddr::new(client.ip(), client.port());
         Key { client, target: Target { v6: local.is_ipv6(), port: local.port() } }
@@ -39,8 +39,8 @@ impl Key {
 
 /// A client's first packet.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Syn {
-    pub(super) key: Key,
+pub(crate) struct Syn {
+    pub(crate) key: Key,
     source: IpAddr,
     destination: IpAddr,
     /// The TCP header with its options, and nothing behind it: data in a SYN is sent again by its client.
@@ -49,7 +49,7 @@ pub(super) struct Syn {
 
 impl Syn {
     /// Reads an IP packet, which may be cut off behind the TCP header.
-    pub(super) fn read(packet: &[u8]) -> Option<Syn> {
+    pub(crate) fn read(packet: &[u8]) -> Option<Syn> {
         let (source, destination, rest) = match packet.first()? >> 4 {
             4 => {
                 let header: &[u8; V4_HEADER] = packet.first_chunk()?;
@@ -92,12 +92,12 @@ impl Syn {
     }
 
     /// The same again, as its client sent it.
-    pub(super) fn again(&self) -> Vec<u8> {
+    pub(crate) fn again(&self) -> Vec<u8> {
         packet(self.source, self.destination, self.tcp.clone())
     }
 
     /// The kernel's answer of a port where nobody listens.
-    pub(super) fn reset(&self) -> Vec<u8> {
+    pub(crate) fn reset(&self) -> Vec<u8> {
         let acknowledged = self.sequence().wrapping_add(1);
         let mut tcp = Vec::with_capacity(TCP_HEADER);
         tcp.extend_from_slice(&self.key.target.port.to_be_bytes());
@@ -160,7 +160,7 @@ fn checksum(parts: &[&[u8]]) -> u16 {
 }
 
 /// The SYNs in one datagram of the kernel's log.
-pub(super) fn logged(mut datagram: &[u8]) -> Vec<Syn> {
+pub(crate) fn logged(mut datagram: &[u8]) -> Vec<Syn> {
     let mut found = Vec::new();
     while let Some((message, kind)) = take(&mut datagram, NETLINK, |head| {
         (

@@ -1,0 +1,222 @@
+//! A conversation of a shim with an agent by the whole road: the relay's filter, the guest's, and back. The shim, the
+//! agent and the guest itself may say anything. What reaches a shim are answers to its own calls, of a size it takes;
+//! what reaches an agent are whole requests, with the pod's network namespace in them where it must be.
+//!
+//! An input is a list of words: who speaks (u8), how many bytes (u16 BE), the bytes.
+
+use std::{
+    collections::HashSet,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use bytes::BytesMut;
+use peerpod_guest::intercept::{Intercept, Notice};
+use peerpod_link::{
+    endpoint::Filter,
+    frame::{DATA, FrameReader, HEADER_LEN, Header, MAX_PAYLOAD, Piece, REQUEST, RESPONSE, method_of},
+};
+use peerpod_proto::{agent::CreateContainerRequest, ttrpc_frame::Request};
+use peerpod_relay::agent::filter::{AgentFilter, Bounds, Shared};
+use protobuf::Message;
+
+pub(crate) const SHIM: u8 = 0;
+pub(crate) const AGENT: u8 = 1;
+/// The guest without its filter: what a hostile one writes to its stream.
+const GUEST: u8 = 2;
+/// The stream is lost, as with a guest program that was restarted.
+const LOSS: u8 = 3;
+
+const PODNS: &str = "/run/netns/podns";
+
+/// One word of an input.
+pub(crate) fn word(who: u8, bytes: &[u8]) -> Vec<u8> {
+    bytes
+        .chunks(usize::from(u16::MAX))
+        .flat_map(|part| [&[who][..], &(part.len() as u16).to_be_bytes(), part].concat())
+        .collect()
+}
+
+#[derive(Default)]
+struct Told {
+    containers: AtomicUsize,
+}
+
+impl Notice for Told {
+    fn container(&self) {
+        self.containers.fetch_add(1, Ordering::Relaxed);
+    }
+    fn bind_source(&self, _source: &str) {}
+    fn sandbox_ends(&self) {}
+}
+
+/// Both filters, and what came out of them.
+struct Road {
+    relay: AgentFilter,
+    guest: Intercept,
+    told: Arc<Told>,
+    /// From the shim; its calls.
+    calls: Frames,
+    asked: HashSet<u32>,
+    to_shim: Frames,
+    to_agent: Frames,
+    /// Whole frames that arrived.
+    answers: usize,
+    containers: usize,
+}
+
+impl Road {
+    fn new() -> Road {
+        let told = Arc::new(Told::default());
+        Road {
+            relay: AgentFilter::new(Arc::<Shared>::default(), Bounds::default()),
+            guest: Intercept::new(told.clone(), PODNS.to_owned()),
+            told,
+            calls: Frames::default(),
+            asked: HashSet::new(),
+            to_shim: Frames::default(),
+            to_agent: Frames::default(),
+            answers: 0,
+            containers: 0,
+        }
+    }
+
+    /// False when the shim's connection is over.
+    fn say(&mut self, who: u8, bytes: &[u8]) -> bool {
+        let (mut up, mut down, mut out) = (BytesMut::new(), BytesMut::new(), BytesMut::new());
+        match who & 3 {
+            SHIM => {
+                for (header, _) in self.calls.take(bytes) {
+                    self.asked.insert(header.stream);
+                }
+                self.relay.from_local(bytes, &mut up, &mut down);
+                self.shim_hears(&down);
+                let mut back = BytesMut::new();
+                self.guest.from_peer(&up, &mut back, &mut out);
+                self.agent_hears(&out);
+                self.relay_hears(&back);
+            }
+            AGENT => {
+                self.guest.from_local(bytes, &mut up, &mut out);
+                self.agent_hears(&out);
+                self.relay_hears(&up);
+            }
+            GUEST => self.relay_hears(bytes),
+            _ => {
+                let goes_on = self.relay.stream_lost(&mut down);
+                self.shim_hears(&down);
+                self.told = Arc::new(Told::default());
+                self.guest = Intercept::new(self.told.clone(), PODNS.to_owned());
+                (self.to_agent, self.containers) = (Frames::default(), 0);
+                return goes_on;
+            }
+        }
+        true
+    }
+
+    fn relay_hears(&mut self, bytes: &[u8]) {
+        let (mut peer, mut local) = (BytesMut::new(), BytesMut::new());
+        self.relay.from_peer(bytes, &mut peer, &mut local);
+        self.shim_hears(&local);
+    }
+
+    fn shim_hears(&mut self, bytes: &[u8]) {
+        for (header, body) in self.to_shim.take(bytes) {
+            assert!(matches!(header.kind, RESPONSE | DATA), "{header:?}");
+            assert!(self.asked.contains(&header.stream), "nobody asked for {header:?}");
+            assert!(header.length as usize <= MAX_PAYLOAD, "{header:?}");
+            self.answers += usize::from(body.is_some());
+        }
+    }
+
+    fn agent_hears(&mut self, bytes: &[u8]) {
+        for (header, body) in self.to_agent.take(bytes) {
+            assert!(header.length as usize <= MAX_PAYLOAD, "{header:?}");
+            let Some(body) = body.filter(|_| header.kind == REQUEST) else { continue };
+            let Some(("grpc.AgentService", "CreateContainer")) = method_of(&body) else { continue };
+            let request = Request::parse_from_bytes(&body).expect("what was rewritten can be read");
+            self.containers += 1;
+            let Ok(container) = CreateContainerRequest::parse_from_bytes(&request.payload) else { continue };
+            if container.OCI.is_some() {
+                let networks = container.OCI.Linux.Namespaces.iter().filter(|it| it.Type == "network");
+                let paths: Vec<&str> = networks.map(|it| it.Path.as_str()).collect();
+                assert_eq!(paths, [PODNS]);
+            }
+        }
+        // Noted before the agent hears of it: a dead agent then means dead containers.
+        assert!(self.told.containers.load(Ordering::Relaxed) >= self.containers);
+    }
+}
+
+/// Frames out of bytes that come in pieces: each header, with its body once that is whole.
+#[derive(Default)]
+struct Frames {
+    reader: FrameReader,
+    head: Option<Header>,
+    body: Vec<u8>,
+}
+
+impl Frames {
+    /// Headers without a body are those whose body is not (or will never be) whole.
+    fn take(&mut self, mut bytes: &[u8]) -> Vec<(Header, Option<Vec<u8>>)> {
+        let mut found = Vec::new();
+        while let Some(piece) = self.reader.next(&mut bytes) {
+            match piece {
+                Piece::Head(header) => {
+                    (self.head, self.body) = (Some(header), Vec::new());
+                    found.push((header, None));
+                }
+                Piece::Body(part) => self.body.extend_from_slice(part),
+                Piece::End => {
+                    found.extend(self.head.take().map(|head| (head, Some(std::mem::take(&mut self.body)))))
+                }
+            }
+        }
+        found
+    }
+}
+
+pub(crate) fn run(input: &[u8]) {
+    drop(walk(input));
+}
+
+fn walk(mut input: &[u8]) -> Road {
+    let mut road = Road::new();
+    while let Some(([who, high, low], rest)) = input.split_first_chunk() {
+        let length = usize::from(u16::from_be_bytes([*high, *low])).min(rest.len());
+        let (bytes, rest) = rest.split_at(length);
+        input = rest;
+        if !road.say(*who, bytes) {
+            break;
+        }
+    }
+    road
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::seeds;
+
+    #[test]
+    fn the_recorded_conversations_go_the_whole_road() {
+        let (mut answers, mut containers) = (0, 0);
+        for (name, seed) in seeds::of("agent") {
+            let road = walk(&seed);
+            println!("{name}: {} answers, {} containers", road.answers, road.containers);
+            (answers, containers) = (answers + road.answers, containers + road.containers);
+        }
+        assert!(answers > 100 && containers >= 4, "{answers} answers, {containers} containers");
+    }
+
+    #[test]
+    fn a_lying_guest_reaches_no_shim() {
+        let mut road = Road::new();
+        let lie = [&Header { length: 4, stream: 9, kind: RESPONSE, flags: 0 }.encode()[..], b"lies"].concat();
+        assert!(road.say(GUEST, &lie));
+        assert_eq!(road.answers, 0);
+        assert!(HEADER_LEN < lie.len());
+    }
+}

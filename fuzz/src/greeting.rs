@@ -1,0 +1,59 @@
+//! First words: what somebody says before anybody knows who it is. To the relay's port (a ticket or a session's name,
+//! and its answers), to a stream that opens, to `relay-fds.sock`.
+
+use std::os::fd::AsRawFd;
+
+use futures_util::FutureExt;
+use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, send, socketpair};
+use peerpod_base::handin::{self, Answer, Header};
+use peerpod_link::{
+    claim::{First, first_record},
+    record::{HEADER_LEN, Hello, StreamKind, Welcome},
+};
+
+pub(crate) fn run(input: &[u8]) {
+    let mut rest = input;
+    // A slice is always ready.
+    if let Some(Ok(first)) = first_record(&mut rest).now_or_never() {
+        assert!(input.len() - rest.len() >= HEADER_LEN);
+        if let First::Hello(hello) = first {
+            same(&hello);
+        }
+    }
+    if let Ok(hello) = Hello::decode(input) {
+        same(&hello);
+    }
+    if let Ok(welcome) = Welcome::decode(input) {
+        assert_eq!(Welcome::decode(&welcome.encode()).as_ref(), Ok(&welcome));
+        assert!(!welcome.program.contains(char::is_control), "it goes into a log");
+    }
+    if let Some(kind) = StreamKind::decode(input) {
+        let (bytes, length) = kind.encode();
+        assert_eq!(&bytes[..length], input);
+    }
+    handed_in(input);
+}
+
+fn same(hello: &Hello) {
+    assert_eq!(Hello::decode(&hello.encode()).as_ref(), Ok(hello));
+    assert!(!hello.program.contains(char::is_control), "it goes into a log");
+}
+
+/// As one message over a real socket, which is how it is read.
+fn handed_in(input: &[u8]) {
+    if input.is_empty() || input.len() > 2 * handin::MAX_MESSAGE {
+        return;
+    }
+    let ends = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC);
+    let (ours, theirs) = ends.expect("a pair of sockets");
+    for answer in [false, true] {
+        send(ours.as_raw_fd(), input, MsgFlags::MSG_NOSIGNAL).expect("it fits the socket");
+        let version = if answer {
+            handin::receive::<Answer>(&theirs).map(|(answer, _)| answer.version)
+        } else {
+            handin::receive::<Header>(&theirs).map(|(header, _)| header.version)
+        };
+        assert!(version.is_err() || version.is_ok_and(|version| version == handin::VERSION));
+        assert!(input.len() <= handin::MAX_MESSAGE || handin::receive::<Header>(&theirs).is_err());
+    }
+}
