@@ -113,7 +113,10 @@ fn filters() -> Result<[BpfProgram; 2], seccompiler::BackendError> {
     Ok([program(refused, libc::EPERM)?, program(unknown, libc::ENOSYS)?])
 }
 
-fn program(calls: BTreeMap<i64, Vec<SeccompRule>>, errno: i32) -> Result<BpfProgram, seccompiler::BackendError> {
+fn program(
+    calls: BTreeMap<i64, Vec<SeccompRule>>,
+    errno: i32,
+) -> Result<BpfProgram, seccompiler::BackendError> {
     let answer = SeccompAction::Errno(errno.unsigned_abs());
     SeccompFilter::new(calls, SeccompAction::Allow, answer, std::env::consts::ARCH.try_into()?)?.try_into()
 }
@@ -165,7 +168,8 @@ mod tests {
             refused("a program", program.err().and_then(|error| error.raw_os_error()));
             let namespace = nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWUSER);
             refused("a namespace", namespace.err().map(|error| error as i32));
-            let netlink = rustix::net::socket(rustix::net::AddressFamily::NETLINK, rustix::net::SocketType::RAW, None);
+            let netlink =
+                rustix::net::socket(rustix::net::AddressFamily::NETLINK, rustix::net::SocketType::RAW, None);
             refused("netlink", netlink.err().map(rustix::io::Errno::raw_os_error));
             assert_eq!(std::thread::spawn(|| 7).join().unwrap(), 7);
             std::net::UdpSocket::bind("[::1]:0").unwrap();
