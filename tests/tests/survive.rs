@@ -180,13 +180,16 @@ async fn a_start_for_a_dead_node_waits_too_and_keeps_its_place_behind_its_create
     let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let pods = [(); 4].map(|()| world.pod().unwrap());
     let [living, known, piped, unwanted] = ["living", "known", "piped", "unwanted"].map(fresh_id);
-    let door = daemons.hypervisor_socket();
-    let pipe = async |id: &String, pod: usize| {
-        let shim = ShimClient::connect(&door).await.unwrap();
+    let mut shims = Vec::new();
+    for _ in 0..3 {
+        shims.push(daemons.shim().await.unwrap());
+    }
+    let mut pipe = |id: &String, pod: usize| {
+        let shim = shims.pop().unwrap();
         tokio::spawn(pipelined(shim, id.clone(), pods[pod].namespace().path()))
     };
     // Also while the node lives: a StartVM that overtook its CreateVM would be of nobody.
-    let (created, started) = pipe(&living, 0).await.await.unwrap();
+    let (created, started) = pipe(&living, 0).await.unwrap();
     created.unwrap();
     started.unwrap();
 
@@ -198,7 +201,7 @@ async fn a_start_for_a_dead_node_waits_too_and_keeps_its_place_behind_its_create
         let (shim, known) = (shim.clone(), known.clone());
         async move { shim.start_vm(&known).await }
     });
-    let (held, cancelled) = (pipe(&piped, 2).await, pipe(&unwanted, 3).await);
+    let (held, cancelled) = (pipe(&piped, 2), pipe(&unwanted, 3));
     eventually("all five calls wait in the relay", PATIENCE, async || {
         let metrics = daemons.metrics("relay").ok()?;
         (sample(&metrics, "peerpod_relay_queued_calls").unwrap() == 5.0).then_some(())
