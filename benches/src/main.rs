@@ -1,9 +1,10 @@
 //! Speed as ratios against something run beside it in the same run. `make bench` prints a table, writes
-//! `target/bench/summary.json` and fails when a gate is missed. `peerpod-benches relay net ready thousand` runs only
+//! `target/bench/summary.json` and fails when a gate is missed. `peerpod-benches relay net ready check thousand` runs only
 //! what is named and leaves the other figures in the file.
 
 mod agent;
 mod chain;
+mod check;
 mod encrypted;
 mod guests;
 mod load;
@@ -61,6 +62,9 @@ fn main() -> anyhow::Result<()> {
         }
         if wanted("ready") {
             runtime.block_on(ready::run(&mut report))?;
+        }
+        if wanted("check") {
+            check::run(&folder, &mut report)?;
         }
         if wanted("thousand") {
             runtime.block_on(thousand::run(&folder, &mut report))?;

@@ -1,0 +1,180 @@
+//! Providers outside of the tree, with the real binaries: the one in Python under `peerpod provider check`, and a pod
+//! whose VM is made by a program of its own.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::{Child, Command, Output, Stdio},
+    time::Duration,
+};
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use peerpod_tests::{PATIENCE, Sandbox, fresh_id};
+use peerpod_world::{Daemons, Settings, World, binary, eventually};
+
+/// A folder with a configuration whose provider is a script in Python.
+struct Place(PathBuf);
+
+impl Place {
+    fn new(script: &[&str]) -> Place {
+        let folder = std::env::temp_dir().join(fresh_id("peerpod-check-test"));
+        fs::create_dir_all(folder.join("volumes")).unwrap();
+        fs::write(folder.join("volumes/disk-1"), "").unwrap();
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("providers/python").join(script[0]);
+        let mut command = vec!["/usr/bin/env".into(), "python3".into(), path.display().to_string()];
+        command.push(folder.display().to_string());
+        command.extend(script[1..].iter().map(ToString::to_string));
+        let config = serde_json::json!({
+            "log": { "level": "warn" },
+            "provider": { "kind": "external", "external": { "command": command, "handshake-timeout": "20s" } },
+        });
+        fs::write(folder.join("config.yaml"), config.to_string()).unwrap();
+        // The witness: it reads what the "VM" is, not what the provider says of it.
+        let probe = "#!/usr/bin/env python3\n\
+             import glob, json, os, sys\n\
+             vms = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'vms')\n\
+             if sys.argv[1] == 'machines':\n    print(len(glob.glob(vms + '/*.json')))\n\
+             else:\n    sys.stdout.buffer.write(json.load(open(f'{vms}/{sys.argv[2]}.json'))['user_data'].encode())\n";
+        fs::write(folder.join("probe"), probe).unwrap();
+        fs::set_permissions(folder.join("probe"), fs::Permissions::from_mode(0o755)).unwrap();
+        Place(folder)
+    }
+
+    fn check(&self, words: &[&str]) -> Command {
+        let mut command = Command::new(binary("peerpod").unwrap());
+        command.args(["provider", "check"]).arg(self.0.join("config.yaml")).args(words);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    }
+
+    fn machines(&self) -> usize {
+        let files = fs::read_dir(self.0.join("vms")).map(|files| files.flatten().collect()).unwrap_or(vec![]);
+        files.iter().filter(|file| file.file_name().to_string_lossy().ends_with(".json")).count()
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        drop(fs::remove_dir_all(&self.0));
+    }
+}
+
+fn text(output: &Output) -> String {
+    format!("{}\n{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+#[test]
+fn the_provider_in_python_keeps_every_promise() {
+    let place = Place::new(&["provider.py"]);
+    let probe = place.0.join("probe").display().to_string();
+    let output = place.check(&["--yes", "--volume", "disk-1", "--probe", &probe]).output().unwrap();
+    let text = text(&output);
+    assert!(output.status.success(), "{text}");
+    // What one process alone cannot be tried with, and what the provider does not promise.
+    let not: Vec<&str> = text.lines().filter(|line| line.starts_with("n/a ")).collect();
+    assert_eq!(not.len(), 3, "{text}");
+    for words in ["another process finds", "only our vms are listed", "a batch is"] {
+        assert!(not.iter().any(|line| line.contains(words)), "{words} in {not:?}");
+    }
+    assert!(text.contains("21 kept, 0 broken, 3 not applicable"), "{text}");
+    assert_eq!(place.machines(), 0);
+}
+
+#[test]
+fn without_consent_nothing_is_made() {
+    let place = Place::new(&["provider.py"]);
+    let output = place.check(&[]).output().unwrap();
+    let text = text(&output);
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    assert!(text.contains("up to 50 at once") && text.contains("--yes"), "{text}");
+    assert!(!place.0.join("vms").exists(), "the provider was not even started");
+}
+
+#[test]
+fn a_broken_promise_is_named_and_ends_in_a_failure_and_nothing_is_left() {
+    let place = Place::new(&["faulty.py", "forgets-keys"]);
+    let output = place.check(&["--yes", "--only", "a repeated create", "--crowd", "3"]).output().unwrap();
+    let text = text(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("BROKEN  a repeated create finds the same vm: two creates with one key"), "{text}");
+    assert!(text.contains("0 kept, 1 broken, 0 not applicable"), "{text}");
+    assert_eq!(place.machines(), 0);
+}
+
+#[test]
+fn a_provider_that_cannot_be_loaded_is_an_error_that_says_why() {
+    let place = Place::new(&["faulty.py", "exits"]);
+    let output = place.check(&["--yes"]).output().unwrap();
+    let text = text(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("there is no region set") && text.contains("exit status: 7"), "{text}");
+}
+
+#[test]
+fn mistakes_in_the_configuration_are_all_told() {
+    let place = Place::new(&["provider.py"]);
+    let words = ["--yes", "--provider.external.health-every", "0", "--provider.external.adress", "x:1"];
+    let output = place.check(&words).output().unwrap();
+    let text = text(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(
+        text.contains("2 mistakes") && text.contains("did you mean provider.external.address?"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
+async fn ctrl_c_takes_everything_away() {
+    let place = Place::new(&["faulty.py", "no-addresses"]);
+    let child: Child = place.check(&["--yes", "--only", "many creates"]).spawn().unwrap();
+    eventually("VMs are there", PATIENCE, async || (place.machines() > 10).then_some(())).await.unwrap();
+    kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), Signal::SIGINT).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let text = text(&output);
+    assert_eq!(output.status.code(), Some(130), "{text}");
+    assert!(text.contains("Ctrl-C: what was made is being deleted"), "{text}");
+    assert_eq!(place.machines(), 0, "{text}");
+}
+
+/// The process that listens on the provider's socket.
+fn plugin_of(daemons: &Daemons) -> Option<Pid> {
+    let socket = daemons.state_dir().join("external/provider.sock");
+    let stream = std::os::unix::net::UnixStream::connect(socket).ok()?;
+    let peer = nix::sys::socket::getsockopt(&stream, nix::sys::socket::sockopt::PeerCredentials).ok()?;
+    Some(Pid::from_raw(peer.pid()))
+}
+
+#[tokio::test]
+async fn a_pod_gets_its_vm_from_a_program_of_its_own_and_survives_that_programs_death() {
+    let world = World::new().unwrap();
+    let vms = world.folder().join("plugin");
+    fs::create_dir_all(&vms).unwrap();
+    let command = [
+        env!("CARGO_BIN_EXE_peerpod-test-plugin").to_owned(),
+        "--paths.state-dir".to_owned(),
+        vms.display().to_string(),
+    ];
+    let settings = Settings::none()
+        .set("provider.kind", "external")
+        .set("provider.external.command", command.to_vec())
+        .set("provider.external.health-every", "200ms");
+    let daemons = Daemons::start(&world, settings).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "external").await.unwrap();
+    sandbox.lives().await.unwrap();
+
+    let first = plugin_of(&daemons).expect("the plugin serves");
+    kill(first, Signal::SIGKILL).unwrap();
+    sandbox.lives().await.unwrap();
+    let another = async || plugin_of(&daemons).filter(|pid| *pid != first);
+    eventually("the plugin is started again", PATIENCE, another).await.unwrap();
+    sandbox.lives().await.unwrap();
+    sandbox.stop(&daemons).await.unwrap();
+    let gone = async || fs::read_dir(vms.join("local/vms")).unwrap().next().is_none().then_some(());
+    eventually("its VM is gone", Duration::from_secs(20), gone).await.unwrap();
+}
