@@ -16,7 +16,8 @@ use crate::{CreateRequest, Created, Error, IdempotencyKey, InstanceId, Owned, Ow
 
 /// How often a condition is looked at.
 const EVERY: Duration = Duration::from_millis(10);
-/// After a call that was cut off, something may still come into being; when nothing did for so long, nothing will.
+/// After a call that was cut off, something may still come into being; when nothing did for so long, or twice as long as
+/// the slowest create took, nothing will.
 const QUIET: Duration = Duration::from_millis(500);
 
 /// See the module. Dropping it takes nothing away: call [`Trial::clean_up`].
@@ -27,6 +28,9 @@ pub struct Trial {
     number: AtomicU32,
     /// Some create's answer was not waited for.
     cut: AtomicBool,
+    /// A check is under way, or was left before its end: so may its creates be.
+    open: AtomicBool,
+    slowest: Mutex<Duration>,
 }
 
 impl Trial {
@@ -38,6 +42,8 @@ impl Trial {
             ids: Mutex::default(),
             number: AtomicU32::new(0),
             cut: AtomicBool::new(false),
+            open: AtomicBool::new(false),
+            slowest: Mutex::default(),
         }
     }
 
@@ -45,8 +51,12 @@ impl Trial {
     pub async fn keeps(self: &Arc<Trial>, promise: &Promise) -> Verdict {
         let patience = self.harness.patience();
         let check = AssertUnwindSafe((promise.check)(Arc::clone(self))).catch_unwind();
+        self.open.store(true, Ordering::Relaxed);
         let outcome = match timeout(patience, check).await {
-            Ok(Ok(outcome)) => outcome,
+            Ok(Ok(outcome)) => {
+                self.open.store(outcome.is_err(), Ordering::Relaxed);
+                outcome
+            }
             Ok(Err(panic)) => Err(Stop::Broken(format!("it panicked: {}", words_of(&*panic)))),
             Err(_) => Err(Stop::Broken(format!("it took longer than {patience:?}"))),
         };
@@ -72,6 +82,7 @@ impl Trial {
                 self.keys().clear();
                 self.ids().clear();
                 self.cut.store(false, Ordering::Relaxed);
+                self.open.store(false, Ordering::Relaxed);
                 Ok(())
             }
             Err(_) => Err(format!("not everything that was made is gone after {patience:?}: {last}")),
@@ -104,7 +115,8 @@ impl Trial {
             let machines = self.harness.machines().await.unwrap_or(0);
             if ours.is_empty() && unlisted.is_empty() && machines == 0 {
                 let since = quiet.get_or_insert_with(Instant::now).elapsed();
-                if since >= QUIET || !self.cut.load(Ordering::Relaxed) {
+                let settled = !self.cut.load(Ordering::Relaxed) && !self.open.load(Ordering::Relaxed);
+                if since >= self.quiet() || settled {
                     return;
                 }
             } else {
@@ -154,8 +166,12 @@ impl Trial {
         request: &CreateRequest,
         key: &IdempotencyKey,
     ) -> Result<Created, Error> {
+        let start = Instant::now();
         let made = self.provider().create(request, key).await?;
         self.ids().insert(made.id.clone());
+        let mut slowest = self.slowest.lock().unwrap_or_else(PoisonError::into_inner);
+        *slowest = start.elapsed().max(*slowest);
+        drop(slowest);
         Ok(made)
     }
 
@@ -191,6 +207,12 @@ impl Trial {
     ) -> Option<Result<Created, Error>> {
         self.cut.store(true, Ordering::Relaxed);
         timeout(after, self.create_once(request, key)).await.ok()
+    }
+
+    /// How long to look until one may say that nothing more comes into being.
+    pub(super) fn quiet(&self) -> Duration {
+        let slowest = *self.slowest.lock().unwrap_or_else(PoisonError::into_inner);
+        QUIET.max(slowest * 2)
     }
 
     /// What the provider shows of this key.
@@ -261,9 +283,4 @@ pub(super) async fn until<F: Future<Output = Result<bool, Stop>>>(condition: imp
         sleep(EVERY).await;
     }
     Ok(())
-}
-
-/// How long to look until one may say that nothing more comes into being.
-pub(super) const fn quiet() -> Duration {
-    QUIET
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::{hold, not_here};
-use crate::conformance::trial::{quiet, said, until};
+use crate::conformance::trial::{said, until};
 use crate::conformance::{Checked, Stop, Trial};
 use crate::{CreateRequest, Error};
 
@@ -98,7 +98,7 @@ pub async fn a_create_dropped_and_forgotten_is_listed(trial: Arc<Trial>) -> Chec
     }
     // As many as there are, for a while: a VM may come into being a moment before or after it is listed.
     let mut agreed: Option<Instant> = None;
-    while agreed.is_none_or(|since| since.elapsed() < quiet()) {
+    while agreed.is_none_or(|since| since.elapsed() < trial.quiet()) {
         let owned = said("list_owned", trial.provider().list_owned().await)?;
         let listed =
             owned.iter().filter(|one| one.key.as_ref().is_some_and(|key| keys.contains(key))).count();

@@ -7,7 +7,7 @@ use tokio::time::{Instant, timeout};
 
 use super::{hold, not_here};
 use crate::Error;
-use crate::conformance::trial::{quiet, said, until};
+use crate::conformance::trial::{said, until};
 use crate::conformance::{Checked, Trial};
 
 /// Gone is `Ok`.
@@ -45,7 +45,7 @@ pub async fn a_delete_dropped_at_any_time_and_repeated_leaves_nothing(trial: Arc
         // What a core does after a crash: delete whatever the list shows. A create may still be under way behind it,
         // so it looks again until there is nothing for a while.
         let mut last = Instant::now();
-        while last.elapsed() < quiet() {
+        while last.elapsed() < trial.quiet() {
             for one in trial.listed(&key).await? {
                 said("delete", provider.delete(&one.id).await)?;
                 last = Instant::now();
