@@ -164,7 +164,7 @@ async fn leaves_by_its_vm(kind: &str) {
     for (place, address) in kept {
         let service = mirror(place, address);
         // The cloud network's IPv4 addresses lie in what the pod's CNI routes into the cluster: by the node, as ever.
-        let by_the_node = (address.is_ipv4() && of_the_cloud(Some(address))).then_some(sandbox.pod.v4());
+        let by_the_node = (address.is_ipv4() && network_of(address) == Some(99)).then_some(sandbox.pod.v4());
         assert_eq!(seen_as(&sandbox, service).await, by_the_node, "{address}");
         assert!(seen_from(vm, service).await.is_some(), "the VM itself does not reach {address}");
     }

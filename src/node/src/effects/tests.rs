@@ -10,7 +10,7 @@ const DEADLINE: Duration = Duration::from_secs(20);
 #[tokio::test]
 async fn a_new_address_of_the_node_is_heard_and_is_in_the_next_plan() {
     let mut world = World::new();
-    let external = External { cluster_cidrs: vec!["10.96.0.0/12".into()], allow: Vec::new() };
+    let external = External { cluster_cidrs: vec!["10.96.0.0/12".into()], ..External::default() };
     let owner = Owner::of(&["heard", &world.name("node")]);
     let config = TunnelConfig { owner, external: Some(external), ..TunnelConfig::default() };
     let tunnel = world.within("node", || Tunnel::open(config)).unwrap();
