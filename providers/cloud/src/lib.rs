@@ -1,6 +1,6 @@
 //! What providers of clouds share, so that none writes its own.
 //!
-//! * [`catalogue`], [`plan`], [`marks`] and [`Planner`]: which instance types, zones and markets suit a request, in
+//! * [`catalogue`], [`mod@plan`], [`marks`] and [`Planner`]: which instance types, zones and markets suit a request, in
 //!   which order, and for every other one the reason why not. Pure but for [`Planner`]'s memory of what was exhausted.
 //! * [`calls`]: the cloud's API calls of one account, each in its turn: token buckets that adapt, fair between pods,
 //!   with limits of concurrency and deadlines.
