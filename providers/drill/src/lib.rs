@@ -7,7 +7,7 @@
 use std::{
     fs, io,
     net::{IpAddr, Ipv4Addr},
-    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
+    os::unix::fs::{DirBuilderExt, OpenOptionsExt, symlink},
     path::{Path, PathBuf},
 };
 
@@ -78,6 +78,33 @@ impl Drill {
         self.config.dir.join(format!("{id}.json"))
     }
 
+    /// Whose an address is: a link to the id, which is there whole or not at all.
+    fn taken(&self, address: Ipv4Addr) -> PathBuf {
+        self.config.dir.join(format!("{address}.taken"))
+    }
+
+    /// An address that nobody else has; the key says where to begin, so that this costs one look and not one per VM.
+    fn take_address(&self, id: &str, key: &IdempotencyKey) -> Result<Ipv4Addr, Error> {
+        let [.., high, low] = key.sha256();
+        let begin = u32::from(u16::from_be_bytes([high, low]));
+        for step in 0..ADDRESSES {
+            let offset = (begin + step) % ADDRESSES;
+            let address = Ipv4Addr::from_bits(self.config.first_address.to_bits().saturating_add(offset));
+            let path = self.taken(address);
+            match symlink(id, &path) {
+                Ok(()) => return Ok(address),
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                    // Ours, of a create that went no further.
+                    if fs::read_link(&path).is_ok_and(|whose| whose == Path::new(id)) {
+                        return Ok(address);
+                    }
+                }
+                Err(error) => return Err(transient("taking", &path, &error)),
+            }
+        }
+        Err(Error::Invalid { text: format!("all {ADDRESSES} drill addresses are taken; delete VMs") })
+    }
+
     fn read(&self, id: &str) -> Result<Drilled, Error> {
         let path = self.file(id);
         let bytes = fs::read(&path).map_err(|error| match error.kind() {
@@ -89,6 +116,9 @@ impl Drill {
         })
     }
 }
+
+/// Addresses there are, from the first on.
+const ADDRESSES: u32 = 1 << 14;
 
 /// The id follows from the key: that is all the idempotency a folder needs.
 fn id_of(key: &IdempotencyKey) -> String {
@@ -129,14 +159,11 @@ impl Provider for Drill {
             Ok(known) if known.digest == request.digest() => known,
             Ok(_) => return Err(Error::KeyReused { text: format!("{id} was made with another request") }),
             Err(Error::NotFound { .. }) => {
-                // Any address that the node has a route to will do; the hash keeps two from being likely.
-                let [.., high, low] = key.sha256();
-                let offset = u32::from(u16::from_be_bytes([high & 0x3f, low]));
                 let drilled = Drilled {
                     key: key.clone(),
                     digest: request.digest(),
                     user_data: request.user_data.clone(),
-                    address: Ipv4Addr::from_bits(self.config.first_address.to_bits().saturating_add(offset)),
+                    address: self.take_address(&id, key)?,
                 };
                 write(&self.file(&id), &drilled)?;
                 drilled
@@ -154,12 +181,17 @@ impl Provider for Drill {
 
     async fn delete(&self, id: &InstanceId) -> Result<(), Error> {
         let path = self.file(id.as_str());
-        match fs::remove_file(&path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                Err(transient("removing", &path, &error))
+        // The address last: nobody gets it while this VM is listed.
+        let taken = self.read(id.as_str()).ok().map(|drilled| self.taken(drilled.address));
+        for path in [Some(path), taken].into_iter().flatten() {
+            match fs::remove_file(&path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    return Err(transient("removing", &path, &error));
+                }
+                _ => {}
             }
-            _ => Ok(()),
         }
+        Ok(())
     }
 
     async fn list_owned(&self) -> Result<Vec<Owned>, Error> {
@@ -198,4 +230,23 @@ fn write(path: &Path, drilled: &Drilled) -> Result<(), Error> {
         .and_then(|mut file| io::Write::write_all(&mut file, &json))
         .and_then(|()| fs::rename(&temporary, path));
     written.map_err(|error| transient("writing", path, &error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_is_one_vms_alone_and_stays_its_own_when_a_create_is_repeated() {
+        let dir = std::env::temp_dir().join(format!("peerpod-drill-addresses-{}", std::process::id()));
+        fs::create_dir_all(&dir).unwrap();
+        let drill = Drill::new(DrillConfig { dir: dir.clone(), first_address: Ipv4Addr::new(10, 200, 0, 1) });
+        let key = |number: u32| IdempotencyKey::derive("cluster", &number.to_string(), 1);
+        // Many more than begin at places of their own.
+        let take = |number: u32| drill.take_address(&format!("drill-{number}"), &key(number)).unwrap();
+        let all: std::collections::BTreeSet<Ipv4Addr> = (0..600).map(take).collect();
+        assert_eq!(all.len(), 600);
+        assert!((0..600).all(|number| all.contains(&take(number))));
+        fs::remove_dir_all(dir).unwrap();
+    }
 }
