@@ -154,9 +154,18 @@ async fn leaves_by_its_vm(kind: &str) {
     let neighbour = Sandbox::start(&world, &daemons, "beside").await.unwrap();
     let vms = vms(&world, &daemons);
     let [vm, next] = &vms[..] else { panic!("{} VMs", vms.len()) };
-    let node = world.node().netns();
-    world.node().ip("addr add 169.254.169.254/32 dev lo\naddr add fd00:ec2::254/128 dev lo nodad\n").unwrap();
-    let mut kept = vec![(node, "169.254.169.254".parse().unwrap()), (node, "fd00:ec2::254".parse().unwrap())];
+    // Beyond the gateway: an address of the node's own is the node's, and pods reach that as ever.
+    ip(
+        &format!("{}inet", world.prefix()),
+        "addr add 169.254.169.254/32 dev lo\naddr add fd00:ec2::254/128 dev lo nodad\n",
+    )
+    .unwrap();
+    world
+        .node()
+        .ip("route add 169.254.169.254 via 203.0.113.2\nroute add fd00:ec2::254 via 2001:db8::2\n")
+        .unwrap();
+    let mut kept =
+        vec![(&internet, "169.254.169.254".parse().unwrap()), (&internet, "fd00:ec2::254".parse().unwrap())];
     for (place, like) in [(vm, vm), (next, next)] {
         kept.extend(addresses_of(like).into_iter().map(|address| (place, address)));
     }
