@@ -193,7 +193,7 @@ impl Company<'_> {
             let from = from.clone();
             talks.add(name, to, async move { traffic::ping_whole(&from, to, size).await });
         }
-        let bytes = if long() { 1 << 20 } else { 64 << 10 };
+        let bytes = if long() { 256 << 10 } else { 64 << 10 };
         for (name, from, to) in
             [("64 streams to the pod", beside, pod), ("64 streams from the pod far away", inside, far)]
         {

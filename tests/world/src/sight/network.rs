@@ -62,7 +62,11 @@ fn routing(name: &str, lines: &mut Vec<String>) -> anyhow::Result<()> {
             // The kernel makes these with a device or when it finds the time, and they go with it.
             let passing = ["fe80:", "ff00:", "multicast", "anycast"];
             if !line.split_whitespace().any(|word| passing.iter().any(|text| word.starts_with(text))) {
-                let words = line.split_whitespace().filter(|word| !matches!(*word, "linkdown" | "dead"));
+                // And what a clock counts.
+                let counts = |word: &str| word.strip_suffix("sec").is_some_and(|n| n.parse::<u64>().is_ok());
+                let words = line
+                    .split_whitespace()
+                    .filter(|word| !matches!(*word, "linkdown" | "dead" | "expires") && !counts(word));
                 lines.push(format!("route {} in {name}", words.collect::<Vec<_>>().join(" ")));
             }
         }
