@@ -3,6 +3,8 @@
 //! Nothing else in the project names a provider. Reads `provider.kind` and that provider's own section; touches
 //! nothing before [`Settings::open`].
 
+pub mod caa;
+
 use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -46,7 +48,7 @@ type Opened = Result<Arc<dyn Provider>, Error>;
 type Opener = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = Opened> + Send>> + Send>;
 
 /// For providers that need to wait for nothing when they are opened, which is all but one.
-#[cfg(any(feature = "local", feature = "drill"))]
+#[cfg(any(feature = "aws", feature = "drill", feature = "local"))]
 fn at_once(open: impl FnOnce() -> Opened + Send + 'static) -> Opener {
     Box::new(|| Box::pin(async { open() }))
 }
@@ -60,6 +62,17 @@ const TABLE: &[Row] = &[
         read: |reader, context| {
             let config = peerpod_provider_local::LocalConfig::read(reader, &context.state_dir);
             at_once(|| Ok(Arc::new(peerpod_provider_local::LocalProvider::open(config)?)))
+        },
+    },
+    #[cfg(feature = "aws")]
+    Row {
+        kind: "aws",
+        free: false,
+        read: |reader, context| {
+            let creates = context.purpose == Purpose::Create;
+            let config = peerpod_provider_aws::AwsConfig::read(reader, creates);
+            let (cluster, node) = (context.cluster_id.clone(), context.node_name.clone());
+            at_once(move || Ok(Arc::new(peerpod_provider_aws::AwsProvider::new(config, &cluster, &node))))
         },
     },
     #[cfg(feature = "drill")]

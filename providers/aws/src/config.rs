@@ -1,0 +1,554 @@
+//! The AWS provider's settings, `provider.aws.*`. Reads configuration, touches nothing else.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use peerpod_base::config::{Reader, Secret, Section};
+
+/// Tags whose names begin so are ours.
+pub const TAG_PREFIX: &str = "peerpod.";
+/// EC2 takes 50 tags; ours and the pod's need some.
+const MAX_USER_TAGS: usize = 35;
+
+/// Everything the provider can be told.
+#[derive(Debug, Clone)]
+pub struct AwsConfig {
+    /// Whether VMs are created, not only listed and deleted.
+    pub creates: bool,
+    /// Which region; `None`: what the SDK's chain says (environment, profile, the node's own).
+    pub region: Option<String>,
+    /// Where the EC2 API is; `None`: where the SDK says.
+    pub endpoint: Option<String>,
+    /// Who we are towards AWS.
+    pub credentials: Credentials,
+    /// Types that pods may get; never empty, the first of what [`AwsConfig::instance_type`] and this say.
+    pub instance_types: Vec<String>,
+    /// What a pod without wishes gets.
+    pub instance_type: String,
+    /// The pods' architecture, as EC2 calls it: `x86_64` or `arm64`.
+    pub arch: String,
+    /// The image.
+    pub image: Image,
+    /// Where VMs may be; empty: the node's own subnet.
+    pub subnet_ids: Vec<String>,
+    /// What guards them; empty: the node's own groups.
+    pub security_group_ids: Vec<String>,
+    /// SSH key pair, for people who debug.
+    pub key_name: Option<String>,
+    /// The instance profile (name or ARN) of pod VMs: what a pod may do with AWS. Normally none.
+    pub instance_profile: Option<String>,
+    /// Subnets of the second network card of pods that ask for one; one per zone.
+    pub second_subnet_ids: Vec<String>,
+    /// Whether VMs get a public address, which then is the one the node uses.
+    pub use_public_ip: bool,
+    /// SEV-SNP.
+    pub confidential: bool,
+    /// A launch template of the administrator's own, by name or id, instead of one of ours.
+    pub launch_template: Option<String>,
+    /// Spot, on-demand, or one after the other.
+    pub market: Market,
+    /// Which call makes VMs.
+    pub launch: Launch,
+    /// VMs on hosts that nobody else is on (`dedicated`), or on dedicated hosts (`host`).
+    pub tenancy: Option<String>,
+    /// The root disk.
+    pub root: RootDisk,
+    /// Marks of the administrator's own, on every VM, its disks and interfaces.
+    pub tags: BTreeMap<String, String>,
+    /// Most VMs that one call makes; 0: each by a call of its own, with a ticket of its own.
+    pub batch: u32,
+    /// Longest wait for one answer of the API.
+    pub call_timeout: Duration,
+}
+
+/// Who we are towards AWS.
+#[derive(Debug, Clone)]
+pub enum Credentials {
+    /// The SDK's chain: environment, profile, web identity (IRSA), pod identity, the node's instance profile.
+    Chain {
+        /// A profile of the shared configuration files.
+        profile: Option<String>,
+    },
+    /// An access key.
+    Key {
+        /// Its id.
+        id: Secret,
+        /// Its secret.
+        secret: Secret,
+        /// The session token of a temporary one.
+        token: Option<Secret>,
+    },
+}
+
+/// Which image VMs boot.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Image {
+    /// This AMI.
+    Id(String),
+    /// The newest whose name fits a pattern with `*`, of one of these owners.
+    Named {
+        /// Pattern.
+        name: String,
+        /// Account ids, `self`, `amazon` or `aws-marketplace`.
+        owners: Vec<String>,
+    },
+    /// What the administrator's own launch template says.
+    OfTemplate,
+}
+
+/// How VMs are paid.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Market {
+    /// On demand only.
+    OnDemand,
+    /// Spot only.
+    Spot,
+    /// Spot, and on demand where there is none.
+    SpotFirst,
+}
+
+/// Which call makes VMs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Launch {
+    /// `CreateFleet` of type instant: EC2 goes over all types and subnets itself, from a bucket ten times as large.
+    Fleet,
+    /// `RunInstances`, one offering after the other: for what a fleet cannot do (dedicated hosts).
+    Run,
+}
+
+/// The root disk. It goes with the VM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RootDisk {
+    /// Size in GiB, at least; an image may need more. 0: the image's.
+    pub size_gib: u32,
+    /// `gp3`, `gp2`, `io1`, `io2`, `st1`, `sc1`, `standard`.
+    pub kind: Option<String>,
+    /// I/O operations per second.
+    pub iops: Option<u32>,
+    /// MiB per second.
+    pub throughput: Option<u32>,
+    /// Encrypted, whatever the account's default is.
+    pub encrypted: bool,
+    /// The key; default: the account's for EBS.
+    pub kms_key_id: Option<String>,
+}
+
+impl AwsConfig {
+    /// Reads `provider.aws.*`; mistakes stay with the reader. Who does not create (the cluster's controller) needs
+    /// credentials and a region, and no image.
+    pub fn read(reader: &mut Reader, creates: bool) -> AwsConfig {
+        let mut section = reader.section("provider.aws");
+        let region = section.optional(
+            "region",
+            "region of the VMs; default: what the environment, the profile or the node says",
+        );
+        let endpoint: Option<String> =
+            section.optional("endpoint", "URL of the EC2 API, for a private one; default: the region's");
+        if endpoint.as_ref().is_some_and(|url| !url.starts_with("https://") && !url.starts_with("http://")) {
+            section.mistake(
+                "endpoint",
+                "not a URL; write it like https://vpce-0123.ec2.eu-central-1.vpce.amazonaws.com",
+            );
+        }
+        let credentials = credentials(&mut section);
+        let (instance_type, instance_types) = types(&mut section);
+        let arch = section.choice(
+            "arch",
+            this_arch(),
+            &["x86_64", "arm64"],
+            "architecture of the pods; default: this node's",
+        );
+        let launch_template: Option<String> = section.optional(
+            "launch-template",
+            "name or id of a launch template of your own; ours is not made then",
+        );
+        let image = image(&mut section, launch_template.is_some() || !creates);
+        let network = Network::read(&mut section);
+        let key_name = section.optional("key-name", "SSH key pair of the VMs; default: none");
+        let instance_profile = section
+            .optional("instance-profile", "instance profile (name or ARN) that pods may use; default: none");
+        let confidential =
+            !section.get::<bool>("disable-cvm", "false", "make plain VMs instead of SEV-SNP ones");
+        let market = match section
+            .choice(
+                "market",
+                "on-demand",
+                &["on-demand", "spot", "spot-first"],
+                "how VMs are paid; spot-first falls back to on-demand",
+            )
+            .as_str()
+        {
+            "spot" => Market::Spot,
+            "spot-first" => Market::SpotFirst,
+            _ => Market::OnDemand,
+        };
+        let tenancy: Option<String> =
+            section.optional("tenancy", "dedicated (hardware of your own) or host (dedicated hosts)");
+        if tenancy.as_ref().is_some_and(|tenancy| !["dedicated", "host"].contains(&tenancy.as_str())) {
+            section.mistake("tenancy", "not known; write dedicated or host, or remove it");
+        }
+        let default_launch = if tenancy.as_deref() == Some("host") { "run" } else { "fleet" };
+        let launch = match section
+            .choice(
+                "launch",
+                default_launch,
+                &["fleet", "run"],
+                "fleet: one CreateFleet goes over all offerings; run: RunInstances for one after the other",
+            )
+            .as_str()
+        {
+            "run" => Launch::Run,
+            _ => Launch::Fleet,
+        };
+        if launch == Launch::Fleet && tenancy.as_deref() == Some("host") {
+            section.mistake("launch", "a fleet cannot use dedicated hosts; write run");
+        }
+        if launch == Launch::Run && launch_template.is_some() {
+            section.mistake(
+                "launch",
+                "a launch template of your own is for a fleet; write fleet, or remove launch-template",
+            );
+        }
+        let root = RootDisk::read(&mut section);
+        let tags = tags(&mut section);
+        let batch = match section.get(
+            "batch",
+            "500",
+            "most VMs that one call makes, which then share a ticket; 0: a call and a ticket for each",
+        ) {
+            1 => 0,
+            most @ 0..=1000 => most,
+            _ => {
+                section
+                    .mistake("batch", "a fleet of type instant makes no more than 1000; write at most that");
+                0
+            }
+        };
+        let batch = if launch == Launch::Fleet { batch } else { 0 };
+        let call_timeout = section.get("call-timeout", "30s", "longest wait for one answer of the API");
+        AwsConfig {
+            creates,
+            region,
+            endpoint,
+            credentials,
+            instance_types,
+            instance_type,
+            arch,
+            image,
+            subnet_ids: network.subnet_ids,
+            security_group_ids: network.security_group_ids,
+            second_subnet_ids: network.second_subnet_ids,
+            key_name,
+            instance_profile,
+            use_public_ip: network.use_public_ip,
+            confidential,
+            launch_template,
+            market,
+            launch,
+            tenancy,
+            root,
+            tags,
+            batch,
+            call_timeout,
+        }
+    }
+}
+
+fn this_arch() -> &'static str {
+    if std::env::consts::ARCH == "aarch64" { "arm64" } else { "x86_64" }
+}
+
+fn credentials(section: &mut Section<'_>) -> Credentials {
+    let id: Option<Secret> = section.optional(
+        "access-key-id",
+        "access key; default: the SDK's chain (IRSA, pod identity, instance profile)",
+    );
+    let secret: Option<Secret> = section.optional("secret-key", "the access key's secret");
+    let token: Option<Secret> = section.optional("session-token", "session token of a temporary access key");
+    let profile = section.optional("profile", "profile of the shared AWS configuration files");
+    if id.is_some() && profile.is_some() {
+        section.mistake("profile", "given together with access-key-id; keep one of them");
+    }
+    match (id, secret) {
+        (Some(id), Some(secret)) => return Credentials::Key { id, secret, token },
+        (Some(_), None) => section.mistake("access-key-id", "secret-key is missing; give both or none"),
+        (None, Some(_)) => section.mistake("secret-key", "access-key-id is missing; give both or none"),
+        (None, None) if token.is_some() => {
+            section
+                .mistake("session-token", "access-key-id and secret-key are missing; give all three or none");
+        }
+        (None, None) => {}
+    }
+    Credentials::Chain { profile }
+}
+
+fn types(section: &mut Section<'_>) -> (String, Vec<String>) {
+    let default: String =
+        section.get("instance-type", "m6a.large", "type of a pod's VM when the pod has no wish");
+    let mut all: Vec<String> =
+        section.get("instance-types", "", "types that pods may get; default: instance-type only");
+    let is_type = |name: &String| {
+        name.split_once('.').is_some_and(|(family, size)| {
+            let plain = |part: &str| {
+                !part.is_empty()
+                    && part.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
+            };
+            plain(family) && plain(size)
+        })
+    };
+    if !is_type(&default) {
+        section.mistake("instance-type", "not an instance type; write it like m6a.large");
+    }
+    if let Some(bad) = all.iter().find(|name| !is_type(name)) {
+        let why = format!("{bad} is not an instance type; write them like m6a.large");
+        section.mistake("instance-types", why);
+    }
+    // What the administrator chose as default need not stand in the list.
+    if !all.contains(&default) {
+        all.insert(0, default.clone());
+    }
+    if all.len() > 100 {
+        section.mistake("instance-types", "more than 100; a fleet takes no more, remove some");
+    }
+    (default, all)
+}
+
+fn image(section: &mut Section<'_>, may_lack: bool) -> Image {
+    let id: Option<String> = section.optional("image-id", "the pod VM's AMI");
+    let name: Option<String> =
+        section.optional("image-name", "the newest AMI whose name fits, with *; instead of image-id");
+    let owners: Vec<String> = section.get(
+        "image-owners",
+        "self",
+        "who may own the AMI that image-name finds: account ids, self, amazon",
+    );
+    match (id, name) {
+        (Some(id), None) => {
+            check_id(section, "image-id", "ami-", std::slice::from_ref(&id));
+            Image::Id(id)
+        }
+        (None, Some(name)) => {
+            if owners.is_empty() {
+                section.mistake(
+                    "image-owners",
+                    "empty; anybody could publish an image of that name, say whose it is",
+                );
+            }
+            Image::Named { name, owners }
+        }
+        (Some(_), Some(_)) => {
+            section.mistake("image-name", "given together with image-id; keep one of them");
+            Image::Id(String::new())
+        }
+        (None, None) if may_lack => Image::OfTemplate,
+        (None, None) => {
+            section.required::<String>(
+                "image-id",
+                "the pod VM's AMI, like ami-0123456789abcdef0; or give image-name",
+            );
+            Image::Id(String::new())
+        }
+    }
+}
+
+/// Ids that somebody mistyped are told now, not by a refused call.
+fn check_id(section: &mut Section<'_>, key: &str, prefix: &str, ids: &[String]) {
+    let good = |id: &String| {
+        id.strip_prefix(prefix)
+            .is_some_and(|hex| (8..=17).contains(&hex.len()) && hex.bytes().all(|b| b.is_ascii_hexdigit()))
+    };
+    if let Some(bad) = ids.iter().find(|id| !good(id)) {
+        section.mistake(key, format!("{bad} is not an id; write it like {prefix}0123456789abcdef0"));
+    }
+}
+
+struct Network {
+    subnet_ids: Vec<String>,
+    security_group_ids: Vec<String>,
+    second_subnet_ids: Vec<String>,
+    use_public_ip: bool,
+}
+
+impl Network {
+    fn read(section: &mut Section<'_>) -> Network {
+        let subnet_ids: Vec<String> =
+            section.get("subnet-ids", "", "subnets of the VMs, the preferred first; default: the node's own");
+        let security_group_ids: Vec<String> =
+            section.get("security-group-ids", "", "security groups of the VMs; default: the node's own");
+        check_id(section, "subnet-ids", "subnet-", &subnet_ids);
+        check_id(section, "security-group-ids", "sg-", &security_group_ids);
+        let second_subnet_ids: Vec<String> = section.get(
+            "second-subnet-ids",
+            "",
+            "subnets of a pod's second network card, one per zone; without them no pod gets one",
+        );
+        check_id(section, "second-subnet-ids", "subnet-", &second_subnet_ids);
+        if security_group_ids.len() > 16 {
+            section.mistake("security-group-ids", "more than 16; an interface takes no more, remove some");
+        }
+        let use_public_ip = section.get(
+            "use-public-ip",
+            "false",
+            "give VMs a public address and use it; only where the node cannot reach them otherwise",
+        );
+        Network { subnet_ids, security_group_ids, second_subnet_ids, use_public_ip }
+    }
+}
+
+impl RootDisk {
+    fn read(section: &mut Section<'_>) -> RootDisk {
+        let size_gib: u32 =
+            section.get("root-volume-size", "30", "root disk in GiB, at least; 0: the image's");
+        if size_gib > 65_536 {
+            section.mistake("root-volume-size", "larger than EBS makes them; write at most 65536 (GiB)");
+        }
+        let kinds = ["gp3", "gp2", "io1", "io2", "st1", "sc1", "standard"];
+        let kind: Option<String> =
+            section.optional("root-volume-type", "EBS type of the root disk; default: the image's");
+        if kind.as_ref().is_some_and(|kind| !kinds.contains(&kind.as_str())) {
+            section.mistake("root-volume-type", format!("not known; write one of {}", kinds.join(", ")));
+        }
+        let iops: Option<u32> =
+            section.optional("root-volume-iops", "I/O operations per second of the root disk");
+        let takes_iops = kind.as_deref().is_some_and(|kind| ["gp3", "io1", "io2"].contains(&kind));
+        if iops.is_some() && !takes_iops {
+            section.mistake(
+                "root-volume-iops",
+                "only gp3, io1 and io2 take it; set root-volume-type to one of them",
+            );
+        }
+        let throughput: Option<u32> =
+            section.optional("root-volume-throughput", "MiB per second of the root disk");
+        if throughput.is_some() && kind.as_deref() != Some("gp3") {
+            section.mistake("root-volume-throughput", "only gp3 takes it; set root-volume-type to gp3");
+        }
+        let encrypted: bool = section.get(
+            "root-volume-encrypted",
+            "false",
+            "encrypt the root disk, whatever the account's default is",
+        );
+        let kms_key_id: Option<String> = section
+            .optional("root-volume-kms-key-id", "KMS key of the root disk; default: the account's for EBS");
+        if kms_key_id.is_some() && !encrypted {
+            section.mistake(
+                "root-volume-kms-key-id",
+                "the disk is not encrypted; set root-volume-encrypted to true",
+            );
+        }
+        RootDisk { size_gib, kind, iops, throughput, encrypted, kms_key_id }
+    }
+}
+
+fn tags(section: &mut Section<'_>) -> BTreeMap<String, String> {
+    let pairs: Vec<String> = section.get("tags", "", "tags on VMs, their disks and interfaces, as key=value");
+    let mut tags = BTreeMap::new();
+    let mut bad = Vec::new();
+    for pair in &pairs {
+        match pair.split_once('=').map(|(key, value)| (key.trim(), value.trim())) {
+            Some((key, _)) if key.starts_with("aws:") || key.starts_with(TAG_PREFIX) || key == "Name" => {
+                bad.push(format!("{key} is taken (by AWS or by us); choose another name"));
+            }
+            Some((key, value)) if !key.is_empty() && key.len() <= 128 && value.len() <= 256 => {
+                if tags.insert(key.to_owned(), value.to_owned()).is_some() {
+                    bad.push(format!("{key} stands there twice; keep one of them"));
+                }
+            }
+            _ => {
+                bad.push(format!("`{pair}` is not key=value with at most 128 and 256 characters; correct it"))
+            }
+        }
+    }
+    if tags.len() > MAX_USER_TAGS {
+        bad.push(format!("{} of them; EC2 takes 50 with ours, give at most {MAX_USER_TAGS}", tags.len()));
+    }
+    for why in bad {
+        section.mistake("tags", why);
+    }
+    tags
+}
+
+#[cfg(test)]
+mod tests {
+    use peerpod_base::config::Sources;
+
+    use super::*;
+
+    fn read(flags: &[(&str, &str)]) -> Result<AwsConfig, String> {
+        let flags = flags.iter().map(|(key, value)| (format!("provider.aws.{key}"), (*value).to_owned()));
+        let sources = Sources { flags: flags.collect(), ..Sources::default() };
+        let mut reader = Reader::load(sources, &["provider"], &[]).unwrap();
+        let config = AwsConfig::read(&mut reader, true);
+        reader.finish().map(|_| config).map_err(|mistakes| mistakes.to_string())
+    }
+
+    #[test]
+    fn an_image_is_all_that_must_be_said() {
+        let config = read(&[("image-id", "ami-0123456789abcdef0")]).unwrap();
+        assert_eq!(config.instance_types, ["m6a.large"]);
+        assert!(config.confidential, "plain VMs are a decision");
+        assert_eq!((config.market, config.launch), (Market::OnDemand, Launch::Fleet));
+        assert_eq!(config.root.size_gib, 30);
+        assert!(read(&[]).unwrap_err().contains("image-id"));
+        let mut reader = Reader::load(Sources::default(), &["provider"], &[]).unwrap();
+        AwsConfig::read(&mut reader, false);
+        reader.finish().unwrap();
+    }
+
+    #[test]
+    fn all_mistakes_are_told_at_once_and_say_what_would_do() {
+        let told = read(&[
+            ("endpoint", "ec2"),
+            ("instance-type", "large"),
+            ("image-name", "podvm-*"),
+            ("image-id", "ami-12"),
+            ("subnet-ids", "subnet-0123456789abcdef0,sub-1"),
+            ("security-group-ids", "default"),
+            ("market", "free"),
+            ("tenancy", "mine"),
+            ("root-volume-iops", "3000"),
+            ("root-volume-kms-key-id", "k"),
+            ("tags", "a,Name=x,peerpod.node=y"),
+            ("profile", "p"),
+            ("image-ownes", "self"),
+        ])
+        .unwrap_err();
+        for part in [
+            "not a URL; write it like https://",
+            "write it like m6a.large",
+            "given together with image-id; keep one",
+            "sub-1 is not an id",
+            "default is not an id",
+            "write one of on-demand, spot, spot-first",
+            "write dedicated or host",
+            "only gp3, io1 and io2 take it",
+            "set root-volume-encrypted to true",
+            "`a` is not key=value",
+            "Name is taken",
+            "peerpod.node is taken",
+            "image-ownes",
+        ] {
+            assert!(told.contains(part), "{part} in {told}");
+        }
+    }
+
+    #[test]
+    fn half_an_access_key_is_none() {
+        let sources = Sources {
+            env: [("PEERPOD_PROVIDER_AWS_SECRET_KEY".to_owned(), "hush".to_owned())].into(),
+            flags: vec![("provider.aws.image-id".to_owned(), "ami-0123456789abcdef0".to_owned())],
+            ..Sources::default()
+        };
+        let mut reader = Reader::load(sources, &["provider"], &[]).unwrap();
+        AwsConfig::read(&mut reader, true);
+        let told = reader.finish().unwrap_err().to_string();
+        assert!(told.contains("access-key-id is missing") && !told.contains("hush"), "{told}");
+    }
+
+    #[test]
+    fn tags_are_trimmed_pairs() {
+        let image = ("image-id", "ami-0123456789abcdef0");
+        let config = read(&[image, ("tags", "team=blue, cost = 7 ,x=a b=c")]).unwrap();
+        let expected = [("cost", "7"), ("team", "blue"), ("x", "a b=c")];
+        assert!(config.tags.iter().map(|(k, v)| (k.as_str(), v.as_str())).eq(expected), "{:?}", config.tags);
+    }
+}

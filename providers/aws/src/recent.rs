@@ -1,0 +1,116 @@
+//! The VMs that this process made a moment ago. EC2's lists and deletes may deny them for some seconds; whoever believed
+//! that would lose one. Pure but for the clock.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use peerpod_provider_api::{IdempotencyKey, InstanceId, Owned, OwnedState};
+use tokio::time::Instant;
+
+/// Longer than EC2 was ever seen to need.
+pub(crate) const RECENT: Duration = Duration::from_secs(60);
+/// What is a moment, for a burst.
+const BURST: Duration = Duration::from_secs(2);
+/// Beyond it the oldest is forgotten.
+const MOST: usize = 10_000;
+
+#[derive(Debug, Default)]
+pub(crate) struct Recent(Mutex<HashMap<InstanceId, Made>>);
+
+#[derive(Debug)]
+struct Made {
+    at: Instant,
+    key: IdempotencyKey,
+    name: String,
+    /// EC2 has shown it, so it can be believed about it.
+    seen: bool,
+}
+
+impl Recent {
+    pub(crate) fn made(&self, id: &InstanceId, key: &IdempotencyKey, name: &str, now: Instant) {
+        let mut all = self.lock();
+        if all.len() >= MOST {
+            all.retain(|_, made| now.saturating_duration_since(made.at) < RECENT);
+        }
+        if all.len() < MOST {
+            all.entry(id.clone()).or_insert(Made {
+                at: now,
+                key: key.clone(),
+                name: name.to_owned(),
+                seen: false,
+            });
+        }
+    }
+
+    /// Whether several were made in the last moments.
+    pub(crate) fn is_burst(&self, now: Instant) -> bool {
+        let young = |made: &&Made| now.saturating_duration_since(made.at) < BURST;
+        self.lock().values().filter(young).count() > 2
+    }
+
+    /// Whether EC2 may deny it although it exists.
+    pub(crate) fn may_be_denied(&self, id: &str, now: Instant) -> bool {
+        let all = self.lock();
+        all.iter().any(|(one, made)| {
+            one.as_str() == id && !made.seen && now.saturating_duration_since(made.at) < RECENT
+        })
+    }
+
+    /// EC2 shows it, or has taken it away.
+    pub(crate) fn seen(&self, id: &str) {
+        if let Some((_, made)) = self.lock().iter_mut().find(|(one, _)| one.as_str() == id) {
+            made.seen = true;
+        }
+    }
+
+    /// Those that EC2's list does not have yet.
+    pub(crate) fn missing_from(&self, listed: &[Owned], now: Instant) -> Vec<Owned> {
+        let mut all = self.lock();
+        all.retain(|_, made| now.saturating_duration_since(made.at) < RECENT);
+        for one in listed {
+            if let Some(made) = all.get_mut(&one.id) {
+                made.seen = true;
+            }
+        }
+        let unseen = all.iter().filter(|(_, made)| !made.seen);
+        let owned = unseen.map(|(id, made)| Owned {
+            id: id.clone(),
+            key: Some(made.key.clone()),
+            name: Some(made.name.clone()),
+            state: OwnedState::Pending,
+            addresses: Vec::new(),
+            created: None,
+        });
+        owned.collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<InstanceId, Made>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_made_is_ours_until_ec2_shows_it_or_a_minute_has_gone() {
+        let (recent, now) = (Recent::default(), Instant::now());
+        let key = IdempotencyKey::derive("c", "s", 0);
+        let id = |text: &str| InstanceId::new(text).unwrap();
+        recent.made(&id("i-1"), &key, "a", now);
+        recent.made(&id("i-2"), &key, "b", now);
+        assert!(recent.may_be_denied("i-1", now) && !recent.is_burst(now));
+        assert_eq!(recent.missing_from(&[], now).len(), 2);
+        recent.seen("i-1");
+        assert!(!recent.may_be_denied("i-1", now) && recent.may_be_denied("i-2", now));
+        let missing = recent.missing_from(&[], now);
+        assert_eq!(missing.iter().map(|one| one.id.as_str()).collect::<Vec<_>>(), ["i-2"]);
+        assert_eq!(recent.missing_from(&missing, now), [], "the list has it");
+        recent.made(&id("i-3"), &key, "c", now);
+        assert!(recent.is_burst(now) && !recent.is_burst(now + BURST));
+        let later = now + RECENT;
+        assert!(!recent.may_be_denied("i-3", later) && recent.missing_from(&[], later).is_empty());
+    }
+}

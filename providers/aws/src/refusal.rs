@@ -1,0 +1,321 @@
+//! What EC2 answers instead of what was asked, turned into our errors: class, cause, remedy. Pure.
+//!
+//! Codes: EC2 API reference, "Error codes", and what karpenter treats as lack of capacity. HTTP status alone does not
+//! tell: `InsufficientInstanceCapacity` is a 500, a throttle a 503, an expired token a 400.
+
+use peerpod_provider_api::Error;
+
+/// Longest part of an answer that goes into an error; EC2's authorization failures come with kilobytes of ciphertext.
+const MAX_MESSAGE: usize = 400;
+
+/// A call that brought nothing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Refusal {
+    /// The EC2 action: `CreateFleet`.
+    pub action: &'static str,
+    /// What for: `create of web-0`.
+    pub what: String,
+    /// Why.
+    pub why: Why,
+}
+
+/// Why a call brought nothing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Why {
+    /// EC2 said so.
+    Said {
+        /// `InsufficientInstanceCapacity`.
+        code: String,
+        /// For people.
+        message: String,
+        /// HTTP.
+        status: u16,
+    },
+    /// Sent, perhaps done, no answer.
+    NoAnswer(String),
+    /// There is nothing to sign with.
+    NoCredentials(String),
+    /// Our own request could not be built.
+    Unsent(String),
+}
+
+/// What a code means for whoever asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Meaning {
+    Throttled,
+    Capacity,
+    Quota,
+    Auth,
+    Invalid,
+    NotFound,
+    KeyReused,
+    Transient,
+}
+
+impl Refusal {
+    /// The code, when EC2 said one.
+    pub(crate) fn code(&self) -> &str {
+        match &self.why {
+            Why::Said { code, .. } => code,
+            _ => "",
+        }
+    }
+
+    /// The ids that a `…NotFound` names.
+    pub(crate) fn ids(&self, prefix: &str) -> Vec<String> {
+        let Why::Said { message, .. } = &self.why else { return Vec::new() };
+        message
+            .split(|c: char| !c.is_ascii_alphanumeric() && c != '-')
+            .filter(|word| word.starts_with(prefix) && word.len() > prefix.len())
+            .map(str::to_owned)
+            .collect()
+    }
+}
+
+/// What a code of EC2 (or of STS, in front of it) means.
+pub(crate) fn meaning(code: &str, status: u16) -> Meaning {
+    match code {
+        "RequestLimitExceeded"
+        | "Throttling"
+        | "ThrottlingException"
+        | "ThrottledException"
+        | "RequestThrottled"
+        | "RequestThrottledException"
+        | "EC2ThrottledException"
+        | "TooManyRequestsException"
+        | "SlowDown"
+        | "BandwidthLimitExceeded" => Meaning::Throttled,
+        "InsufficientInstanceCapacity"
+        | "InsufficientHostCapacity"
+        | "InsufficientReservedInstanceCapacity"
+        | "InsufficientCapacity"
+        | "InsufficientFreeAddressesInSubnet"
+        | "InsufficientAddressCapacity"
+        | "UnfulfillableCapacity"
+        | "ReservationCapacityExceeded"
+        | "SpotMaxPriceTooLow"
+        | "Unsupported"
+        | "MaxFleetCountExceeded" => Meaning::Capacity,
+        "PendingVerification" => Meaning::Quota,
+        "UnauthorizedOperation"
+        | "AccessDenied"
+        | "AccessDeniedException"
+        | "InvalidClientTokenId"
+        | "UnrecognizedClientException"
+        | "ExpiredToken"
+        | "ExpiredTokenException"
+        | "RequestExpired"
+        | "SignatureDoesNotMatch"
+        | "IncompleteSignature"
+        | "MissingAuthenticationToken"
+        | "InvalidIdentityToken"
+        | "OptInRequired"
+        | "Blocked" => Meaning::Auth,
+        "InvalidInstanceID.NotFound" | "InvalidVolume.NotFound" | "InvalidAttachment.NotFound" => {
+            Meaning::NotFound
+        }
+        "IdempotentParameterMismatch" => Meaning::KeyReused,
+        "InternalError" | "InternalFailure" | "ServiceUnavailable" | "Unavailable" => Meaning::Transient,
+        _ if code.starts_with("AuthFailure") => Meaning::Auth,
+        _ if code.ends_with("LimitExceeded") || code.ends_with("CountExceeded") => Meaning::Quota,
+        _ if status == 429 => Meaning::Throttled,
+        _ if status >= 500 => Meaning::Transient,
+        _ => Meaning::Invalid,
+    }
+}
+
+/// What a person can do about a code.
+pub(crate) fn remedy(code: &str, meaning: Meaning, action: &str) -> String {
+    let text = match code {
+        "UnauthorizedOperation" | "AccessDenied" | "AccessDeniedException" => {
+            return format!(
+                "allow ec2:{action} to this identity (providers/aws/iam-policy.json is the whole list)"
+            );
+        }
+        "AuthFailure.ServiceLinkedRoleCreationNotPermitted" => {
+            "create the spot service-linked role once: aws iam create-service-linked-role --aws-service-name spot.amazonaws.com"
+        }
+        "ExpiredToken" | "ExpiredTokenException" | "RequestExpired" => {
+            "renew the credentials, and check the node's clock"
+        }
+        "SignatureDoesNotMatch" => "correct the secret key, and check the node's clock",
+        "InvalidClientTokenId" | "UnrecognizedClientException" => {
+            "use an access key that exists and is active"
+        }
+        "AuthFailure" => {
+            "check the access key, its secret, and that the account may use this region and image"
+        }
+        "OptInRequired" => "subscribe the account to EC2 (or to the image, if it is from the marketplace)",
+        "VcpuLimitExceeded" | "InstanceLimitExceeded" | "MaxSpotInstanceCountExceeded" => {
+            "ask for a higher quota of this instance family (Service Quotas, Amazon EC2), or allow other instance-types"
+        }
+        "AttachmentLimitExceeded" => "use a larger instance type, or fewer volumes in the pod",
+        "InsufficientFreeAddressesInSubnet" => "give larger or more subnet-ids",
+        "Unsupported" => "allow instance-types that exist in these zones, or give subnet-ids in others",
+        "InvalidAMIID.NotFound" | "InvalidAMIID.Malformed" | "InvalidAMIID.Unavailable" => {
+            "set image-id to an AMI of this region that is shared with the account"
+        }
+        "InvalidSubnetID.NotFound" | "InvalidSubnet.NotFound" => {
+            "set subnet-ids to subnets of this region and account"
+        }
+        "InvalidGroup.NotFound" | "InvalidSecurityGroupID.NotFound" | "InvalidGroupId.Malformed" => {
+            "set security-group-ids to groups in the VPC of subnet-ids"
+        }
+        "InvalidKeyPair.NotFound" => "set key-name to a key pair of this region, or remove it",
+        "InvalidIamInstanceProfileArn.Malformed" | "InvalidIamInstanceProfileName.NotFound" => {
+            "set instance-profile to one that exists"
+        }
+        "InvalidUserData.Malformed" => {
+            "user-data must have at most 16 KiB; this is a mistake of ours, report it"
+        }
+        "InvalidInstanceType" => "correct instance-type and instance-types",
+        "InvalidVolume.ZoneMismatch" => "give a subnet in the volume's zone",
+        "VolumeInUse" => "end what uses the volume; it attaches to one VM only",
+        "InvalidLaunchTemplateName.NotFoundException" | "InvalidLaunchTemplateId.NotFound" => {
+            "correct launch-template, or remove it to have one made"
+        }
+        _ => match meaning {
+            Meaning::Throttled => "it is tried again more slowly; others in the account use the same limit",
+            Meaning::Capacity => "allow more instance-types or give subnet-ids in more zones",
+            Meaning::Quota => "raise the account's limit (Service Quotas, Amazon EC2)",
+            Meaning::Auth => "check the credentials and what they may do",
+            Meaning::Transient => "it is tried again; if it stays, look at the AWS health dashboard",
+            Meaning::KeyReused => "this is a mistake of ours, report it",
+            Meaning::NotFound | Meaning::Invalid => {
+                "correct the settings below provider.aws, or the pod's annotations"
+            }
+        },
+    };
+    text.to_owned()
+}
+
+impl From<Refusal> for Error {
+    fn from(refusal: Refusal) -> Error {
+        let Refusal { action, what, why } = refusal;
+        match why {
+            Why::Said { code, message, status } => {
+                let meaning = meaning(&code, status);
+                let text = format!(
+                    "{what}: EC2 refused {action}: {code}: {}; {}",
+                    clip(&message),
+                    remedy(&code, meaning, action)
+                );
+                by_meaning(meaning, &what, text)
+            }
+            Why::NoAnswer(why) => Error::transient(format!(
+                "{what}: no answer from EC2 to {action}: {}; what it did is unknown, so the same call is repeated; \
+                 check the way from the node to the EC2 endpoint",
+                clip(&why)
+            )),
+            Why::NoCredentials(why) => Error::Auth {
+                text: format!(
+                    "{what}: {action} could not be signed: {}; give access-key-id and secret-key, a profile, or let the \
+                     node or its service account have a role (IRSA, pod identity, instance profile)",
+                    clip(&why)
+                ),
+            },
+            Why::Unsent(why) => Error::invalid(format!(
+                "{what}: {action} could not be built: {}; correct the settings below provider.aws",
+                clip(&why)
+            )),
+        }
+    }
+}
+
+/// The error of a class. `offering` is for [`Error::Capacity`].
+pub(crate) fn by_meaning(meaning: Meaning, offering: &str, text: String) -> Error {
+    match meaning {
+        Meaning::Throttled => Error::Throttled { after: None, text },
+        Meaning::Capacity => Error::capacity(offering, text),
+        Meaning::Quota => Error::Quota { text },
+        Meaning::Auth => Error::Auth { text },
+        Meaning::Invalid => Error::Invalid { text },
+        Meaning::NotFound => Error::NotFound { text },
+        Meaning::KeyReused => Error::KeyReused { text },
+        Meaning::Transient => Error::Transient { text },
+    }
+}
+
+/// A refusal that came inside a good answer, like a fleet's errors, as text with its remedy.
+pub(crate) fn said(code: &str, message: &str, action: &str) -> String {
+    format!("{code}: {}; {}", clip(message), remedy(code, meaning(code, 400), action))
+}
+
+/// One line without ciphertext and control characters, of bearable length.
+fn clip(message: &str) -> String {
+    let plain = message.split("Encoded authorization failure message").next().unwrap_or_default();
+    let clean: String =
+        plain.chars().map(|c| if c.is_control() { ' ' } else { c }).take(MAX_MESSAGE).collect();
+    clean.trim().trim_end_matches('.').to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn said(code: &str, status: u16, message: &str) -> Error {
+        let why = Why::Said { code: code.to_owned(), message: message.to_owned(), status };
+        Refusal { action: "CreateFleet", what: "create of web-0".to_owned(), why }.into()
+    }
+
+    #[test]
+    fn a_code_tells_the_class_and_its_text_the_cause_and_the_remedy() {
+        let cases = [
+            ("RequestLimitExceeded", 503, "throttled", "more slowly"),
+            ("InsufficientInstanceCapacity", 500, "capacity", "subnet-ids in more zones"),
+            ("Unsupported", 400, "capacity", "exist in these zones"),
+            ("InsufficientFreeAddressesInSubnet", 400, "capacity", "larger or more subnet-ids"),
+            ("VcpuLimitExceeded", 400, "quota", "higher quota"),
+            ("MaxSpotInstanceCountExceeded", 400, "quota", "higher quota"),
+            ("VolumeLimitExceeded", 400, "quota", "Service Quotas"),
+            ("UnauthorizedOperation", 403, "auth", "allow ec2:CreateFleet"),
+            ("ExpiredToken", 400, "auth", "renew the credentials"),
+            ("AuthFailure", 401, "auth", "check the access key"),
+            ("AuthFailure.ServiceLinkedRoleCreationNotPermitted", 403, "auth", "create-service-linked-role"),
+            ("InvalidParameterValue", 400, "invalid", "provider.aws"),
+            ("InvalidAMIID.NotFound", 400, "invalid", "set image-id"),
+            ("InvalidInstanceID.NotFound", 400, "not_found", ""),
+            ("IdempotentParameterMismatch", 400, "key_reused", "mistake of ours"),
+            ("InternalError", 500, "transient", "tried again"),
+            ("SomethingNew", 502, "transient", "tried again"),
+            ("SomethingNew", 400, "invalid", "correct the settings"),
+            ("SomethingNew", 429, "throttled", "more slowly"),
+        ];
+        for (code, status, class, remedy) in cases {
+            let error = said(code, status, "The cause.");
+            assert_eq!(error.class(), class, "{code}");
+            let text = error.to_string();
+            assert!(
+                text.starts_with(&format!("create of web-0: EC2 refused CreateFleet: {code}: The cause; ")),
+                "{text}"
+            );
+            assert!(text.contains(remedy), "{remedy} in {text}");
+        }
+    }
+
+    #[test]
+    fn ciphertext_and_endless_messages_stay_out() {
+        let message = format!("You may not. Encoded authorization failure message: {}", "x".repeat(3000));
+        let text = said("UnauthorizedOperation", 403, &message).to_string();
+        assert!(text.contains("You may not; allow") && text.len() < 300, "{text}");
+        assert!(said("Odd", 400, &"y\n".repeat(5000)).to_string().len() < 700);
+    }
+
+    #[test]
+    fn the_missing_ids_are_found_in_the_message() {
+        let message = "The instance IDs 'i-0123, i-4567' do not exist".to_owned();
+        let why = Why::Said { code: "InvalidInstanceID.NotFound".to_owned(), message, status: 400 };
+        let refusal = Refusal { action: "TerminateInstances", what: String::new(), why };
+        assert_eq!(refusal.ids("i-"), ["i-0123", "i-4567"]);
+    }
+
+    #[test]
+    fn without_an_answer_it_may_have_happened() {
+        let refusal =
+            |why| Error::from(Refusal { action: "CreateFleet", what: "create of a".to_owned(), why });
+        assert_eq!(refusal(Why::NoAnswer("reset".into())).class(), "transient");
+        let none = refusal(Why::NoCredentials("no providers".into()));
+        assert!(none.class() == "auth" && none.to_string().contains("IRSA"), "{none}");
+        assert_eq!(refusal(Why::Unsent("bad".into())).class(), "invalid");
+    }
+}

@@ -1,0 +1,85 @@
+//! The marks on everything we make. Pure.
+
+use std::collections::BTreeMap;
+
+use peerpod_provider_api::{CreateRequest, IdempotencyKey};
+
+/// Which cluster.
+pub(crate) const CLUSTER: &str = "peerpod.cluster";
+/// Which node.
+pub(crate) const NODE: &str = "peerpod.node";
+/// The idempotency key of the create.
+pub(crate) const KEY: &str = "peerpod.key";
+/// The digest of its request.
+pub(crate) const DIGEST: &str = "peerpod.digest";
+/// What people see.
+pub(crate) const NAME: &str = "Name";
+
+/// EC2's limits.
+const MAX_KEY: usize = 128;
+const MAX_VALUE: usize = 256;
+const MAX_TAGS: usize = 50;
+
+/// Whose everything is.
+#[derive(Debug, Clone)]
+pub(crate) struct Owner {
+    pub cluster: String,
+    pub node: String,
+}
+
+/// The tags of a VM: ours last, so that nobody's label takes their place.
+pub(crate) fn of(
+    request: &CreateRequest,
+    key: &IdempotencyKey,
+    owner: &Owner,
+    users: &BTreeMap<String, String>,
+) -> BTreeMap<String, String> {
+    let ours = [
+        (NAME, request.name.as_str()),
+        (CLUSTER, &owner.cluster),
+        (NODE, &owner.node),
+        (KEY, key.as_str()),
+        (DIGEST, &request.digest()),
+    ];
+    let mut tags = BTreeMap::new();
+    for (key, value) in users.iter().chain(&request.labels) {
+        // Later ones of the same name win; too many are left out rather than have the launch refused.
+        if tags.len() < MAX_TAGS - ours.len() || tags.contains_key(&clean(key, MAX_KEY)) {
+            tags.insert(clean(key, MAX_KEY), clean(value, MAX_VALUE));
+        }
+    }
+    for (key, value) in ours {
+        tags.insert(key.to_owned(), clean(value, MAX_VALUE));
+    }
+    tags
+}
+
+/// EC2 takes letters, digits, spaces and `+-=._:/@` in all services; labels of pods may hold anything.
+fn clean(text: &str, most: usize) -> String {
+    let allowed = |c: char| c.is_alphanumeric() || " +-=._:/@".contains(c);
+    let clean: String = text.chars().map(|c| if allowed(c) { c } else { '_' }).take(most).collect();
+    // Reserved.
+    if clean.to_ascii_lowercase().starts_with("aws:") { clean.replacen(':', "_", 1) } else { clean }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ours_cannot_be_taken_and_all_fit() {
+        let mut labels: BTreeMap<String, String> =
+            (0..60).map(|n| (format!("l{n}"), "v".to_owned())).collect();
+        labels.insert(CLUSTER.to_owned(), "somebody else's".to_owned());
+        labels.insert("aws:odd".to_owned(), "a\nb<".repeat(200));
+        let request = CreateRequest { name: "web-0".into(), labels, ..CreateRequest::default() };
+        let owner = Owner { cluster: "c".into(), node: "n".into() };
+        let key = IdempotencyKey::derive("c", "s", 0);
+        let tags = of(&request, &key, &owner, &BTreeMap::from([("team".to_owned(), "blue".to_owned())]));
+        assert!(tags.len() <= MAX_TAGS, "{}", tags.len());
+        assert_eq!((tags[CLUSTER].as_str(), tags["team"].as_str()), ("c", "blue"));
+        assert_eq!((tags[KEY].as_str(), tags[NAME].as_str()), (key.as_str(), "web-0"));
+        let odd = &tags["aws_odd"];
+        assert!(odd.chars().count() == 256 && odd.starts_with("a_b_"), "{odd}");
+    }
+}

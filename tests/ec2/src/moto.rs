@@ -1,0 +1,126 @@
+//! One moto server for the test process, and a plain way to ask it.
+
+use std::{
+    io::{BufRead, BufReader, Read, Write},
+    net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::OnceLock,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, bail, ensure};
+
+use crate::form::{self, Params};
+
+/// Longest start; the first one of a machine loads a catalogue of 1 395 types.
+const START: Duration = Duration::from_secs(60);
+/// Longest answer.
+const ANSWER: Duration = Duration::from_secs(60);
+
+/// A running moto. It dies with the test process.
+#[derive(Debug)]
+pub struct Moto {
+    address: SocketAddr,
+    python: PathBuf,
+}
+
+impl Moto {
+    /// The process's moto, started when it is first asked for. Accounts in it are separate worlds.
+    ///
+    /// # Errors
+    /// When it cannot be installed or does not start.
+    pub fn shared() -> anyhow::Result<&'static Moto> {
+        static SHARED: OnceLock<Result<Moto, String>> = OnceLock::new();
+        let moto = SHARED.get_or_init(|| Moto::start().map_err(|error| format!("{error:#}")));
+        moto.as_ref().map_err(|error| anyhow::anyhow!("start moto: {error}"))
+    }
+
+    fn start() -> anyhow::Result<Moto> {
+        let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let setup = Command::new(here.join("setup"))
+            .stderr(Stdio::inherit())
+            .output()
+            .context("run tests/ec2/setup")?;
+        ensure!(setup.status.success(), "tests/ec2/setup failed; it needs python3 with venv, and PyPI once");
+        let venv = PathBuf::from(String::from_utf8(setup.stdout)?.trim());
+        // Nobody else takes a port that was just had, most of the time; otherwise moto says so and ends.
+        let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
+        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        let (said, heard) = std::sync::mpsc::channel();
+        let program = venv.join("bin/moto_server");
+        let amis = here.join("amis.json");
+        // The kernel ends it with the thread that started it: a thread that stays.
+        std::thread::Builder::new().name("moto".to_owned()).spawn(move || {
+            let started = Command::new("setpriv")
+                .args(["--pdeathsig", "KILL"])
+                .arg(program)
+                .args(["-H", "127.0.0.1", "-p", &port.to_string()])
+                .env("MOTO_AMIS_PATH", amis)
+                .stdin(Stdio::null())
+                .stdout(Stdio::null())
+                .stderr(Stdio::piped())
+                .spawn();
+            let mut lines = Vec::new();
+            if let Ok(mut child) = started {
+                if let Some(stderr) = child.stderr.take() {
+                    for line in BufReader::new(stderr).lines().map_while(Result::ok) {
+                        if line.contains("Running on") {
+                            said.send(Ok(())).ok();
+                        }
+                        // Where it fails it says so at the end; requests are not kept.
+                        if !line.contains("\"POST ") && lines.len() < 200 {
+                            lines.push(line);
+                        }
+                    }
+                }
+                child.wait().ok();
+            }
+            said.send(Err(lines.join("\n"))).ok();
+        })?;
+        match heard.recv_timeout(START) {
+            Ok(Ok(())) => Ok(Moto { address, python: venv.join("bin/python") }),
+            Ok(Err(lines)) => bail!("it ended: {lines}"),
+            Err(_) => bail!("it does not listen after {START:?}"),
+        }
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Its Python, which has boto3 as well.
+    pub fn python(&self) -> &Path {
+        &self.python
+    }
+
+    /// One call in this account: the status and the XML of the answer.
+    ///
+    /// # Errors
+    /// When there is no answer.
+    pub fn ask(&self, account: &str, region: &str, params: &Params) -> anyhow::Result<(u16, String)> {
+        let body = form::encode(params);
+        let host = self.address;
+        // moto reads the region out of a signature that it does not check.
+        let request = format!(
+            "POST / HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nx-moto-account-id: {account}\r\n\
+             Authorization: AWS4-HMAC-SHA256 Credential=test/20260101/{region}/ec2/aws4_request, \
+             SignedHeaders=host, Signature=0\r\n\
+             Content-Type: application/x-www-form-urlencoded; charset=utf-8\r\nContent-Length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        let end = Instant::now() + ANSWER;
+        let mut stream = TcpStream::connect_timeout(&self.address, ANSWER)?;
+        stream.set_read_timeout(Some(ANSWER))?;
+        stream.set_write_timeout(Some(ANSWER))?;
+        stream.write_all(request.as_bytes())?;
+        let mut answer = Vec::new();
+        stream.take(64 << 20).read_to_end(&mut answer)?;
+        ensure!(Instant::now() < end + ANSWER, "moto is too slow");
+        let text = String::from_utf8(answer)?;
+        let (head, body) = text.split_once("\r\n\r\n").context("an answer without a head")?;
+        let status = head.split(' ').nth(1).and_then(|code| code.parse().ok()).context("a status")?;
+        Ok((status, body.to_owned()))
+    }
+}

@@ -1,0 +1,420 @@
+//! What stands between the provider and moto: a server that does what EC2 does and moto does not, refuses what EC2
+//! refuses and moto does not, fails where it is told to, and writes down every call.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    net::{Ipv4Addr, SocketAddr},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, ensure};
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full};
+use hyper::{Request, Response, body::Incoming, server::conn::http1, service::service_fn};
+use hyper_util::rt::TokioIo;
+use tokio::{net::TcpListener, task::JoinHandle};
+
+use crate::{
+    faults::{Fault, Faults},
+    form::{self, Params},
+    moto::Moto,
+    rules, xml,
+};
+
+/// Largest request that is read; EC2's own limit for queries is far below.
+const MAX_BODY: usize = 4 << 20;
+/// Where everything is.
+pub const REGION: &str = "eu-central-1";
+
+/// What was asked, and what was answered.
+#[derive(Clone, Debug)]
+pub struct Call {
+    /// When it came.
+    pub at: Instant,
+    /// The action.
+    pub action: String,
+    /// All of it, user-data aside.
+    pub params: Params,
+    /// The status of the answer; 0 where there was none.
+    pub status: u16,
+}
+
+/// An EC2 of its own: an account in moto, and its faults. Goes with its last user.
+#[derive(Debug)]
+pub struct Proxy {
+    address: SocketAddr,
+    witness: SocketAddr,
+    pub(crate) shared: Arc<Shared>,
+    tasks: Vec<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) moto: &'static Moto,
+    pub(crate) account: String,
+    faults: Mutex<Faults>,
+    calls: Mutex<Vec<Call>>,
+    tokens: Mutex<HashMap<(String, String), Token>>,
+    /// When each VM was made.
+    pub(crate) made: Mutex<HashMap<String, Instant>>,
+    /// What moto said about types, images, subnets: it does not change.
+    pub(crate) known: Mutex<BTreeMap<String, String>>,
+}
+
+/// What a client token was used for, and what came of it.
+type Token = Arc<tokio::sync::Mutex<Option<(Params, Answer)>>>;
+
+/// Status and XML.
+#[derive(Clone, Debug)]
+pub(crate) struct Answer {
+    pub(crate) status: u16,
+    pub(crate) xml: String,
+}
+
+impl Answer {
+    pub(crate) fn refusal(status: u16, code: &str, message: &str) -> Answer {
+        let message = xml::escape(message);
+        let xml = format!(
+            "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<Response><Errors><Error><Code>{code}</Code>\
+             <Message>{message}</Message></Error></Errors><RequestID>00000000-0000-0000-0000-000000000000</RequestID></Response>"
+        );
+        Answer { status, xml }
+    }
+}
+
+impl Proxy {
+    /// A fresh account, with a default network in three zones, and nothing wrong with it. Call it in a runtime.
+    ///
+    /// # Errors
+    /// When moto does not start or no port can be had.
+    pub async fn start() -> anyhow::Result<Proxy> {
+        static ACCOUNTS: AtomicU64 = AtomicU64::new(100_000_000_000);
+        let moto = tokio::task::spawn_blocking(Moto::shared).await??;
+        let shared = Arc::new(Shared {
+            moto,
+            account: ACCOUNTS.fetch_add(1, Ordering::Relaxed).to_string(),
+            faults: Mutex::default(),
+            calls: Mutex::default(),
+            tokens: Mutex::default(),
+            made: Mutex::default(),
+            known: Mutex::default(),
+        });
+        let (address, faulty) = serve(shared.clone(), true).await?;
+        let (witness, straight) = serve(shared.clone(), false).await?;
+        Ok(Proxy { address, witness, shared, tasks: vec![faulty, straight] })
+    }
+
+    /// Where the provider finds it.
+    pub fn endpoint(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// Where a witness finds the same account, without faults and unseen.
+    pub fn witness_endpoint(&self) -> String {
+        format!("http://{}", self.witness)
+    }
+
+    /// Asks moto, as a witness.
+    ///
+    /// # Errors
+    /// When there is no answer or a refusal.
+    pub async fn ask(&self, action: &str, params: &[(&str, &str)]) -> anyhow::Result<String> {
+        let params = params.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
+        let Answer { status, xml } = self.shared.upstream(action, params).await?;
+        ensure!(status == 200, "{action}: {status} {xml}");
+        Ok(xml)
+    }
+
+    /// Calls as a client of [`Proxy::endpoint`] does, faults and all: status and answer.
+    ///
+    /// # Errors
+    /// When the connection would break.
+    pub async fn call(&self, action: &str, params: &[(&str, &str)]) -> anyhow::Result<(u16, String)> {
+        let params = params.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
+        let Answer { status, xml } = self.shared.faulty(action, params).await?;
+        Ok((status, xml))
+    }
+
+    /// Buckets of EC2's size that fill `speed` times as fast.
+    pub fn set_buckets(&self, speed: f64) {
+        let mut faults = self.faults();
+        faults.buckets = Some(speed);
+        faults.filled.clear();
+    }
+
+    /// There are so many left of a type in a zone on a market (`spot` or `on-demand`); `*` is any.
+    pub fn set_stock(&self, machine: &str, zone: &str, market: &str, left: u64) {
+        let names = [machine, zone, market].map(str::to_owned);
+        self.faults().stock.push((names, left));
+    }
+
+    /// Nobody may do this any more.
+    pub fn deny(&self, action: &str) {
+        self.faults().denied.insert(action.to_owned());
+    }
+
+    /// The credentials are out of date from now on.
+    pub fn expire(&self) {
+        self.faults().expired = true;
+    }
+
+    /// The next `times` calls of an action go wrong.
+    pub fn fail(&self, action: &str, fault: Fault, times: u32) {
+        self.faults().next.push((action.to_owned(), fault, times));
+    }
+
+    /// What was made is not seen for so long.
+    pub fn set_lag(&self, lag: Duration) {
+        self.faults().lag = lag;
+    }
+
+    /// VMs are pending for so long.
+    pub fn set_boot(&self, boot: Duration) {
+        self.faults().boot = boot;
+    }
+
+    /// Everything works again.
+    pub fn heal(&self) {
+        *self.faults() = Faults::default();
+    }
+
+    /// Every call so far, in the order they came.
+    pub fn calls(&self) -> Vec<Call> {
+        lock(&self.shared.calls).clone()
+    }
+
+    /// How many calls of an action were let in (throttled ones are not); `None`: of all.
+    pub fn count(&self, action: Option<&str>) -> usize {
+        let calls = lock(&self.shared.calls);
+        calls
+            .iter()
+            .filter(|call| action.is_none_or(|action| call.action == action) && call.status != 503)
+            .count()
+    }
+
+    /// Forgets the calls so far.
+    pub fn forget_calls(&self) {
+        lock(&self.shared.calls).clear();
+    }
+
+    /// The actions that were asked for.
+    pub fn actions(&self) -> BTreeSet<String> {
+        lock(&self.shared.calls).iter().map(|call| call.action.clone()).collect()
+    }
+
+    fn faults(&self) -> MutexGuard<'_, Faults> {
+        lock(&self.shared.faults)
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.tasks.iter().for_each(JoinHandle::abort);
+    }
+}
+
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+async fn serve(shared: Arc<Shared>, faulty: bool) -> anyhow::Result<(SocketAddr, JoinHandle<()>)> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
+    let address = listener.local_addr()?;
+    let task = tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            stream.set_nodelay(true).ok();
+            let shared = shared.clone();
+            tokio::spawn(async move {
+                let service = service_fn(|request| answer(shared.clone(), request, faulty));
+                // A client that goes, or a reset of ours, is no news.
+                http1::Builder::new().serve_connection(TokioIo::new(stream), service).await.ok();
+            });
+        }
+    });
+    Ok((address, task))
+}
+
+/// An error is a connection that breaks.
+async fn answer(
+    shared: Arc<Shared>,
+    request: Request<Incoming>,
+    faulty: bool,
+) -> anyhow::Result<Response<Full<Bytes>>> {
+    let body = http_body_util::Limited::new(request.into_body(), MAX_BODY).collect().await;
+    let body = body.map_err(|error| anyhow::anyhow!("{error}"))?.to_bytes();
+    let mut params = form::decode(&body);
+    let action = params.remove("Action").unwrap_or_default();
+    // In a task of its own: EC2 does what it was asked to also when nobody waits for the answer.
+    let work = async move {
+        if faulty { shared.faulty(&action, params).await } else { shared.upstream(&action, params).await }
+    };
+    let Answer { status, xml } = tokio::spawn(work).await??;
+    let answer = Response::builder().status(status).header("content-type", "text/xml;charset=UTF-8");
+    Ok(answer.body(Full::new(xml.into()))?)
+}
+
+impl Shared {
+    /// moto, as it is.
+    pub(crate) async fn upstream(
+        self: &Arc<Self>,
+        action: &str,
+        mut params: Params,
+    ) -> anyhow::Result<Answer> {
+        params.insert("Action".to_owned(), action.to_owned());
+        params.entry("Version".to_owned()).or_insert_with(|| "2016-11-15".to_owned());
+        let (moto, account) = (self.moto, self.account.clone());
+        let asked = tokio::task::spawn_blocking(move || moto.ask(&account, REGION, &params)).await?;
+        asked.map(|(status, xml)| Answer { status, xml }).with_context(|| format!("moto's {action}"))
+    }
+
+    async fn faulty(self: &Arc<Self>, action: &str, params: Params) -> anyhow::Result<Answer> {
+        let index = {
+            let mut calls = lock(&self.calls);
+            let mut shown = params.clone();
+            shown.retain(|key, _| !key.ends_with("UserData"));
+            calls.push(Call { at: Instant::now(), action: action.to_owned(), params: shown, status: 0 });
+            calls.len() - 1
+        };
+        let answered = self.decide(action, params).await;
+        // Cleared in between, perhaps.
+        if let (Ok(answer), Some(call)) = (&answered, lock(&self.calls).get_mut(index)) {
+            call.status = answer.status;
+        }
+        answered
+    }
+
+    async fn decide(self: &Arc<Self>, action: &str, params: Params) -> anyhow::Result<Answer> {
+        let (fault, refused, lag, boot) = {
+            let mut faults = lock(&self.faults);
+            let refused = if !faults.take(action, Instant::now()) {
+                Some(Answer::refusal(503, "RequestLimitExceeded", "Request limit exceeded."))
+            } else if faults.expired {
+                Some(Answer::refusal(400, "RequestExpired", "Request has expired."))
+            } else if faults.denied.contains(action) {
+                let message = format!(
+                    "You are not authorized to perform this operation. User: arn:aws:sts::{}:assumed-role/pods is not \
+                     authorized to perform: ec2:{action} because no identity-based policy allows it. \
+                     Encoded authorization failure message: {}",
+                    self.account,
+                    "x".repeat(900)
+                );
+                Some(Answer::refusal(403, "UnauthorizedOperation", &message))
+            } else {
+                None
+            };
+            let fault = if refused.is_none() { faults.next(action) } else { None };
+            (fault, refused, faults.lag, faults.boot)
+        };
+        if let Some(refused) = refused {
+            return Ok(refused);
+        }
+        match &fault {
+            Some(Fault::Refuse { status, code, message }) => {
+                return Ok(Answer::refusal(*status, code, message));
+            }
+            Some(Fault::Reset) => anyhow::bail!("reset"),
+            Some(Fault::LostAnswer | Fault::Late(_)) | None => {}
+        }
+        let answer = self.once(action, params, lag, boot).await?;
+        match fault {
+            Some(Fault::LostAnswer) => anyhow::bail!("the answer is lost"),
+            Some(Fault::Late(late)) => tokio::time::sleep(late).await,
+            _ => {}
+        }
+        Ok(answer)
+    }
+
+    /// What a client token promises: done once, answered the same, refused with other parameters.
+    async fn once(
+        self: &Arc<Self>,
+        action: &str,
+        params: Params,
+        lag: Duration,
+        boot: Duration,
+    ) -> anyhow::Result<Answer> {
+        if let Some(refused) = rules::refused(self, action, &params, lag, boot).await? {
+            return Ok(refused);
+        }
+        let promised = ["RunInstances", "CreateFleet", "CreateLaunchTemplate", "CreateNetworkInterface"];
+        let dry = params.get("DryRun").is_some_and(|dry| dry == "true");
+        let token = params.get("ClientToken").filter(|_| promised.contains(&action) && !dry).cloned();
+        let Some(token) = token else { return self.done(action, params, lag, boot).await };
+        let slot = lock(&self.tokens).entry((action.to_owned(), token)).or_default().clone();
+        let mut slot = slot.lock().await;
+        if let Some((before, answer)) = &*slot {
+            if *before != params {
+                let message = "The client token you have provided was used with other parameters.";
+                return Ok(Answer::refusal(400, "IdempotentParameterMismatch", message));
+            }
+            return Ok(answer.clone());
+        }
+        let answer = self.done(action, params.clone(), lag, boot).await?;
+        if answer.status == 200 {
+            *slot = Some((params, answer.clone()));
+        }
+        Ok(answer)
+    }
+
+    async fn done(
+        self: &Arc<Self>,
+        action: &str,
+        params: Params,
+        lag: Duration,
+        boot: Duration,
+    ) -> anyhow::Result<Answer> {
+        let mut answer = match action {
+            "CreateFleet" => rules::fleet(self, params).await?,
+            "RunInstances" => rules::run(self, params).await?,
+            _ => self.upstream(action, params).await?,
+        };
+        match action {
+            "CreateFleet" | "RunInstances" if answer.status == 200 => {
+                let now = Instant::now();
+                let tag = if action == "CreateFleet" { "instanceIds" } else { "instancesSet" };
+                let ids = xml::items(&answer.xml, tag).into_iter().flat_map(|place| {
+                    let item = &answer.xml[place];
+                    let id = xml::value(item, "instanceId").or_else(|| xml::value(item, "item"));
+                    id.map(str::to_owned)
+                });
+                lock(&self.made).extend(ids.map(|id| (id, now)));
+            }
+            "DescribeInstances" if answer.status == 200 => answer.xml = self.as_seen(&answer.xml, lag, boot),
+            _ => {}
+        }
+        Ok(answer)
+    }
+
+    /// VMs as EC2 shows them: late, and pending at first.
+    fn as_seen(&self, xml: &str, lag: Duration, boot: Duration) -> String {
+        let made = lock(&self.made);
+        let age = |item: &str| {
+            let id = xml::value(item, "instanceId").unwrap_or_default();
+            made.get(id).map_or(Duration::MAX, Instant::elapsed)
+        };
+        xml::map_items(xml, "instancesSet", |item| {
+            if age(item) < lag {
+                return None;
+            }
+            let running = "<code>16</code><name>running</name>";
+            let turned = "<name>running</name><code>16</code>";
+            if age(item) < boot {
+                let pending = "<code>0</code><name>pending</name>";
+                return Some(item.replace(running, pending).replace(turned, pending));
+            }
+            Some(item.to_owned())
+        })
+    }
+
+    /// Whether EC2 would deny that this VM exists, or call it pending.
+    pub(crate) fn is_younger(&self, id: &str, than: Duration) -> bool {
+        lock(&self.made).get(id).is_some_and(|at| at.elapsed() < than)
+    }
+
+    pub(crate) fn with_stock<T>(&self, work: impl FnOnce(&mut Faults) -> T) -> T {
+        work(&mut lock(&self.faults))
+    }
+}
