@@ -14,6 +14,8 @@ use peerpod_node::config::NodeConfig;
 use peerpod_providers::{Context, Purpose};
 use peerpod_relay::config::RelayConfig;
 
+use crate::convert;
+
 /// Every section there is; no other binary has more.
 pub(crate) const SECTIONS: [&str; 6] = ["paths", "log", "node", "relay", "tunnel", "provider"];
 
@@ -22,7 +24,9 @@ pub(crate) const USAGE: &str =
     "usage: peerpod config check|print|schema [--config FILE] [--section.key VALUE]...
   check   tells every mistake, with its place; exit code 1 if there is one
   print   prints the effective settings as a file, each with its origin; secrets are not shown
-  schema  prints the JSON Schema of the file";
+  schema  prints the JSON Schema of the file
+       peerpod config convert-caa [--out FILE] MANIFEST...
+          prints our file from the ConfigMap and secret of a cloud-api-adaptor";
 
 /// Does what the words behind `peerpod config` say; the environment counts as it does for the daemons. Mistakes go to
 /// stderr and end in exit code 1.
@@ -33,6 +37,9 @@ pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
     let env = std::env::vars_os()
         .map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned()));
     let Some((action, rest)) = args.split_first() else { bail!("{USAGE}") };
+    if action == "convert-caa" {
+        return convert::run(rest).map(|()| ExitCode::SUCCESS);
+    }
     let sources = Sources::from_process(rest.iter().cloned(), env);
     let answer = match action.as_str() {
         "check" => check(sources),

@@ -2,6 +2,7 @@
 //! the configuration that the node's programs share, `peerpod provider check` holds a provider to its promises.
 
 mod config;
+mod convert;
 mod demo;
 mod provider;
 
@@ -9,7 +10,7 @@ use std::process::ExitCode;
 
 const USAGE: &str = "usage: peerpod COMMAND
   demo    runs one pod from CreateVM to a running exec and away again, in namespaces of this machine (needs root)
-  config  looks at the configuration: check, print, schema
+  config  looks at the configuration: check, print, schema; converts another system's: convert-caa
   provider check CONFIG  holds a provider to every promise of the interface, with real VMs";
 
 fn main() -> ExitCode {

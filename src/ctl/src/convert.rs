@@ -1,0 +1,343 @@
+//! `peerpod config convert-caa`: reads the ConfigMap (`peer-pods-cm`) and secret of a cloud-api-adaptor, prints our
+//! file, and lists what it could not carry, each with what to do about it.
+//!
+//! What is common to all clouds stands here; what is a provider's own, with the provider. Names and defaults:
+//! cloud-api-adaptor at `fbdde756`.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail, ensure};
+use base64::{Engine, engine::general_purpose::STANDARD};
+use peerpod_providers::caa::{self, Value};
+use serde_json::Value as Json;
+
+/// What `peerpod config convert-caa` understands.
+pub(crate) const USAGE: &str = "usage: peerpod config convert-caa [--out FILE] MANIFEST...
+  reads ConfigMaps and secrets of a cloud-api-adaptor (`kubectl get cm,secret -o yaml` will do), prints our
+  configuration, or writes it to FILE, which only its owner may read; tells what could not be carried on stderr";
+
+/// The largest manifest that is read.
+const MAX_MANIFEST: u64 = 4 << 20;
+
+/// What came out.
+#[derive(Debug)]
+struct Converted {
+    yaml: String,
+    lost: Vec<(String, String)>,
+}
+
+/// Does it.
+///
+/// # Errors
+/// A file that cannot be read or is none of the kind, a provider that we do not have, a file that is there already.
+pub(crate) fn run(args: &[String]) -> anyhow::Result<()> {
+    let (mut out, mut manifests) = (None, Vec::new());
+    let mut args = args.iter();
+    while let Some(arg) = args.next() {
+        match arg.as_str() {
+            "--out" => out = Some(PathBuf::from(args.next().context(USAGE)?)),
+            flag if flag.starts_with('-') => bail!("{USAGE}"),
+            path => manifests.push(PathBuf::from(path)),
+        }
+    }
+    ensure!(!manifests.is_empty(), "{USAGE}");
+    let mut variables = BTreeMap::new();
+    for path in &manifests {
+        let found = read(path).with_context(|| format!("read {}", path.display()))?;
+        variables.extend(found);
+    }
+    let Converted { yaml, lost } = convert(variables)?;
+    match &out {
+        None => print!("{yaml}"),
+        Some(path) => write(path, &yaml)?,
+    }
+    if !lost.is_empty() {
+        eprintln!("not carried, or not as it was:");
+        lost.iter().for_each(|(name, why)| eprintln!("  {name}: {why}"));
+    }
+    Ok(())
+}
+
+/// Holds credentials, so it is its owner's from its first byte.
+fn write(path: &Path, yaml: &str) -> anyhow::Result<()> {
+    let file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
+    let mut file = file.with_context(|| format!("create {}; remove it or name another", path.display()))?;
+    file.write_all(yaml.as_bytes())
+        .and_then(|()| file.sync_all())
+        .with_context(|| format!("write {}", path.display()))
+}
+
+/// The variables of every ConfigMap and secret in a file.
+fn read(path: &Path) -> anyhow::Result<BTreeMap<String, String>> {
+    let size = std::fs::metadata(path)?.len();
+    ensure!(
+        size <= MAX_MANIFEST,
+        "larger than {MAX_MANIFEST} bytes; this is not a manifest of a cloud-api-adaptor"
+    );
+    let text = std::fs::read_to_string(path)?;
+    let mut found = BTreeMap::new();
+    for document in serde_yaml::Deserializer::from_str(&text) {
+        // The parser's own message may repeat a secret's value.
+        let document: Json =
+            serde::Deserialize::deserialize(document).map_err(|error| match error.location() {
+                Some(place) => anyhow::anyhow!("not YAML in line {}; correct it", place.line()),
+                None => anyhow::anyhow!("not YAML; correct it"),
+            })?;
+        take(&document, &mut found)?;
+    }
+    ensure!(!found.is_empty(), "no ConfigMap and no Secret with data in it");
+    Ok(found)
+}
+
+fn take(document: &Json, found: &mut BTreeMap<String, String>) -> anyhow::Result<()> {
+    if let Some(items) = document["items"].as_array() {
+        return items.iter().try_for_each(|item| take(item, found));
+    }
+    let is_secret = match document["kind"].as_str() {
+        Some("ConfigMap") => false,
+        Some("Secret") => true,
+        _ => return Ok(()),
+    };
+    let texts = |part: &'static str| {
+        let entries = document[part].as_object().into_iter().flatten();
+        entries.map(move |(name, value)| {
+            let text = match value {
+                Json::String(text) => Some(text.clone()),
+                Json::Bool(_) | Json::Number(_) => Some(value.to_string()),
+                Json::Null => Some(String::new()),
+                _ => None,
+            };
+            text.map(|text| (name.clone(), text)).with_context(|| format!("{part}.{name} is no text"))
+        })
+    };
+    for entry in texts("data") {
+        let (name, text) = entry?;
+        let text = if is_secret {
+            let raw = STANDARD.decode(text.split_whitespace().collect::<String>()).ok();
+            let raw = raw.and_then(|raw| String::from_utf8(raw).ok());
+            raw.with_context(|| format!("data.{name} of a Secret is not base64 of a text"))?
+        } else {
+            text
+        };
+        found.insert(name, text);
+    }
+    for entry in texts("stringData") {
+        let (name, text) = entry?;
+        found.insert(name, text);
+    }
+    Ok(())
+}
+
+/// How a value is carried; `None` when it cannot be.
+type Carry = fn(&str) -> Option<Value>;
+
+/// Variable, our key, and how its value is carried.
+const COMMON: &[(&str, &str, Carry)] = &[
+    ("VXLAN_PORT", "tunnel.port", number),
+    ("PROXY_TIMEOUT", "node.boot-timeout", duration),
+    ("EXTERNAL_NETWORK_VIA_PODVM", "tunnel.external", way),
+    ("POD_SUBNET_CIDRS", "tunnel.cluster-cidrs", list),
+    ("REMOTE_HYPERVISOR_ENDPOINT", "paths.run-dir", folder),
+];
+
+/// Variables that have no place with us, and why that is so or what to do.
+const ELSEWHERE: &[(&str, &str)] = &[
+    ("FORWARDER_PORT", "the guest dials the node: open node port `relay.listen` to pod VMs instead"),
+    ("TUNNEL_TYPE", "the tunnel is a VXLAN, or encrypted with tunnel.kind: wireguard"),
+    ("CACERT_FILE", "each VM makes a key of its own; there are no certificates to hand out"),
+    ("CERT_FILE", "each VM makes a key of its own; there are no certificates to hand out"),
+    ("CERT_KEY", "each VM makes a key of its own; there are no certificates to hand out"),
+    ("TLS_SKIP_VERIFY", "nobody can switch the check off"),
+    ("TLS_MIN_VERSION", "it is TLS 1.3"),
+    ("TLS_CIPHER_SUITES", "they are those of TLS 1.3"),
+    ("INITDATA", "give it to each pod as the annotation io.katacontainers.config.hypervisor.cc_init_data"),
+    ("CLOUD_CONFIG_VERIFY", "the configuration is always checked"),
+    ("PEERPODS_LIMIT_PER_NODE", "it is not a setting of the node's file"),
+    ("ENABLE_SCRATCH_SPACE", "make the root disk larger instead"),
+    ("PAUSE_IMAGE", "it had no use"),
+    ("PODS_DIR", "it is `pods` in paths.run-dir"),
+];
+
+fn number(text: &str) -> Option<Value> {
+    text.parse().ok().map(Value::Number)
+}
+
+fn duration(text: &str) -> Option<Value> {
+    peerpod_base::config::parse_duration(text).ok()?;
+    Some(Value::Text(text.to_owned()))
+}
+
+fn way(text: &str) -> Option<Value> {
+    let through_vm = text == "1" || text.eq_ignore_ascii_case("true");
+    Some(Value::Text(if through_vm { "vm" } else { "tunnel" }.to_owned()))
+}
+
+fn list(text: &str) -> Option<Value> {
+    let parts = text.split([',', ' ']).map(str::trim).filter(|part| !part.is_empty());
+    Some(Value::List(parts.map(str::to_owned).collect()))
+}
+
+fn folder(text: &str) -> Option<Value> {
+    text.strip_suffix("/hypervisor.sock").map(|folder| Value::Text(folder.to_owned()))
+}
+
+fn convert(mut variables: BTreeMap<String, String>) -> anyhow::Result<Converted> {
+    variables.values_mut().for_each(|value| *value = value.trim().to_owned());
+    let provider = variables.remove("CLOUD_PROVIDER").filter(|name| !name.is_empty());
+    let provider =
+        provider.context("no CLOUD_PROVIDER among the variables; add the ConfigMap that has it")?;
+    let own = caa::convert(&provider, &variables).with_context(|| {
+        format!(
+            "the settings of provider {provider} cannot be converted; we know those of {}",
+            caa::known().join(", ")
+        )
+    })?;
+    let mut lost = own.lost;
+    let mut sections: BTreeMap<String, BTreeMap<String, Value>> = BTreeMap::new();
+    for (name, key, carry) in COMMON {
+        let Some(text) = variables.get(*name).filter(|text| !text.is_empty()) else { continue };
+        match carry(text) {
+            Some(value) => {
+                let (section, key) = key.split_once('.').unwrap_or(("node", key));
+                sections.entry(section.to_owned()).or_default().insert(key.to_owned(), value);
+            }
+            None => {
+                lost.push(((*name).to_owned(), format!("`{text}` cannot be carried; set {key} yourself")))
+            }
+        }
+    }
+    for (name, text) in &variables {
+        let is_known = own.known.contains(name) || COMMON.iter().any(|(known, ..)| known == name);
+        if text.is_empty() || is_known {
+            continue;
+        }
+        let why = ELSEWHERE.iter().find(|(known, _)| known == name).map(|(_, why)| *why);
+        lost.push((
+            name.clone(),
+            why.unwrap_or("not a variable that we know; look whether it is needed").to_owned(),
+        ));
+    }
+    lost.sort();
+    let mut yaml =
+        String::from("# Made by `peerpod config convert-caa`; `peerpod config check` tells its mistakes.\n");
+    let mut provider_section = String::new();
+    lines(&mut provider_section, 4, &own.settings)?;
+    writeln!(yaml, "provider:\n  kind: {provider}\n  {provider}:\n{provider_section}")?;
+    for (section, settings) in &sections {
+        writeln!(yaml, "{section}:")?;
+        lines(&mut yaml, 2, settings)?;
+    }
+    Ok(Converted { yaml, lost })
+}
+
+/// One section's settings. JSON is YAML, and quotes whatever must be.
+fn lines(yaml: &mut String, indent: usize, settings: &BTreeMap<String, Value>) -> anyhow::Result<()> {
+    for (key, value) in settings {
+        let value = match value {
+            Value::Text(text) => serde_json::to_string(text)?,
+            Value::List(list) => serde_json::to_string(list)?,
+            Value::Number(number) => number.to_string(),
+            Value::Flag(flag) => flag.to_string(),
+        };
+        writeln!(yaml, "{:indent$}{key}: {value}", "")?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MANIFEST: &str = r##"
+apiVersion: v1
+kind: List
+items:
+- apiVersion: v1
+  kind: ConfigMap
+  metadata: {name: peer-pods-cm}
+  data:
+    CLOUD_PROVIDER: aws
+    AWS_REGION: eu-west-1
+    PODVM_AMI_ID: ami-0123456789abcdef0
+    PODVM_INSTANCE_TYPES: "m6a.large,c6a.large"
+    DISABLECVM: "true"
+    VXLAN_PORT: "9000"
+    PROXY_TIMEOUT: 5m
+    EXTERNAL_NETWORK_VIA_PODVM: "true"
+    POD_SUBNET_CIDRS: "10.244.0.0/16 10.96.0.0/12"
+    FORWARDER_PORT: "15150"
+    MY_OWN: x
+---
+kind: Secret
+data:
+  AWS_ACCESS_KEY_ID: QUtJQQ==
+stringData:
+  AWS_SECRET_ACCESS_KEY: "hush: \"#"
+"##;
+
+    fn folder(name: &str) -> PathBuf {
+        let folder = std::env::temp_dir().join(format!("peerpod-convert-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        folder
+    }
+
+    #[test]
+    fn a_config_map_and_a_secret_become_a_file_that_has_no_mistakes() {
+        let folder = folder("file");
+        let (manifest, out) = (folder.join("peer-pods.yaml"), folder.join("peerpod.yaml"));
+        std::fs::write(&manifest, MANIFEST).unwrap();
+        let args = ["--out".to_owned(), out.display().to_string(), manifest.display().to_string()];
+        run(&args).unwrap();
+        let text = std::fs::read_to_string(&out).unwrap();
+        let yaml: Json = serde_yaml::from_str(&text).unwrap();
+        let aws = &yaml["provider"]["aws"];
+        assert_eq!(yaml["provider"]["kind"], "aws");
+        assert_eq!((&aws["access-key-id"], &aws["secret-key"]), (&"AKIA".into(), &"hush: \"#".into()));
+        assert_eq!(aws["instance-types"], serde_json::json!(["m6a.large", "c6a.large"]));
+        assert_eq!((&aws["disable-cvm"], &yaml["tunnel"]["port"]), (&true.into(), &9000.into()));
+        assert_eq!(yaml["tunnel"]["cluster-cidrs"], serde_json::json!(["10.244.0.0/16", "10.96.0.0/12"]));
+        assert_eq!(
+            (&yaml["tunnel"]["external"], &yaml["node"]["boot-timeout"]),
+            (&"vm".into(), &"5m".into())
+        );
+        use std::os::unix::fs::PermissionsExt as _;
+        assert_eq!(std::fs::metadata(&out).unwrap().permissions().mode() & 0o777, 0o600);
+        assert!(run(&args).unwrap_err().to_string().contains("remove it or name another"));
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn what_is_not_carried_is_listed_with_what_to_do() {
+        let folder = folder("lost");
+        let manifest = folder.join("m.yaml");
+        std::fs::write(&manifest, MANIFEST).unwrap();
+        let Converted { lost, .. } = convert(read(&manifest).unwrap()).unwrap();
+        let names: Vec<&str> = lost.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(names, ["FORWARDER_PORT", "MY_OWN"]);
+        assert!(lost[0].1.contains("relay.listen"), "{lost:?}");
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn what_is_none_of_it_is_refused_without_showing_a_secret() {
+        let folder = folder("bad");
+        let manifest = folder.join("m.yaml");
+        let told = |text: &str| {
+            std::fs::write(&manifest, text).unwrap();
+            let error = read(&manifest).and_then(convert).unwrap_err();
+            format!("{error:#}")
+        };
+        assert!(told("kind: Pod\n").contains("no ConfigMap"));
+        assert!(told("kind: ConfigMap\ndata: {A: b}\n").contains("CLOUD_PROVIDER"));
+        assert!(told("kind: ConfigMap\ndata: {CLOUD_PROVIDER: clowd}\n").contains("clowd"));
+        let bad = told("kind: Secret\ndata: {K: 'hush!'}\n");
+        assert!(bad.contains("data.K") && !bad.contains("hush"), "{bad}");
+        let broken = told("kind: Secret\nstringData:\n  K: hush: hush\n");
+        assert!(broken.contains("not YAML") && !broken.contains("hush"), "{broken}");
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+}
