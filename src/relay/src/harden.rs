@@ -5,7 +5,8 @@
 //! The system calls are filtered by what they are for: what starts programs, looks into other processes, makes or enters
 //! namespaces, mounts, loads code into the kernel or opens sockets other than Unix and IP is refused. A list of what may
 //! be called would have to follow every allocator, runtime and C library that the relay is built with, and a call
-//! forgotten there ends the pods of a node; no such update needs one of these.
+//! forgotten there ends the pods of a node; no such update needs one of these. A list of what is refused has to know each
+//! call by all its numbers: x86_64 kernels may have a second set of them (x32), so that whole set is refused.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +14,7 @@ use nix::libc;
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities, set_no_new_privs};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
-    apply_filter,
+    apply_filter, sock_filter,
 };
 
 /// Ports from here on need no capability.
@@ -84,7 +85,7 @@ pub fn harden(listen_port: u16) {
     drop_capabilities(listen_port);
     match filters() {
         Ok(filters) => {
-            for filter in &filters {
+            for filter in filters.iter().chain(second_numbers().iter()) {
                 if let Err(error) = apply_filter(filter) {
                     tracing::warn!(%error, "system calls are not filtered");
                 }
@@ -111,6 +112,25 @@ fn filters() -> Result<[BpfProgram; 2], seccompiler::BackendError> {
     refused.insert(libc::SYS_clone, namespaces);
     let unknown = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
     Ok([program(refused, libc::EPERM)?, program(unknown, libc::ENOSYS)?])
+}
+
+/// The bit that marks a number as one of x32 (`__X32_SYSCALL_BIT`); to a filter it is the same architecture.
+const X32: u32 = 0x4000_0000;
+
+/// "Not permitted" for all of x32: each refused call under its other number, and those that only x32 numbers so
+/// (`execve` 520, `ptrace` 521, `kexec_load` 528, `process_vm_readv` and `_writev` 539 and 540, `execveat` 545). No
+/// program of the usual ABI makes one. The other programs already answered for other architectures.
+fn second_numbers() -> Option<BpfProgram> {
+    if !cfg!(target_arch = "x86_64") {
+        return None;
+    }
+    let step = |code: u32, jt, jf, k| sock_filter { code: code as u16, jt, jf, k };
+    Some(vec![
+        step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0), // seccomp_data.nr
+        step(libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K, 0, 1, X32),
+        step(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM.unsigned_abs()),
+        step(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ])
 }
 
 fn program(
@@ -176,5 +196,35 @@ mod tests {
             std::os::unix::net::UnixStream::pair().unwrap();
         });
         hardened.join().unwrap();
+    }
+
+    /// Which of these numbers answer with something else than "not permitted". The arguments are good for no call.
+    #[cfg(target_arch = "x86_64")]
+    #[expect(
+        unsafe_code,
+        reason = "no safe wrapper makes a system call by a number that is not the platform's"
+    )]
+    fn not_refused(numbers: Vec<libc::c_long>) -> Vec<(libc::c_long, Option<i32>)> {
+        let hardened = std::thread::spawn(move || {
+            harden(15151);
+            let call = |number: libc::c_long| {
+                // SAFETY: each argument is refused by whatever call this is: no pointer or flags are all ones.
+                let answer = unsafe { libc::syscall(number, -1, -1, -1, -1, -1, -1) };
+                (number, std::io::Error::last_os_error().raw_os_error().filter(|_| answer == -1))
+            };
+            numbers.into_iter().map(call).filter(|(_, error)| *error != Some(libc::EPERM)).collect()
+        });
+        hardened.join().unwrap()
+    }
+
+    /// A kernel without x32 says "no such call" where nothing filters.
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn what_is_refused_is_refused_by_its_x32_number_too() {
+        let x32 = libc::c_long::from(X32);
+        let only: [libc::c_long; 6] = [520, 521, 528, 539, 540, 545];
+        let numbers = REFUSED.iter().chain(&only).map(|number| number | x32);
+        assert_eq!(not_refused(numbers.collect()), []);
+        assert_eq!(not_refused(vec![libc::SYS_getpid]).len(), 1, "and the usual numbers are not");
     }
 }
