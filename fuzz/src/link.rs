@@ -6,7 +6,7 @@ use std::io::IoSlice;
 use bytes::Bytes;
 use peerpod_link::{
     endpoint::Role,
-    record::{self, CloseReason, Kind, SessionId, StreamKind, Target, Welcome},
+    record::{self, CloseReason, Kind, Level, Line, MAX_TEXT, SessionId, StreamKind, Target, Welcome},
     session::{Event, Limits, Session},
 };
 
@@ -35,6 +35,7 @@ fn feed<'a>(session: &mut Session, mut input: &'a [u8]) -> &'a [u8] {
             Ok(Event::Opened(id, StreamKind::Dial(_))) => session.accept(id),
             Ok(Event::Data(id, data)) => session.consumed(id, data.len()),
             Ok(Event::Control(message)) => assert!(message.len() <= LIMITS().control_message),
+            Ok(Event::Line(line)) => assert!(line.text.len() <= MAX_TEXT),
             Ok(Event::Nothing | Event::Closed(..) | Event::Connected(_) | Event::Finished(_)) => {}
         }
         drain(session);
@@ -102,6 +103,9 @@ pub(crate) fn recorded() -> [Vec<u8>; 2] {
         guest.finish(*stream);
         guest.close(*stream, CloseReason::Closed);
     }
+    let line =
+        Line { level: Level::Warn, lost: 3, uptime_ms: 5, target: "kata-agent", text: "a line\u{1b}[0m" };
+    guest.line(&line.encode());
     // What the guest said while it was fed is gone with its transport: a new one brings it again.
     let hello = guest.hello("fuzz").expect("it has a name");
     relay.answer(&hello, 2, "fuzz").expect("it is known");

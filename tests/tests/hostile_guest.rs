@@ -9,7 +9,8 @@ use std::{
     fs, io,
     path::Path,
     sync::{Arc, OnceLock},
-    time::Duration,
+    task::{Context, Poll},
+    time::{Duration, Instant},
 };
 
 use guest_common::{Identity, birth_of, claims, csr, identity, secure};
@@ -18,7 +19,7 @@ use peerpod_link::{
     birth::BirthData,
     endpoint::{Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role},
     frame::{DATA, HEADER_LEN, Header, REQUEST, RESPONSE},
-    record::{self, Hello, Kind, SessionId},
+    record::{self, Hello, Kind, Level, Line, SessionId},
 };
 use peerpod_proto::ttrpc_frame;
 use peerpod_tests::{CONTAINER, PATIENCE, Sandbox, fresh_id, resident, sample};
@@ -77,7 +78,7 @@ impl Ours {
     async fn linked(&self, world: &World, session: u8) -> TlsStream<TcpStream> {
         let mut stream = self.dial(world).await;
         let hello = Hello {
-            versions: (1, 2),
+            versions: (1, record::VERSION),
             session: SessionId([session; 16]),
             epoch: 0,
             recv: 0,
@@ -98,6 +99,10 @@ async fn ends(mut stream: TlsStream<TcpStream>, case: &str) {
     let mut room = vec![0; 64 << 10];
     let end = async { while !matches!(stream.read(&mut room).await, Ok(0) | Err(_)) {} };
     timeout(Duration::from_secs(8), end).await.unwrap_or_else(|_| panic!("{case}: the link stays up"));
+}
+
+fn line(text: &str) -> Vec<u8> {
+    Line { level: Level::Warn, lost: 0, uptime_ms: 7, target: "liar", text }.encode()
 }
 
 /// Records that break a rule each, behind a good handshake.
@@ -125,6 +130,10 @@ fn bad_records() -> Vec<(&'static str, Vec<u8>)> {
         ("a stream of the relay's own numbers", made(Kind::Open, 3, 1, 0, &[1])),
         ("a second handshake", made(Kind::Hello, 0, 0, 0, &[0; 36])),
         ("a ticket in the middle", made(Kind::Claim, 0, 0, 0, &[0xff; 64])),
+        ("a line of the log that is none", made(Kind::Line, 0, 1, 0, &[9; 30])),
+        ("a line of a stream", made(Kind::Line, 1, 1, 0, &line("x"))),
+        ("half a line", made(Kind::Line, 0, 1, 0, &line("x")[..10])),
+        ("a line of 60 KiB", made(Kind::Line, 0, 1, 0, &[&line("")[..], &[b'x'; 60_000]].concat())),
         ("a question with a load", made(Kind::Ping, 0, 0, 0, b"load")),
     ]
 }
@@ -210,7 +219,9 @@ fn unharmed(daemons: &Daemons, relay: u32, idle: u64) {
 
 /// The guest program: a link as it should be, an agent that writes what the request tells it to, and nonsense for an
 /// answer to whatever the node asks.
-struct Liar(Arc<OnceLock<EndpointHandle>>);
+///
+/// With the second field, it logs without end.
+struct Liar(Arc<OnceLock<EndpointHandle>>, bool);
 
 struct Through;
 
@@ -242,6 +253,16 @@ impl Handler for Liar {
         for nonsense in [vec![0xff; 4096], Vec::new(), vec![0x08; 100_000]] {
             handle.control(nonsense.into()).ok();
         }
+    }
+    fn poll_line(&mut self, _: &mut Context<'_>) -> Poll<Vec<u8>> {
+        if !self.1 {
+            return Poll::Pending;
+        }
+        let text = "x\n\u{1b}[31m".repeat(1000);
+        Poll::Ready(
+            Line { level: Level::Error, lost: u32::MAX, uptime_ms: 0, target: "\u{1b}", text: &text }
+                .encode(),
+        )
     }
     fn on_link(&mut self, _: LinkEvent) {}
     fn on_connections(&mut self, _: usize) {}
@@ -330,7 +351,7 @@ async fn an_agent_s_lies_are_errors_of_their_calls_and_no_other_connection_s() {
     let pod = world.pod().unwrap();
     let ours = Ours::join(&world, &daemons, &pod.namespace().path()).await;
     let own_handle = Arc::new(OnceLock::new());
-    let (endpoint, handle) = Endpoint::new(Role::Guest, Liar(own_handle.clone()), Limits::default());
+    let (endpoint, handle) = Endpoint::new(Role::Guest, Liar(own_handle.clone(), false), Limits::default());
     assert!(own_handle.set(handle.clone()).is_ok());
     tokio::spawn(endpoint.run());
     handle.attach(ours.dial(&world).await.into());
@@ -398,5 +419,66 @@ async fn an_agent_s_lies_are_errors_of_their_calls_and_no_other_connection_s() {
     handle.close();
     daemons.gone(&ours.id, PATIENCE).await.unwrap();
     eventually("its socket is gone", PATIENCE, async || (!socket.exists()).then_some(())).await.unwrap();
+    other.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_that_logs_without_end_delays_nobody_not_even_its_own_health_checks() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let other = Sandbox::start(&world, &daemons, "other").await.unwrap();
+    let_vms_sleep(&mut daemons).await;
+    let pod = world.pod().unwrap();
+    let ours = Ours::join(&world, &daemons, &pod.namespace().path()).await;
+    let (endpoint, handle) = Endpoint::new(Role::Guest, Liar(Arc::default(), true), Limits::default());
+    tokio::spawn(endpoint.run());
+    handle.attach(ours.dial(&world).await.into());
+    let socket = daemons.run_dir().join("pods").join(&ours.id).join("agent.ttrpc");
+    let mut shim = Shim::connect(&socket).await;
+    shim.goes_on(1, "the guest is there").await;
+    let (relay, idle) = (daemons.relay_pid().unwrap(), resident(daemons.relay_pid().unwrap()).unwrap());
+    let lines = |result: &str| {
+        let metrics = daemons.metrics("relay").unwrap();
+        sample(&metrics, &format!("peerpod_relay_guest_log_lines_total{{result=\"{result}\"}}")).unwrap()
+    };
+
+    let (mut worst, mut stream) = (Duration::ZERO, 3);
+    while lines("left_out") < 20_000.0 {
+        let asked = Instant::now();
+        shim.goes_on(stream, "between lines").await;
+        worst = worst.max(asked.elapsed());
+        stream += 2;
+    }
+    assert!(worst < Duration::from_secs(1), "a health check took {worst:?}");
+    other.lives().await.unwrap();
+    unharmed(&daemons, relay, idle);
+    assert!(lines("written") < 2000.0, "{}", lines("written"));
+    let log = fs::read(daemons.log("relay")).unwrap();
+    assert!(log.len() < 40 << 20, "{} bytes of log", log.len());
+    let log = String::from_utf8(log).unwrap();
+    assert!(log.contains("the guest logs too much; lines were left out"));
+    assert!(!log.contains("\u{1b}[31m") && log.lines().all(|line| !line.starts_with("x")), "escaped");
+    handle.close();
+
+    // The same without any regard for what else waits: as fast as the connection takes it.
+    let mut raw = ours.linked(&world, 9).await;
+    let payload = line(&"y".repeat(record::MAX_TEXT));
+    let mut seq = 0;
+    let (before, began) = (lines("left_out"), Instant::now());
+    while lines("left_out") - before < 5000.0 && began.elapsed() < PATIENCE {
+        let mut bytes = Vec::new();
+        for _ in 0..100 {
+            seq += 1;
+            let header = record::Header { seq, ..record::Header::new(Kind::Line, payload.len() as u32) };
+            bytes.extend_from_slice(&[&header.encode()[..], &payload].concat());
+        }
+        timeout(PATIENCE, raw.write_all(&bytes)).await.unwrap().unwrap();
+        other.lives().await.unwrap();
+    }
+    assert!(lines("left_out") - before >= 5000.0);
+    unharmed(&daemons, relay, idle);
+    drop(raw);
+    daemons.shim().await.unwrap().stop_vm(&ours.id).await.unwrap();
+    daemons.gone(&ours.id, PATIENCE).await.unwrap();
     other.stop(&daemons).await.unwrap();
 }

@@ -25,12 +25,16 @@ use tokio::{
     time::{sleep, timeout},
 };
 
+use self::output::Output;
 use crate::{
     config::Settings,
     files,
+    log::Ring,
     proc::{Exit, ProcessId},
     status::Status,
 };
+
+mod output;
 
 /// How often the socket is tried while the agent starts. A refused connect costs microseconds, and the first one that
 /// is accepted is the only proof that the agent listens (the file alone is not).
@@ -78,6 +82,7 @@ pub(crate) struct Agent {
     socket: PathBuf,
     record: PathBuf,
     marker: PathBuf,
+    output: Output,
     containers: AtomicBool,
     status: Arc<Status>,
     phase: watch::Sender<Phase>,
@@ -92,7 +97,7 @@ struct Running {
 
 impl Agent {
     /// Nothing happens before [`Agent::run`].
-    pub(crate) fn new(settings: &Settings, status: Arc<Status>) -> Agent {
+    pub(crate) fn new(settings: &Settings, status: Arc<Status>, ring: Ring) -> Agent {
         let marker = settings.state_dir.join("containers");
         Agent {
             command: settings.agent.clone(),
@@ -100,6 +105,7 @@ impl Agent {
             record: settings.state_dir.join("agent.json"),
             containers: AtomicBool::new(marker.exists()),
             marker,
+            output: Output::new(settings.state_dir.join("agent.output"), ring),
             status,
             phase: watch::Sender::new(Phase::Starting),
         }
@@ -144,6 +150,11 @@ impl Agent {
     pub(crate) async fn run(&self) {
         let stage = self.status.begin("agent");
         let mut stage = Some(stage);
+        if !self.command.is_empty()
+            && let Err(error) = self.output.read()
+        {
+            tracing::warn!(%error, "what the agent says stays on the console");
+        }
         let (mut found, mut exits) = self.look_for_one().await;
         let mut pause = PAUSE;
         loop {
@@ -291,6 +302,8 @@ impl Agent {
             .args(arguments)
             .current_dir("/")
             .stdin(Stdio::null())
+            .stdout(self.output.stdio())
+            .stderr(self.output.stdio())
             .process_group(0) // a signal for our group is not for the agent
             .spawn()?;
         let watched = ProcessId::look(child.id()).and_then(|process| match process {

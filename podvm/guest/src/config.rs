@@ -38,6 +38,10 @@ pub(crate) struct Settings {
     /// A `tracing` filter, like `info` or `peerpod_guest=debug`.
     #[serde(default = "default_log")]
     pub(crate) log: String,
+    /// Whether what is logged, also by an agent that we start, goes over the link to the node, too. A confidential VM
+    /// may want to tell its host nothing.
+    #[serde(default = "default_log_over_link")]
+    pub(crate) log_over_link: bool,
 }
 
 fn default_agent() -> Vec<String> {
@@ -64,6 +68,10 @@ fn default_log() -> String {
     "info".to_owned()
 }
 
+fn default_log_over_link() -> bool {
+    true
+}
+
 impl Default for Settings {
     fn default() -> Self {
         Settings {
@@ -74,6 +82,7 @@ impl Default for Settings {
             state_dir: default_state_dir(),
             podns: default_podns(),
             log: default_log(),
+            log_over_link: default_log_over_link(),
         }
     }
 }

@@ -21,6 +21,7 @@ mod init;
 pub mod intercept;
 mod link;
 mod localhost;
+mod log;
 mod network;
 mod personalise;
 mod power;
@@ -50,14 +51,16 @@ pub fn run() -> ExitCode {
         }
     };
     let settings = config::Settings::load(Path::new(config::PATH));
-    let log = settings.as_ref().map_or("info", |settings| settings.log.as_str());
+    let (log, over_link) =
+        settings.as_ref().map_or(("info", true), |settings| (settings.log.as_str(), settings.log_over_link));
     let filter = EnvFilter::try_new(log).unwrap_or_else(|_| EnvFilter::new("info"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false).with_writer(std::io::stderr).init();
+    let ring = log::Ring::new(over_link);
+    log::init(filter, matches!(run, Run::Serve).then(|| ring.clone()));
     tracing::info!(version = env!("CARGO_PKG_VERSION"), pid = std::process::id(), "peerpod-guest");
 
     let result = match (settings, run) {
         (Ok(settings), Run::Init) => init::run(&settings),
-        (Ok(settings), Run::Serve) => serve::run(&settings),
+        (Ok(settings), Run::Serve) => serve::run(&settings, &ring),
         // Pid 1 must not end for a mistake in a file: it goes on with the defaults, `serve` says what is wrong, and
         // the lease ends it.
         (Err(error), Run::Init) => {

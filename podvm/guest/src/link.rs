@@ -5,6 +5,7 @@ use std::{
     io,
     net::SocketAddr,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{Context, Poll},
     time::Duration,
 };
 
@@ -29,6 +30,7 @@ use crate::{
     identity::{self, Identity},
     intercept::{Intercept, Notice},
     localhost::Localhost,
+    log::Ring,
     power::Lease,
     status::Status,
     uplink,
@@ -52,6 +54,7 @@ pub(crate) struct Home {
     notice: Arc<dyn Notice>,
     podns: String,
     localhost: Arc<Localhost>,
+    log: Ring,
     links: mpsc::UnboundedSender<LinkEvent>,
     controls: mpsc::Sender<Bytes>,
 }
@@ -64,7 +67,12 @@ pub(crate) struct Events {
 
 impl Home {
     /// `podns` is the path of the network namespace that containers join.
-    pub(crate) fn new(agent: Arc<Agent>, notice: Arc<dyn Notice>, podns: String) -> (Home, Events) {
+    pub(crate) fn new(
+        agent: Arc<Agent>,
+        notice: Arc<dyn Notice>,
+        podns: String,
+        log: Ring,
+    ) -> (Home, Events) {
         // Unbounded, but one connection gives three events and connections come at the pace of `keep`.
         let (links, link_events) = mpsc::unbounded_channel();
         let (controls, control_messages) = mpsc::channel(CONTROL_QUEUE);
@@ -74,6 +82,7 @@ impl Home {
                 agent,
                 notice,
                 podns,
+                log,
                 links,
                 controls,
             },
@@ -101,6 +110,10 @@ impl Handler for Home {
         if self.controls.try_send(message).is_err() {
             tracing::warn!("dropped a control message: {CONTROL_QUEUE} wait already");
         }
+    }
+
+    fn poll_line(&mut self, cx: &mut Context<'_>) -> Poll<Vec<u8>> {
+        self.log.poll_next(cx)
     }
 
     fn on_link(&mut self, event: LinkEvent) {

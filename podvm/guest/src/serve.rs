@@ -21,6 +21,7 @@ use crate::{
     encrypted::Encrypted,
     identity::Identity,
     link::{Home, Keeper},
+    log::Ring,
     personalise::{self, Person},
     power::{self, Lease},
     status::Status,
@@ -28,11 +29,11 @@ use crate::{
 };
 
 /// Runs the guest.
-pub(crate) fn run(settings: &Settings) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(settings: &Settings, ring: &Ring) -> anyhow::Result<ExitCode> {
     // One thread: all of a guest's traffic is one endpoint's task, and a hand-over between threads costs more than it
     // brings. What blocks goes to the blocking pool.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let end = runtime.block_on(live(settings))?;
+    let end = runtime.block_on(live(settings, ring))?;
     // A blocked flush must not hold up the power-off.
     runtime.shutdown_timeout(Duration::from_millis(100));
     match end {
@@ -51,7 +52,7 @@ enum End {
     LeaseOver,
 }
 
-async fn live(settings: &Settings) -> anyhow::Result<End> {
+async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     let identity = Identity::load_or_make(&settings.state_dir)?;
     let restarted = identity.is_granted();
     let status = Arc::new(Status::new(restarted));
@@ -63,7 +64,7 @@ async fn live(settings: &Settings) -> anyhow::Result<End> {
     }
     let identity = Arc::new(Mutex::new(identity));
     let lease = Arc::new(Lease::load(&settings.state_dir));
-    let agent = Arc::new(Agent::new(settings, status.clone()));
+    let agent = Arc::new(Agent::new(settings, status.clone(), ring.clone()));
     let encrypted = Arc::new(Encrypted::load_or_make(&settings.state_dir)?);
     let tunnel_key = encrypted.public_key();
     let person = Person::load(settings, status.clone(), agent.clone(), lease.clone(), encrypted);
@@ -80,7 +81,7 @@ async fn live(settings: &Settings) -> anyhow::Result<End> {
         () = lease.expired() => End::LeaseOver,
         _ = terminate.recv() => End::Stopped,
         _ = interrupt.recv() => End::Stopped,
-        () = home(settings, (identity, tunnel_key), &status, &agent, &lease, &control) => End::Stopped,
+        () = home((settings, ring), (identity, tunnel_key), &status, &agent, &lease, &control) => End::Stopped,
     };
     if let End::LeaseOver = end {
         tracing::error!("the link was silent for the whole lease: powering off");
@@ -96,7 +97,7 @@ async fn live(settings: &Settings) -> anyhow::Result<End> {
 
 /// From user-data to the link, which is then kept for ever.
 async fn home(
-    settings: &Settings,
+    (settings, ring): (&Settings, &Ring),
     (identity, tunnel_key): (Arc<Mutex<Identity>>, PublicKey),
     status: &Arc<Status>,
     agent: &Arc<Agent>,
@@ -121,7 +122,7 @@ async fn home(
 
     let notice = Arc::new(Notices { agent: agent.clone(), network: control.person.network() });
     let podns = settings.podns.display().to_string();
-    let (handler, events) = Home::new(agent.clone(), notice, podns);
+    let (handler, events) = Home::new(agent.clone(), notice, podns, ring.clone());
     let limits = Limits {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         control_message: personalise::MAX_LEN as usize,

@@ -31,7 +31,7 @@ pub(crate) fn in_first_pid_namespace() -> bool {
 }
 
 /// When this VM's time begins, on the clock of [`since_boot`].
-fn birth_of_vm() -> Duration {
+pub(crate) fn birth_of_vm() -> Duration {
     if in_first_pid_namespace() { Duration::ZERO } else { proc::started(1).unwrap_or_else(since_boot) }
 }
 

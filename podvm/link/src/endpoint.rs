@@ -18,7 +18,12 @@ mod task;
 mod tls;
 mod transport;
 
-use std::{fmt, io, net::SocketAddr, time::Duration};
+use std::{
+    fmt, io,
+    net::SocketAddr,
+    task::{Context, Poll},
+    time::Duration,
+};
 
 use bytes::{Bytes, BytesMut};
 use futures_util::future::BoxFuture;
@@ -30,7 +35,7 @@ pub use self::{
     stats::Stats,
     transport::{Transport, tune},
 };
-pub use crate::record::{SessionId, Target};
+pub use crate::record::{Level, Line, SessionId, Target};
 
 /// Which end this is. The guest says Hello and dials local ends; the relay answers and opens streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,6 +84,16 @@ pub trait Handler: Send + 'static {
     }
     /// A control message from the peer. They have no credit: a handler that keeps them bounds how many.
     fn on_control(&mut self, message: Bytes);
+    /// Guest: the next line of its log, as [`Line::encode`] makes it. Asked only when nothing else waits for the link; a
+    /// line that was given counts as said, and is sent again by the session when the connection breaks.
+    fn poll_line(&mut self, cx: &mut Context<'_>) -> Poll<Vec<u8>> {
+        let _ = cx;
+        Poll::Pending
+    }
+    /// Relay: a line of the guest's log. There is no bound on how many come: a handler that keeps or writes them has one.
+    fn on_line(&mut self, line: Line<'_>) {
+        let _ = line;
+    }
     /// The link came up, went down or lost its session.
     fn on_link(&mut self, event: LinkEvent);
     /// The number of local connections changed.

@@ -5,8 +5,12 @@
 //! session's business. Pure.
 
 mod hello;
+mod line;
 
-pub use self::hello::{Hello, SessionId, Welcome};
+pub use self::{
+    hello::{Hello, SessionId, Welcome},
+    line::{Level, Line, MAX_TARGET, MAX_TEXT, cut},
+};
 
 /// Bytes of a record's header.
 pub const HEADER_LEN: usize = 28;
@@ -15,8 +19,8 @@ pub const HEADER_LEN: usize = 28;
 pub const MAX_PAYLOAD: usize = 64 << 10;
 
 /// Newest version of this protocol, offered in Hello and answered in Welcome. 2 has dialled streams: [`StreamKind::Dial`],
-/// [`Kind::Finish`].
-pub const VERSION: u16 = 2;
+/// [`Kind::Finish`]. 3 has lines of the guest's log: [`Kind::Line`].
+pub const VERSION: u16 = 3;
 
 /// Oldest version that is spoken.
 pub const OLDEST: u16 = 1;
@@ -48,6 +52,8 @@ pub enum Kind {
     Control = 14,
     /// No more bytes of a stream from this side; those of the other side go on.
     Finish = 15,
+    /// Guest to relay: a [`Line`] of the guest's log.
+    Line = 16,
     /// Only an acknowledgement.
     Ack = 20,
     /// Are you there?
@@ -70,6 +76,7 @@ impl Kind {
             13 => Kind::Credit,
             14 => Kind::Control,
             15 => Kind::Finish,
+            16 => Kind::Line,
             20 => Kind::Ack,
             21 => Kind::Ping,
             22 => Kind::Pong,

@@ -3,7 +3,8 @@
 //! Both ends number what they send, keep it until it is acknowledged, and send it again over the next transport
 //! ([`Session::hello`], [`Session::answer`], [`Session::welcomed`]), so that a cut anywhere loses and doubles nothing.
 //! Streams share the session; each has a window of credit, so that a reader that stands still stops its own stream
-//! and nothing else. Control messages go first, then what is small (open, credit), then data, round robin.
+//! and nothing else. Control messages go first, then what is small (open, credit), then data, round robin; lines of the
+//! guest's log only when nothing else waits.
 //!
 //! Bounds, whatever the peer does: unacknowledged records at most [`Limits::replay`] and a record; per stream at most
 //! what its local side was allowed to hand over; streams [`Limits::streams`]; a control message under assembly
@@ -11,6 +12,7 @@
 //! calls [`Session::reset`].
 
 mod bind;
+mod lines;
 mod log;
 pub(crate) mod pool;
 mod receive;
@@ -27,7 +29,7 @@ pub use self::{
     bind::Joined,
     receive::{Event, Violation},
 };
-use self::{log::Log, stream::Stream};
+use self::{lines::Lines, log::Log, stream::Stream};
 use crate::{
     endpoint::Role,
     ids::IdMap,
@@ -95,6 +97,7 @@ pub struct Session {
     /// Bytes of finished control messages since [`Session::control_done`] was asked.
     control_done: usize,
     assembly: Vec<u8>,
+    lines: Lines,
     streams: IdMap<Stream>,
     /// Streams with an Open or a Credit to send.
     signals: VecDeque<u32>,
@@ -143,6 +146,7 @@ impl Session {
             control: VecDeque::new(),
             control_done: 0,
             assembly: Vec::new(),
+            lines: Lines::default(),
             streams: IdMap::default(),
             signals: VecDeque::new(),
             ready: VecDeque::new(),

@@ -15,6 +15,7 @@ pub mod config;
 mod control;
 mod door;
 mod durable;
+mod guest_log;
 mod guests;
 mod handin;
 pub mod harden;

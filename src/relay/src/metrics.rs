@@ -24,6 +24,12 @@ pub(crate) struct Method {
     method: &'static str,
 }
 
+/// What became of something, out of a fixed list.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct Fate {
+    result: &'static str,
+}
+
 /// `to_guest` or `from_guest`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct Direction {
@@ -50,6 +56,7 @@ pub(crate) struct Metrics {
     claims: Family<Reason, Counter>,
     pub(crate) guest_calls: Counter,
     pub(crate) guest_words_dropped: Counter,
+    guest_log_lines: Family<Fate, Counter>,
     pub(crate) panics: Counter,
     localhost: Family<Outcome, Counter>,
     bytes: Family<Direction, Counter>,
@@ -108,6 +115,11 @@ impl Metrics {
             "Messages of guests that nobody asked for and that came too fast",
             m.guest_words_dropped.clone(),
         );
+        relay.register(
+            "guest_log_lines",
+            "Lines of guests' logs: written, left_out (too many), lost_in_guest (before they came)",
+            m.guest_log_lines.clone(),
+        );
         relay.register("panics", "Endpoints and localhosts of pods that ended by a panic", m.panics.clone());
         relay.register("bytes", "Bytes of shims' conversations with agents", m.bytes.clone());
         relay.register("frames", "Frames of shims' conversations with agents", m.frames.clone());
@@ -116,6 +128,9 @@ impl Metrics {
             "Connections to pods' localhost by outcome: carried, refused in the VM, failed",
             m.localhost.clone(),
         );
+        for result in ["written", "left_out", "lost_in_guest"] {
+            metrics.guest_log(result, 0);
+        }
         for outcome in ["carried", "refused", "failed"] {
             drop(m.localhost.get_or_create(&Outcome { outcome }));
         }
@@ -152,6 +167,11 @@ impl Metrics {
     /// Counts a guest's connection that was refused.
     pub(crate) fn refused(&self, reason: &'static str) {
         self.guests_refused.get_or_create(&Reason { reason }).inc();
+    }
+
+    /// Counts lines of a guest's log.
+    pub(crate) fn guest_log(&self, result: &'static str, lines: u64) {
+        self.guest_log_lines.get_or_create(&Fate { result }).inc_by(lines);
     }
 
     /// Counts a ticket by its outcome.

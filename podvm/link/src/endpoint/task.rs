@@ -182,7 +182,19 @@ impl<H: Handler> Task<H> {
         if !self.dialled_first {
             moved |= self.poll_dialled(cx);
         }
+        moved |= self.poll_lines(cx);
         moved |= self.poll_send(cx);
+        moved
+    }
+
+    /// Lines of the log, behind everything else.
+    fn poll_lines(&mut self, cx: &mut Context<'_>) -> bool {
+        let mut moved = false;
+        while self.link.is_some() && self.session.has_room_for_line() {
+            let Poll::Ready(line) = self.handler.poll_line(cx) else { break };
+            self.session.line(&line);
+            moved = true;
+        }
         moved
     }
 

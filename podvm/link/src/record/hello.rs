@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::BadRecord;
+use super::{BadRecord, line::cut};
 
 /// The longest version text that is taken from a peer.
 const MAX_VERSION_TEXT: usize = 128;
@@ -63,7 +63,7 @@ impl Hello {
         out.extend_from_slice(&self.session.0);
         out.extend_from_slice(&self.epoch.to_be_bytes());
         out.extend_from_slice(&self.recv.to_be_bytes());
-        out.extend_from_slice(shortened(&self.program).as_bytes());
+        out.extend_from_slice(cut(&self.program, MAX_VERSION_TEXT).as_bytes());
         out
     }
 
@@ -88,7 +88,7 @@ impl Welcome {
         out.push(u8::from(self.resumed));
         out.extend_from_slice(&self.epoch.to_be_bytes());
         out.extend_from_slice(&self.recv.to_be_bytes());
-        out.extend_from_slice(shortened(&self.program).as_bytes());
+        out.extend_from_slice(cut(&self.program, MAX_VERSION_TEXT).as_bytes());
         out
     }
 
@@ -109,10 +109,6 @@ impl Welcome {
             program: rest.text()?,
         })
     }
-}
-
-fn shortened(text: &str) -> &str {
-    &text[..(0..=text.len().min(MAX_VERSION_TEXT)).rfind(|at| text.is_char_boundary(*at)).unwrap_or(0)]
 }
 
 struct Rest<'a> {

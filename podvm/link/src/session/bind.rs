@@ -94,6 +94,7 @@ impl Session {
         self.urgent = Vec::new();
         self.urgent_taken = 0;
         self.want = super::Want::default();
+        self.lines.asked = false;
         self.unacked = 0;
     }
 

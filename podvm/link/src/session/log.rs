@@ -85,6 +85,11 @@ impl Log {
         self.cursor.sent
     }
 
+    /// The number of the youngest record, sent or not.
+    pub(super) fn last(&self) -> u64 {
+        self.next - 1
+    }
+
     /// The highest number that was acknowledged.
     pub(super) fn acked(&self) -> u64 {
         self.first - 1

@@ -3,7 +3,10 @@
 use bytes::Bytes;
 
 use super::{ACK_STEP, Session, stream::Stream};
-use crate::record::{BadRecord, CloseReason, HEADER_LEN, Header, Kind, MORE, StreamKind};
+use crate::{
+    endpoint::Role,
+    record::{BadRecord, CloseReason, HEADER_LEN, Header, Kind, Line, MORE, StreamKind},
+};
 
 /// What a record means to the owner of the session.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,6 +25,8 @@ pub enum Event<'a> {
     Connected(u32),
     /// The peer sends no more bytes on this stream.
     Finished(u32),
+    /// A line of the guest's log.
+    Line(Line<'a>),
 }
 
 /// How a peer broke the protocol. The transport must be closed and the session reset.
@@ -103,6 +108,7 @@ impl Session {
             Kind::Close => self.receive_close(header.stream, payload),
             Kind::Credit => self.receive_credit(header.stream, payload),
             Kind::Finish => self.receive_finish(header.stream, payload),
+            Kind::Line => self.receive_line(header.stream, payload),
             _ => self.receive_control(header, payload),
         }
     }
@@ -190,6 +196,16 @@ impl Session {
             return Err(Violation::Stream(Kind::Finish, id));
         }
         Ok(if stream.is_open() { Event::Finished(id) } else { Event::Nothing })
+    }
+
+    fn receive_line<'a>(&self, stream: u32, payload: &'a [u8]) -> Result<Event<'a>, Violation> {
+        if self.role == Role::Guest || !self.speaks_lines() {
+            return Err(Violation::Misplaced(Kind::Line));
+        }
+        if stream != 0 {
+            return Err(Violation::Payload(Kind::Line));
+        }
+        Ok(Event::Line(Line::decode(payload)?))
     }
 
     fn receive_control<'a>(&mut self, header: &Header, payload: &[u8]) -> Result<Event<'a>, Violation> {

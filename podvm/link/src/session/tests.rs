@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 
 use super::*;
-use crate::record::{self, BadRecord, Hello, Target};
+use crate::record::{self, BadRecord, Hello, Level, Line, MAX_TEXT, Target};
 
 const GUEST: SessionId = SessionId([7; 16]);
 
@@ -14,6 +14,10 @@ fn byte(side: usize, stream: u32, at: usize) -> u8 {
     let mut x = (at as u64) << 20 ^ u64::from(stream) << 8 ^ side as u64;
     x = x.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (x >> 56) as u8
+}
+
+fn line(number: u64, text: &str) -> Vec<u8> {
+    Line { level: Level::Info, lost: 0, uptime_ms: number, target: "test", text }.encode()
 }
 
 /// What one end saw of a stream.
@@ -34,6 +38,9 @@ struct End {
     closed: BTreeMap<u32, bool>,
     seen: BTreeMap<u32, Seen>,
     control_sent: Vec<usize>,
+    /// Lines of the log, by a number each.
+    lines_sent: Vec<u64>,
+    lines_seen: Vec<u64>,
     control_seen: Vec<usize>,
 }
 
@@ -54,6 +61,8 @@ fn end(role: Role, id: Option<SessionId>, limits: Limits) -> End {
         closed: BTreeMap::new(),
         seen: BTreeMap::new(),
         control_sent: Vec::new(),
+        lines_sent: Vec::new(),
+        lines_seen: Vec::new(),
         control_seen: Vec::new(),
     }
 }
@@ -139,6 +148,7 @@ impl Pair {
                 }
                 Event::Closed(id, _) => end.seen.entry(id).or_default().closed += 1,
                 Event::Control(message) => end.control_seen.push(message.len()),
+                Event::Line(line) => end.lines_seen.push(line.uptime_ms),
                 Event::Opened(_, StreamKind::Dial(_)) | Event::Connected(_) | Event::Finished(_) => {
                     panic!("nobody dials here")
                 }
@@ -185,6 +195,11 @@ impl Pair {
     /// Lets everything arrive over one more good link.
     fn settle(&mut self) {
         self.link(0);
+        self.flow();
+    }
+
+    /// Lets everything arrive that is on its way.
+    fn flow(&mut self) {
         for _ in 0..10_000 {
             let mut moved = 0;
             for from in 0..2 {
@@ -205,6 +220,7 @@ impl Pair {
         for side in 0..2 {
             let (from, to) = (&self.ends[side], &self.ends[1 - side]);
             assert_eq!(from.control_sent, to.control_seen, "control messages");
+            assert_eq!(from.lines_sent, to.lines_seen, "lines of the log");
             for (id, sent) in &from.sent {
                 let seen = to.seen.get(id).map_or(0, |seen| seen.bytes);
                 let closed_there = to.closed.contains_key(id);
@@ -249,6 +265,15 @@ fn step(pair: &mut Pair, (what, which, size): (u8, u16, u32)) {
         (7, _) if size % 4 == 0 => pair.cut(),
         (8, _) if size % 2 == 0 => pair.link((size / 2 % 4) as u8),
         (9, _) => pair.ends[side].session.ping(),
+        (14, _) if pair.linked && pair.welcomed => {
+            let guest = &mut pair.ends[1];
+            let text = "x".repeat(size as usize % 5000);
+            while guest.session.has_room_for_line() {
+                let number = guest.lines_sent.len() as u64;
+                guest.lines_sent.push(number);
+                guest.session.line(&line(number, &text));
+            }
+        }
         (10..=13, _) => drop(pair.transfer(side, size as usize)),
         _ => drop(pair.deliver(side, size as usize)),
     }
@@ -256,6 +281,7 @@ fn step(pair: &mut Pair, (what, which, size): (u8, u16, u32)) {
         let bound = end.session.limits.replay + CHUNK + HEADER_LEN;
         assert!(end.session.log.len() <= bound, "{} kept", end.session.log.len());
         assert!(end.session.urgent.len() <= 2 * URGENT_MOST);
+        assert!(end.session.lines.under_way <= (64 << 10) + MAX_TEXT + 100);
     }
 }
 
@@ -264,7 +290,7 @@ proptest! {
 
     #[test]
     fn whatever_is_cut_nothing_is_lost_or_doubled(
-        steps in prop::collection::vec((0u8..18, any::<u16>(), 0u32..200_000), 1..400),
+        steps in prop::collection::vec((0u8..19, any::<u16>(), 0u32..200_000), 1..400),
     ) {
         let mut pair = Pair::new();
         for one in steps {
@@ -359,9 +385,9 @@ fn every_broken_rule_has_its_name() {
     let closed_twice = [one(Kind::Close, 1, 1, &[0]), one(Kind::Data, 1, 2, b"x")].concat();
     assert_eq!(after(&closed_twice), Violation::Stream(Kind::Data, 1));
     assert!(matches!(after(&[0xff; 28]), Violation::Record(BadRecord::Length(_))));
-    let version = Hello { versions: (3, 4), session: GUEST, epoch: 0, recv: 0, program: String::new() };
+    let version = Hello { versions: (4, 5), session: GUEST, epoch: 0, recv: 0, program: String::new() };
     let mut fresh = Session::new(Role::Relay, None, Limits::default());
-    assert_eq!(fresh.answer(&version, 1, "").unwrap_err(), Violation::Version(3, 4));
+    assert_eq!(fresh.answer(&version, 1, "").unwrap_err(), Violation::Version(4, 5));
 }
 
 #[test]
@@ -521,4 +547,60 @@ fn a_guest_does_not_believe_in_a_session_it_never_had() {
         let welcome = record::Welcome { version: 1, resumed, epoch, recv, program: String::new() };
         assert!(matches!(guest.welcomed(&welcome), Err(Violation::Handshake(_))), "{welcome:?}");
     }
+}
+
+#[test]
+fn lines_of_the_log_go_behind_everything_else_and_leave_room_for_it() {
+    let mut pair = Pair::new();
+    let guest = |pair: &mut Pair| pair.ends[1].session.has_room_for_line();
+    assert!(!guest(&mut pair), "no handshake, no line");
+    pair.settle();
+    let stream = pair.ends[0].session.open(StreamKind::Agent).unwrap();
+    pair.ends[0].sent.insert(stream, 0);
+    pair.settle();
+    pair.ends[1].session.send(stream, &vec![byte(1, stream, 0); 1]);
+    pair.settle();
+
+    // A peer that acknowledges nothing: the window of lines fills, that of streams does not.
+    let mut lines = 0;
+    while guest(&mut pair) {
+        pair.ends[1].session.line(&line(lines, &"x".repeat(MAX_TEXT)));
+        lines += 1;
+        pair.ends[1].session.pump();
+        drain(&mut pair.ends[1].session);
+    }
+    assert!((16..=17).contains(&lines), "{lines}");
+    assert!(pair.ends[1].session.room(stream) > 100_000);
+    pair.settle();
+    assert!(!guest(&mut pair), "the peer has them, and did not say so");
+    pair.flow();
+    assert!(guest(&mut pair), "it was asked");
+    // What waits goes first.
+    pair.ends[1].session.control(Bytes::from_static(b"first"));
+    assert!(!guest(&mut pair), "a control message waits");
+    drain(&mut pair.ends[1].session);
+    assert!(guest(&mut pair));
+}
+
+#[test]
+fn an_older_peer_is_sent_no_lines_and_a_relay_sends_none() {
+    let mut old = Session::new(Role::Guest, Some(GUEST), Limits::default());
+    let welcome =
+        |version| record::Welcome { version, resumed: false, epoch: 3, recv: 0, program: String::new() };
+    old.welcomed(&welcome(2)).unwrap();
+    assert!(!old.has_room_for_line());
+    old.reset(Some(GUEST));
+    old.welcomed(&welcome(3)).unwrap();
+    assert!(old.has_room_for_line());
+    let record = |seq| {
+        let payload = line(1, "x");
+        let header = Header { seq, ..Header::new(Kind::Line, payload.len() as u32) };
+        [&header.encode()[..], &payload].concat()
+    };
+    assert!(matches!(feed(&mut old, &record(1)), Err(Violation::Misplaced(Kind::Line))));
+
+    let mut relay = Session::new(Role::Relay, None, Limits::default());
+    let hello = Hello { versions: (1, 2), session: GUEST, epoch: 0, recv: 0, program: String::new() };
+    relay.answer(&hello, 5, "").unwrap();
+    assert!(matches!(feed(&mut relay, &record(1)), Err(Violation::Misplaced(Kind::Line))));
 }

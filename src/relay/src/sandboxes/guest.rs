@@ -14,7 +14,7 @@ use std::{
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use peerpod_link::{
-    endpoint::{Filter, Handler, LinkEvent},
+    endpoint::{Filter, Handler, Line, LinkEvent},
     net::probe::echo::Pass,
 };
 use peerpod_proto::guest::Reply;
@@ -25,6 +25,7 @@ use tokio::{net::UnixStream, sync::oneshot};
 use super::states::States;
 use crate::{
     agent::filter::{AgentFilter, Bounds, Shared},
+    guest_log::GuestLog,
     id::SandboxId,
     metrics::Metrics,
     store::hex,
@@ -91,6 +92,7 @@ pub(crate) struct Guest {
     up: AtomicBool,
     calls: Mutex<Calls>,
     unasked: Mutex<Allowance>,
+    log: GuestLog,
     /// Its last connection's right to have path probes answered.
     probes: Mutex<Option<Pass>>,
 }
@@ -114,6 +116,7 @@ impl Guest {
         Guest {
             id,
             states,
+            log: GuestLog::new(metrics.clone()),
             metrics,
             pod: Mutex::default(),
             traffic,
@@ -268,6 +271,10 @@ impl Handler for GuestHandler {
 
     fn on_control(&mut self, message: Bytes) {
         self.0.reply(&message);
+    }
+
+    fn on_line(&mut self, line: Line<'_>) {
+        self.0.log.line(&self.0.id, || self.0.pod(), &line);
     }
 
     fn on_link(&mut self, event: LinkEvent) {

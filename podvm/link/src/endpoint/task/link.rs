@@ -139,6 +139,7 @@ impl<H: Handler> Task<H> {
                 }
                 Ok(Event::Data(stream, data)) => self.data(cx, scratch, &mut batch, stream, data),
                 Ok(Event::Control(message)) => self.handler.on_control(message),
+                Ok(Event::Line(line)) => self.handler.on_line(line),
                 Ok(Event::Opened(stream, StreamKind::Agent)) => self.opened(stream),
                 Ok(Event::Opened(stream, StreamKind::Dial(_))) if self.role == Role::Relay => {
                     self.session.close(stream, CloseReason::Refused);

@@ -1,0 +1,135 @@
+//! A line of the guest's log on its way to the node: `level u8 | lost u32 | uptime in ms u64 | length of the target u8 |
+//! target | text`, numbers big endian.
+
+use super::BadRecord;
+
+/// The longest text of one line, in bytes; what is longer is cut where it is made.
+pub const MAX_TEXT: usize = 4 << 10;
+
+/// The longest name of who said it, in bytes.
+pub const MAX_TARGET: usize = 64;
+
+/// How much a line matters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum Level {
+    /// Something failed.
+    Error = 1,
+    /// Something is not as it should be.
+    Warn = 2,
+    /// What happened.
+    Info = 3,
+    /// For who looks closer.
+    Debug = 4,
+    /// Everything.
+    Trace = 5,
+}
+
+impl Level {
+    fn from_u8(number: u8) -> Option<Level> {
+        use Level::{Debug, Error, Info, Trace, Warn};
+        [Error, Warn, Info, Debug, Trace].into_iter().find(|level| *level as u8 == number)
+    }
+
+    /// Its name, in lower case.
+    pub fn name(self) -> &'static str {
+        match self {
+            Level::Error => "error",
+            Level::Warn => "warn",
+            Level::Info => "info",
+            Level::Debug => "debug",
+            Level::Trace => "trace",
+        }
+    }
+}
+
+/// One line. What it says is the guest's: whoever writes it down sees to control characters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Line<'a> {
+    /// How much it matters.
+    pub level: Level,
+    /// Lines that were given up right before this one, because nobody fetched them in time.
+    pub lost: u32,
+    /// Milliseconds from the start of the VM's kernel to when it was said.
+    pub uptime_ms: u64,
+    /// Who said it: a module of the guest program, or `kata-agent`. At most [`MAX_TARGET`] bytes.
+    pub target: &'a str,
+    /// What was said. At most [`MAX_TEXT`] bytes.
+    pub text: &'a str,
+}
+
+impl<'a> Line<'a> {
+    /// The payload of a Line record. A target or text that is too long is cut.
+    pub fn encode(&self) -> Vec<u8> {
+        let (target, text) = (cut(self.target, MAX_TARGET), cut(self.text, MAX_TEXT));
+        let mut out = Vec::with_capacity(14 + target.len() + text.len());
+        out.push(self.level as u8);
+        out.extend_from_slice(&self.lost.to_be_bytes());
+        out.extend_from_slice(&self.uptime_ms.to_be_bytes());
+        out.push(target.len() as u8); // at most MAX_TARGET
+        out.extend_from_slice(target.as_bytes());
+        out.extend_from_slice(text.as_bytes());
+        out
+    }
+
+    /// Reads the payload of a Line record.
+    pub fn decode(bytes: &'a [u8]) -> Result<Line<'a>, BadRecord> {
+        let bad = |why| BadRecord::Payload("Line", why);
+        let short = || bad("it is too short");
+        let (&[level], rest) = bytes.split_first_chunk().ok_or_else(short)?;
+        let (lost, rest) = rest.split_first_chunk().ok_or_else(short)?;
+        let (uptime, rest) = rest.split_first_chunk().ok_or_else(short)?;
+        let (&[length], rest) = rest.split_first_chunk().ok_or_else(short)?;
+        let (target, text) = rest.split_at_checked(usize::from(length)).ok_or_else(short)?;
+        if target.len() > MAX_TARGET || text.len() > MAX_TEXT {
+            return Err(bad("it is too long"));
+        }
+        let read = |bytes| std::str::from_utf8(bytes).map_err(|_| bad("it is not text"));
+        Ok(Line {
+            level: Level::from_u8(level).ok_or_else(|| bad("its level means nothing"))?,
+            lost: u32::from_be_bytes(*lost),
+            uptime_ms: u64::from_be_bytes(*uptime),
+            target: read(target)?,
+            text: read(text)?,
+        })
+    }
+}
+
+/// The text's beginning, at most `most` bytes of whole characters.
+pub fn cut(text: &str, most: usize) -> &str {
+    &text[..(0..=text.len().min(most)).rfind(|at| text.is_char_boundary(*at)).unwrap_or(0)]
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn a_line_survives_encoding(lost: u32, uptime_ms: u64, level in 1u8..=5, target in ".{0,16}", text in ".{0,200}") {
+            let line = Line { level: Level::from_u8(level).unwrap(), lost, uptime_ms, target: &target, text: &text };
+            let bytes = line.encode();
+            prop_assert_eq!(Line::decode(&bytes), Ok(line));
+        }
+
+        #[test]
+        fn arbitrary_bytes_are_refused_or_mean_one_thing(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
+            if let Ok(line) = Line::decode(&bytes) {
+                prop_assert_eq!(line.encode(), bytes);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_too_long_is_cut_by_its_maker_and_refused_by_its_reader() {
+        let (target, text) = ("ü".repeat(40), "ü".repeat(3000));
+        let line = Line { level: Level::Info, lost: 0, uptime_ms: 1, target: &target, text: &text };
+        let bytes = line.encode();
+        let read = Line::decode(&bytes).unwrap();
+        assert_eq!((read.target.len(), read.text.len()), (MAX_TARGET, MAX_TEXT));
+        let longer = [&bytes[..], b"x"].concat();
+        assert!(matches!(Line::decode(&longer), Err(BadRecord::Payload("Line", "it is too long"))));
+    }
+}

@@ -1,0 +1,155 @@
+//! A guest's log lines in the relay's: each names its sandbox and pod, and says nothing but what a guest said. Guests may
+//! be hostile: a sandbox has so many lines in a time, what is more is counted and said once in a while, and control
+//! characters are written out, so that no guest writes a line of somebody else's.
+//!
+//! The lines' target here is `guest`, and their level the guest's: `log.level: info,guest=warn` leaves out what is less.
+
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+use peerpod_link::endpoint::{Level, Line};
+
+use crate::{id::SandboxId, metrics::Metrics};
+
+/// Lines at once, enough for a boot and what waited through a cut.
+const MOST: f64 = 500.0;
+/// And from then on.
+const PER_SECOND: f64 = 10.0;
+/// So often it is said how many lines were left out.
+const SAID_EVERY: Duration = Duration::from_secs(10);
+/// A guest says how many lines it lost; beyond this it lies.
+const LOST_AT_MOST: u32 = 1 << 20;
+
+/// The bound of one sandbox's lines.
+#[derive(Debug)]
+pub(crate) struct GuestLog {
+    metrics: Arc<Metrics>,
+    bound: Mutex<Bound>,
+}
+
+#[derive(Debug)]
+struct Bound {
+    left: f64,
+    at: Instant,
+    left_out: u64,
+    said: Option<Instant>,
+}
+
+/// What to do with a line.
+#[derive(Debug, PartialEq, Eq)]
+struct Verdict {
+    write: bool,
+    /// So many were left out, which is to be said now.
+    say_left_out: Option<u64>,
+}
+
+impl Bound {
+    fn judge(&mut self, now: Instant) -> Verdict {
+        let earned = now.saturating_duration_since(self.at).as_secs_f64() * PER_SECOND;
+        self.left = (self.left + earned).min(MOST);
+        self.at = now;
+        let write = self.left >= 1.0;
+        if write {
+            self.left -= 1.0;
+        } else {
+            self.left_out += 1;
+        }
+        let due = self.said.is_none_or(|said| now.saturating_duration_since(said) >= SAID_EVERY);
+        let say = self.left_out > 0 && due;
+        if say {
+            self.said = Some(now);
+        }
+        Verdict { write, say_left_out: say.then(|| std::mem::take(&mut self.left_out)) }
+    }
+}
+
+impl GuestLog {
+    pub(crate) fn new(metrics: Arc<Metrics>) -> GuestLog {
+        let bound = Bound { left: MOST, at: Instant::now(), left_out: 0, said: None };
+        GuestLog { metrics, bound: Mutex::new(bound) }
+    }
+
+    /// Writes a line of this sandbox's guest into the log, or not.
+    pub(crate) fn line(&self, sandbox: &SandboxId, pod: impl FnOnce() -> String, line: &Line<'_>) {
+        let verdict = self.bound.lock().unwrap_or_else(PoisonError::into_inner).judge(Instant::now());
+        let lost = line.lost.min(LOST_AT_MOST);
+        self.metrics.guest_log("lost_in_guest", u64::from(lost));
+        self.metrics.guest_log(if verdict.write { "written" } else { "left_out" }, 1);
+        if !verdict.write && verdict.say_left_out.is_none() {
+            return;
+        }
+        let pod = pod();
+        if let Some(lines) = verdict.say_left_out {
+            tracing::warn!(target: "guest", %sandbox, pod, lines, "the guest logs too much; lines were left out");
+        }
+        if !verdict.write {
+            return;
+        }
+        if lost > 0 {
+            tracing::warn!(target: "guest", %sandbox, pod, lines = lost, "lines of the guest's log were lost in the VM");
+        }
+        let (from, text) = (clean(line.target), clean(line.text));
+        let (guest_level, uptime_ms) = (line.level.name(), line.uptime_ms);
+        macro_rules! write {
+            ($level:ident) => {
+                tracing::$level!(target: "guest", %sandbox, pod, guest_level, from, uptime_ms, line = text, "said in the VM")
+            };
+        }
+        match line.level {
+            Level::Error => write!(error),
+            Level::Warn => write!(warn),
+            Level::Info => write!(info),
+            Level::Debug => write!(debug),
+            Level::Trace => write!(trace),
+        }
+    }
+}
+
+/// Control characters, and those that turn the writing round, as `\u{..}`; a tab is a space.
+fn clean(text: &str) -> String {
+    let turns = |c| matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{feff}');
+    let mut clean = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '\t' => clean.push(' '),
+            c if c.is_control() || turns(c) => clean.extend(c.escape_unicode()),
+            c => clean.push(c),
+        }
+    }
+    clean
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flood_is_cut_to_its_rate_and_what_was_left_out_is_said_once_in_a_while() {
+        let began = Instant::now();
+        let mut bound = Bound { left: MOST, at: began, left_out: 0, said: None };
+        let (mut written, mut said, mut left_out) = (0, 0, 0);
+        // A hundred thousand lines in a hundred seconds.
+        for n in 0..100_000u64 {
+            let verdict = bound.judge(began + Duration::from_millis(n));
+            written += u32::from(verdict.write);
+            said += u32::from(verdict.say_left_out.is_some());
+            left_out += verdict.say_left_out.unwrap_or(0);
+        }
+        assert!((1495..=1500).contains(&written), "{written}");
+        assert_eq!(said, 10);
+        // The rest is said with the next line, however late.
+        let verdict = bound.judge(began + Duration::from_secs(1000));
+        assert!(verdict.write);
+        assert_eq!(left_out + verdict.say_left_out.unwrap(), 100_000 - u64::from(written));
+    }
+
+    #[test]
+    fn nothing_a_guest_says_begins_a_line_or_colours_it() {
+        let said = "a\nINFO peerpod_relay: forged\r\u{1b}[31m\tred\u{9b}\u{202e}\u{0}\u{85}\u{2028}";
+        let clean = clean(said);
+        assert!(!clean.chars().any(char::is_control) && !clean.contains(['\u{202e}', '\u{2028}']), "{clean}");
+        assert!(clean.starts_with("a\\u{a}INFO peerpod_relay: forged\\u{d}\\u{1b}[31m red"), "{clean}");
+    }
+}
