@@ -138,6 +138,11 @@ impl Client {
         Ok(client)
     }
 
+    /// Gives back the memory for answers until it is needed again: a thousand pods may each have a socket at rest.
+    pub(crate) fn rest(&mut self) {
+        self.buffer = Vec::new();
+    }
+
     /// A socket for nftables, in the namespace of the calling thread.
     ///
     /// # Errors

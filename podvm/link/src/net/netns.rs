@@ -162,7 +162,8 @@ impl Netns {
 
     /// Keeps a socket of [`Netns::netlink`] for the next who asks; only one, and only after a success. The last step
     /// of a pod's set-up does not: for the pod's life one descriptor is enough.
-    pub(crate) fn keep(&self, client: Client) {
+    pub(crate) fn keep(&self, mut client: Client) {
+        client.rest();
         *self.0.idle.lock().unwrap_or_else(PoisonError::into_inner) = Some(client);
     }
 
