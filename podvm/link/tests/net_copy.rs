@@ -73,7 +73,12 @@ fn address() -> impl Strategy<Value = String> {
         .prop_map(|(address, bits, device, more)| {
             format!("addr add {address}/{bits} dev {device} nodad{more}")
         });
-    let lo = prop_oneof![four(), six()].prop_map(|address| format!("addr add {address} dev lo"));
+    let on_lo = |address: String, bits: u8, more: &str| format!("addr add {address}/{bits} dev lo{more}");
+    let more = || select(&["", "", " noprefixroute"][..]);
+    let lo = prop_oneof![
+        (four(), select(&[16u8, 24, 32][..]), more()).prop_map(move |(a, bits, more)| on_lo(a, bits, more)),
+        (six(), select(&[64u8, 128][..]), more()).prop_map(move |(a, bits, more)| on_lo(a, bits, more)),
+    ];
     prop_oneof![4 => v4, 4 => v6, 1 => lo]
 }
 

@@ -62,8 +62,8 @@ impl Picture {
     }
 
     /// What a program in this namespace sees, one line per thing: interfaces in their order, loopback, addresses, routes,
-    /// rules, neighbours, sysctls. Left out is what the kernel makes by itself (local and multicast routes), what tells
-    /// how a thing was made, and devices of ours. No MTU is larger than `room`, as the tunnel has it. Of a lifetime there
+    /// rules, neighbours, sysctls. Left out is what the kernel makes by itself for each address (local, broadcast and
+    /// multicast routes; not that of a whole prefix), what tells how a thing was made, and devices of ours. No MTU is larger than `room`, as the tunnel has it. Of a lifetime there
     /// is that it ends, not when.
     pub fn lines(&self, room: u64) -> BTreeSet<String> {
         let mut lines = BTreeSet::new();
@@ -198,9 +198,13 @@ fn route(family: &str, it: &Value, room: u64) -> Option<String> {
     let kind = it["type"].as_str().map(str::to_owned);
     // The kernel's own, from the addresses; by name or, with `-N`, by number.
     let own = ["local", "broadcast", "anycast", "multicast", "2", "3", "4", "5"];
-    // To an address on lo leads a local route already; the one of its prefix changes nothing.
-    let of_lo = kind.is_none() && it["dev"] == "lo" && text(&it["protocol"]) == "2";
-    if of_lo || kind.as_deref().is_some_and(|kind| own.contains(&kind)) {
+    let destination = text(&it["dst"]);
+    // Of lo's addresses of IPv4 the kernel makes the whole prefix local; that of 127.0.0.1 it does everywhere.
+    let of_prefix = kind.as_deref().is_some_and(|kind| matches!(kind, "local" | "2"))
+        && destination.contains('/')
+        && destination != "127.0.0.0/8";
+    let of_localhost = kind.is_none() && destination == "::1";
+    if of_localhost || !of_prefix && kind.as_deref().is_some_and(|kind| own.contains(&kind)) {
         return None;
     }
     let mut it = it.clone();
@@ -280,6 +284,37 @@ mod tests {
             "sysctl ipv4/conf/eth0/arp_notify = 1",
         ];
         assert_eq!(lines, expected);
+    }
+
+    #[test]
+    fn a_prefix_on_lo_is_told_from_what_every_namespace_has() {
+        let mut with = picture();
+        let kernels = |it: serde_json::Value| {
+            let mut it = it;
+            it["protocol"] = json!("2");
+            it["dev"] = json!("lo");
+            it
+        };
+        with.routes = vec![
+            json!([
+                kernels(json!({"type": "2", "dst": "127.0.0.0/8", "table": "255"})),
+                kernels(json!({"type": "2", "dst": "10.75.0.1", "table": "255"})),
+                kernels(json!({"type": "2", "dst": "10.75.0.0/24", "table": "255"}))
+            ]),
+            json!([
+                kernels(json!({"dst": "::1", "metric": 256})),
+                kernels(json!({"dst": "fd00:abcd::/64", "metric": 256}))
+            ]),
+        ];
+        let routes: Vec<String> =
+            with.lines(9000).into_iter().filter(|line| line.contains(" route ")).collect();
+        assert_eq!(
+            routes,
+            [
+                "IPv4 route dev lo dst 10.75.0.0/24 protocol 2 table 255 type 2",
+                "IPv6 route dev lo dst fd00:abcd::/64 metric 256 protocol 2",
+            ]
+        );
     }
 
     #[test]

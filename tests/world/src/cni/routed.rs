@@ -220,6 +220,10 @@ pub(super) const EVERYTHING: Shape = Shape {
         p neigh add 10.77.$N.254 lladdr 02:0d:1d:00:0$N:$(printf %02x $P) dev eth0 nud permanent
         p addr add 10.79.$N.$P/32 dev lo
         p addr add fd10:79:$N::$P/128 dev lo
+        p addr add fd10:75:$N::$P/64 dev lo
+        p addr add 10.75.$N.$P/24 dev lo
+        p addr add 10.74.$N.$P/24 dev lo noprefixroute
+        p addr add fd10:74:$N::$P/64 dev lo noprefixroute
         p route add 192.0.2.250/32 dev lo
         p addr add 10.76.$N.$P/24 dev eth0 valid_lft 3600 preferred_lft 1800
         p -6 route add 2001:db8:3::/48 via fe80::1 dev eth0 expires 3600

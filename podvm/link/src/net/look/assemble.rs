@@ -193,8 +193,8 @@ fn place(found: &Found, picture: &Picture, carried: &[&Link], seen: &mut Seen, l
             let of = seen.interfaces.iter_mut().find(|interface| interface.index == device.index);
             of.into_iter().for_each(|interface| interface.routes.push(route.clone()));
         }
-        // The kernel makes that of ::1 by itself.
-        Ok((None, route)) if found.device.is_some() && route.protocol == RTPROT_KERNEL => {}
+        // The kernel makes that of ::1 by itself. Those of lo's other addresses it does not where the address is copied.
+        Ok((None, route)) if route.protocol == RTPROT_KERNEL && route.destination == Ipv6Addr::LOCALHOST => {}
         Ok((None, route)) => seen.routes.push(route),
         Err(index) => left_out.push(format!("a route through interface number {index}, which is gone")),
     }

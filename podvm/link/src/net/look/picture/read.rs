@@ -1,6 +1,6 @@
 //! From the kernel's messages to plain data. What the kernel makes by itself in every namespace becomes nothing.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 
 use netlink_packet_core::{DefaultNla, Nla};
 use netlink_packet_route::AddressFamily;
@@ -15,7 +15,7 @@ use netlink_packet_route::route::{
 use netlink_packet_route::rule::{RuleAttribute, RuleFlags, RuleMessage};
 
 use super::Found;
-use crate::net::link::{mac_text, unspecified};
+use crate::net::link::{self, mac_text, unspecified};
 use crate::net::look::seen::{Address, Hop, Neighbour, Prefix, Route, Rule, TABLE_LOCAL, UNICAST};
 
 /// A lifetime without an end.
@@ -23,6 +23,8 @@ const FOR_EVER: u32 = u32::MAX;
 /// The kernel's clock ticks in a second, towards programs.
 const TICKS: u32 = 100;
 const RTPROT_KERNEL: u8 = 2;
+/// Local in every namespace.
+const LOCALHOST: (IpAddr, u8) = (IpAddr::V4(Ipv4Addr::new(127, 0, 0, 0)), 8);
 /// What is carried of an address's flags: IFA_F_HOMEADDRESS, IFA_F_MCAUTOJOIN. The others say what the kernel does.
 const ADDRESS_FLAGS: u32 = 0x10 | 0x400;
 
@@ -113,7 +115,11 @@ pub(super) fn read_route(message: &RouteMessage) -> Option<Result<Found, Strange
             _ => {}
         }
     }
-    let kernels_own = route.table == TABLE_LOCAL && route.protocol <= RTPROT_KERNEL
+    // Of an address of lo the kernel makes all of its prefix local (IPv4). The others are of single addresses.
+    let of_prefix = header.kind == RouteType::Local
+        && route.prefix < link::bits(route.destination)
+        && (route.destination, route.prefix) != LOCALHOST;
+    let kernels_own = route.table == TABLE_LOCAL && route.protocol <= RTPROT_KERNEL && !of_prefix
         || header.flags.contains(RouteFlags::Cloned)
         // Old kernels have this one in every namespace, in no table.
         || route.table == 0
