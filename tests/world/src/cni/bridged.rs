@@ -88,7 +88,10 @@ EOF
     "#,
 };
 
-/// OVN-Kubernetes: port security for MAC and IP, ARP answered by the switch and never broadcast to pods.
+/// OVN-Kubernetes, both families: port security for MAC and IP, ARP answered by the switch and never broadcast to pods.
+/// Linux bridges answer for neighbours in IPv4 only, so the one whose address is asked for answers IPv6's question
+/// itself; no other pod hears it. For that the ports have `proxy_arp_wifi`: one with `proxy_arp` is never flooded to,
+/// also not in IPv6.
 pub(super) const OVN_KUBERNETES: Shape = Shape {
     name: "ovn-kubernetes",
     mtu: 1400,
@@ -98,24 +101,33 @@ pub(super) const OVN_KUBERNETES: Shape = Shape {
     sysctls: &[],
     node: r#"
         sys bridge/bridge-nf-call-iptables 0
-        ip link add br-int address 0a:58:0a:f4:0$N:01 mtu $MTU type bridge forward_delay 0
+        sys bridge/bridge-nf-call-ip6tables 0
+        ip link add br-int address 0a:58:0a:f4:0$N:01 mtu $MTU type bridge forward_delay 0 mcast_snooping 0
         ip addr add $GW4/24 dev br-int
+        ip addr add $GW6/64 dev br-int nodad
         ip link set br-int up
         ip route add $FAR4 via $OTHER4
+        ip route add $FAR6 via $OTHER6
     "#,
     pod: r#"
         MAC=0a:58:0a:f4:0$N:$(printf %02x $P)
         veth $MAC 02:0e:00:00:0$N:$(printf %02x $P)
         ip link set $HOST master br-int
-        bridge link set dev $HOST flood off mcast_flood off bcast_flood off learning off hairpin on
-        ip link set $HOST type bridge_slave proxy_arp on
+        bridge link set dev $HOST flood off bcast_flood off learning off hairpin on
+        ip link set $HOST type bridge_slave proxy_arp_wifi on
         bridge fdb replace $MAC dev $HOST master static
         ip neigh replace $V4 lladdr $MAC dev br-int nud permanent
+        ip neigh replace $V6 lladdr $MAC dev br-int nud permanent
         p addr add $V4/24 brd + dev eth0
+        p addr add $V6/64 dev eth0 nodad
         p route add default via $GW4 dev eth0
         p route add 10.244.0.0/16 via $GW4 dev eth0
         p route add 10.96.0.0/16 via $GW4 dev eth0
         p route add 100.64.0.0/16 via $GW4 dev eth0
+        p -6 route add default via $GW6 dev eth0
+        p -6 route add fd10:244::/32 via $GW6 dev eth0
+        p -6 route add fd10:96::/112 via $GW6 dev eth0
+        p -6 route add fd98::/64 via $GW6 dev eth0
         nft -f - <<EOF
         table netdev security_$HOST {
             chain ingress {
@@ -124,6 +136,12 @@ pub(super) const OVN_KUBERNETES: Shape = Shape {
                 ether type arp arp saddr ether != $MAC drop
                 ether type arp arp saddr ip != { $V4, 0.0.0.0 } drop
                 ip saddr != $V4 drop
+                ip6 saddr != { $V6, fe80::/64, :: } drop
+            }
+            chain egress {
+                type filter hook egress device "$HOST" priority 0
+                ip6 daddr ff02::1:ff00:$P accept
+                ether daddr & 01:00:00:00:00:00 == 01:00:00:00:00:00 drop
             }
         }
 EOF
