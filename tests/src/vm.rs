@@ -21,6 +21,19 @@ pub fn network(world: &World, daemons: &Daemons) -> anyhow::Result<Netns> {
     found.pop().context("a VM")
 }
 
+/// The namespace that the encrypted tunnel of the world's only VM ends in.
+pub fn tunnel(world: &World, daemons: &Daemons) -> anyhow::Result<Netns> {
+    let sight = peerpod_world::Sight::of(world, &[], daemons)?;
+    for pid in sight.pids("peerpod-guest") {
+        // As that program sees the files.
+        let path = format!("/proc/{pid}/root/run/peerpod/guest/tunnel.netns");
+        if let Ok(netns) = Netns::open(path) {
+            return Ok(netns);
+        }
+    }
+    anyhow::bail!("no VM has an encrypted tunnel")
+}
+
 /// What a command prints in a network namespace; its words are separated by spaces.
 pub fn run(netns: &Netns, line: &str) -> anyhow::Result<String> {
     let mut words = line.split_whitespace();

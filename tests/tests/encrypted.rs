@@ -12,7 +12,7 @@ use std::{
 
 use peerpod_client::Annotations;
 use peerpod_link::net::netns::{self, Netns, NetnsId};
-use peerpod_tests::{PATIENCE, Sandbox, fresh_id, long, stop_in_time};
+use peerpod_tests::{PATIENCE, Sandbox, fresh_id, long, stop_in_time, vm};
 use peerpod_world::{Daemons, Namespace, Settings, World, eventually, ping::ping, road, spy::Spy};
 
 fn encrypted() -> Settings {
@@ -158,6 +158,32 @@ async fn what_somebody_deletes_of_the_tunnel_is_there_again_without_a_restart() 
     drop(inside);
     reachable(other.namespace(), &sandbox, PATIENCE);
     assert_eq!(counted(&daemons, "failures_total"), 2.0);
+    sandbox.lives().await.unwrap();
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+/// The guest's own end: the threads lose their device, and nobody sends a plan.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_vms_end_of_the_tunnel_is_made_anew_at_once_when_it_fails() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, encrypted()).await.unwrap();
+    let other = world.pod().unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "anew").await.unwrap();
+    reachable(other.namespace(), &sandbox, PATIENCE);
+    let inside = vm::tunnel(&world, &daemons).unwrap();
+    for round in 1..=3 {
+        vm::run(&inside, "ip link del pp-wg0").unwrap();
+        let since = Instant::now();
+        reachable(other.namespace(), &sandbox, PATIENCE);
+        println!("round {round}: carried again after {:?}", since.elapsed());
+        assert!(since.elapsed() < Duration::from_secs(6), "{:?}", since.elapsed());
+    }
+    let told = eventually("the guest says so in its status", PATIENCE, async || {
+        let log = std::fs::read_to_string(daemons.log("node")).ok()?;
+        log.contains("the encrypted tunnel ended").then_some(())
+    });
+    told.await.unwrap_or_else(|error| panic!("{error}\n{}", daemons.log_tails()));
+    assert_eq!(counted(&daemons, "peers"), 1.0, "the same key");
     sandbox.lives().await.unwrap();
     sandbox.stop(&daemons).await.unwrap();
 }

@@ -333,6 +333,51 @@ async fn a_smaller_mtu_of_the_nodes_own_interface_is_followed() {
     sandbox.stop(&daemons).await.unwrap();
 }
 
+/// The VM tries the path while it is narrow, and the clock says nothing for ten minutes after that.
+async fn widens(settings: Settings, left: u32) {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, settings).await.unwrap();
+    let other = world.pod().unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "widens").await.unwrap();
+    until_mtu(&sandbox, &daemons, 1500 - left).await;
+    let vm = vm::network(&world, &daemons).unwrap();
+    without_offloads(&world, &vm, &sandbox, &other).await;
+    let tried = async |what: &str| {
+        let tried = eventually(what, PATIENCE, async || {
+            let said = vm::consoles(&daemons);
+            said.lines().rfind(|line| line.contains("the path to the node"))?.contains(what).then_some(())
+        });
+        tried.await.unwrap_or_else(|error| panic!("{error}\n{}", vm::consoles(&daemons)));
+    };
+    tried("probed=1500").await;
+    world.node().ip("link set pplocal0 mtu 1400\n").unwrap();
+    until_mtu(&sandbox, &daemons, 1400 - left).await;
+    // The VM looks around for a reason of its own.
+    ip_in(&vm, "addr add 10.99.88.8/32 dev eth0");
+    tried("probed=1400").await;
+    transfers(&other, &sandbox).await.unwrap();
+    world.node().ip("link set pplocal0 mtu 1500\n").unwrap();
+    until_mtu(&sandbox, &daemons, 1500 - left).await;
+    transfers(&other, &sandbox).await.unwrap();
+    // And at the VM's side: what its own route to the node says.
+    let node = if left == 70 { "fd99::1" } else { "10.99.0.1" };
+    for mtu in [1380, 1500] {
+        ip_in(&vm, &format!("route replace {node} dev eth0 mtu {mtu}"));
+        until_mtu(&sandbox, &daemons, mtu - left).await;
+    }
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_underlay_that_is_wide_again_is_used_whole_at_once() {
+    widens(Settings::none(), 50).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_ipv6_underlay_that_is_wide_again_is_used_whole_at_once() {
+    widens(Settings::none().set("provider.local.ipv4", false), 70).await;
+}
+
 /// A namespace has five hundred settings; most nobody ever sets.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_setting_that_is_not_carried_is_named_in_the_record_and_in_the_log() {

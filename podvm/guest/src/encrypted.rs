@@ -6,18 +6,19 @@
 
 use std::{
     io,
-    net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket},
+    net::{IpAddr, Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
-use peerpod_link::net::{self, netns::Netns, probe::ask::kernels_figure};
+use peerpod_link::net::{self, netns::Netns, probe::ask::figures};
 use peerpod_proto::guest::{NetworkPlan, WireGuard};
 use peerpod_wireguard::{
     BadKey, DataPlane, Engine, Lane, OVERHEAD_V4, OVERHEAD_V6, PeerConfig, PrivateKey, PublicKey, bind,
     inner::Inner,
 };
+use tokio::sync::watch;
 
 use crate::files;
 
@@ -61,6 +62,8 @@ pub(crate) struct Encrypted {
     dir: PathBuf,
     key: PrivateKey,
     running: Mutex<Option<Running>>,
+    /// How often one ended by itself.
+    ended: watch::Sender<u64>,
 }
 
 struct Running {
@@ -89,7 +92,13 @@ impl Encrypted {
                 key
             }
         };
-        Ok(Encrypted { dir: dir.to_owned(), key, running: Mutex::new(None) })
+        Ok(Encrypted { dir: dir.to_owned(), key, running: Mutex::new(None), ended: watch::Sender::new(0) })
+    }
+
+    /// Counts how often a tunnel ended by itself: an error, a panic, a device that was deleted. [`Encrypted::make`] makes
+    /// it anew.
+    pub(crate) fn ended(&self) -> watch::Receiver<u64> {
+        self.ended.subscribe()
     }
 
     /// Who this VM is in the tunnel.
@@ -119,7 +128,10 @@ impl Encrypted {
         engine.put_peer(&wanted.peer)?;
         // Any port: the node learns it from what comes.
         let socket = bind(0).map_err(Error::Start)?;
-        let plane = DataPlane::start(Arc::new(engine), tun, socket, "tunnel").map_err(Error::Start)?;
+        let ended = self.ended.clone();
+        let tell = move || ended.send_modify(|times| *times += 1);
+        let plane = DataPlane::start_and_tell(Arc::new(engine), tun, socket, "tunnel", tell);
+        let plane = plane.map_err(Error::Start)?;
         tracing::info!(node = %wanted.peer.key, endpoints = ?wanted.peer.endpoints, "the encrypted tunnel runs");
         Ok(Running { ours: wanted.ours, inner: opened.inner, plane })
     }
@@ -184,13 +196,12 @@ fn endpoints(outside: &WireGuard) -> Vec<SocketAddr> {
 
 /// What the kernel believes fits into the tunnel on its way to the node.
 fn room(endpoint: SocketAddr) -> u32 {
-    let (any, overhead): (SocketAddr, u32) = match endpoint.ip().to_canonical() {
-        IpAddr::V4(_) => ((Ipv4Addr::UNSPECIFIED, 0).into(), OVERHEAD_V4),
-        IpAddr::V6(_) => ((std::net::Ipv6Addr::UNSPECIFIED, 0).into(), OVERHEAD_V6),
+    let overhead = match endpoint.ip().to_canonical() {
+        IpAddr::V4(_) => OVERHEAD_V4,
+        IpAddr::V6(_) => OVERHEAD_V6,
     };
-    let asked = UdpSocket::bind(any).and_then(|socket| socket.connect(endpoint).map(|()| socket));
-    let path = asked.ok().and_then(|socket| kernels_figure(&socket, endpoint.ip()));
-    path.unwrap_or(LEAST_PATH).max(LEAST_PATH).saturating_sub(overhead)
+    let path = figures(endpoint.ip()).map_or(LEAST_PATH, |figures| figures.route);
+    path.max(LEAST_PATH).saturating_sub(overhead)
 }
 
 #[cfg(test)]

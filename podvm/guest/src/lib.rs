@@ -26,6 +26,7 @@ mod network;
 mod personalise;
 mod power;
 mod proc;
+mod retries;
 mod serve;
 mod status;
 mod uplink;

@@ -43,6 +43,30 @@ pub(crate) enum Error {
     Ending,
 }
 
+/// What of a plan concerns the path to the node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Told {
+    /// The node's end of the tunnel on the VM's own network; within WireGuard it is elsewhere.
+    pub(crate) node: Option<IpAddr>,
+    /// What there is for each of the pod's interfaces by what the node knows, in bytes: another figure may mean that the
+    /// node's side of the path is another one.
+    pub(crate) room: Vec<u32>,
+    /// How often the path is tried without a reason.
+    interval: u32,
+}
+
+impl Told {
+    fn of(plan: &NetworkPlan) -> Told {
+        let underlay = plan.underlay.as_ref();
+        let outside = underlay.filter(|underlay| underlay.kind == "vxlan");
+        Told {
+            node: outside.and_then(|underlay| underlay.node_address.parse().ok()),
+            room: plan.interfaces.iter().map(|interface| interface.mtu).collect(),
+            interval: underlay.map_or(0, |underlay| underlay.probe_seconds),
+        }
+    }
+}
+
 /// What is known of the pod's network and its way home.
 pub(crate) struct Network {
     podns: PathBuf,
@@ -54,8 +78,8 @@ pub(crate) struct Network {
     path: AtomicU32,
     /// How often the path is tried again without a reason, in seconds; 0 = the plan does not say.
     probe_seconds: AtomicU32,
-    /// The node's end of the tunnel, once a plan came.
-    node: watch::Sender<Option<IpAddr>>,
+    /// What the last plan says of the path, once one came.
+    told: watch::Sender<Option<Told>>,
     /// Where [`Network::previous`] is kept over a restart of the program.
     file: PathBuf,
     /// What was made last: what a new plan has no more is removed.
@@ -76,14 +100,19 @@ impl Network {
             status,
             path: AtomicU32::new(0),
             probe_seconds: AtomicU32::new(previous.as_ref().map_or(0, |plan| plan.underlay.probe_seconds)),
-            node: watch::Sender::new(None),
+            told: watch::Sender::new(None),
             previous: tokio::sync::Mutex::new(previous),
         }
     }
 
-    /// Where the pod's tunnel leads.
-    pub(crate) fn node(&self) -> watch::Receiver<Option<IpAddr>> {
-        self.node.subscribe()
+    /// What plans say of the path; changes with what they say.
+    pub(crate) fn told(&self) -> watch::Receiver<Option<Told>> {
+        self.told.subscribe()
+    }
+
+    /// Counts how often the encrypted tunnel ended by itself.
+    pub(crate) fn ended(&self) -> watch::Receiver<u64> {
+        self.encrypted.ended()
     }
 
     /// The link to the node was made anew.
@@ -139,8 +168,12 @@ impl Network {
     /// Makes the pod's network as planned, with what is known now.
     pub(crate) async fn make(&self, plan: &NetworkPlan) -> Result<Applied, Error> {
         self.probe_seconds.store(plan.underlay.probe_seconds, Relaxed);
-        let node = tunnel_end(plan);
-        self.node.send_replace(node); // also when it is the same: there is a plan now
+        let told = Some(Told::of(plan));
+        self.told.send_if_modified(|before| {
+            let differs = *before != told;
+            *before = told;
+            differs
+        });
         let path = self.path.load(Relaxed);
         let mut previous = self.previous.lock().await;
         let (podns, plan, before) = (self.podns.clone(), plan.clone(), previous.clone());
@@ -164,12 +197,6 @@ impl Network {
         self.status.note("settings", left_out);
         Ok(applied)
     }
-}
-
-/// The node's end of the tunnel on the VM's own network; within WireGuard it is elsewhere.
-fn tunnel_end(plan: &NetworkPlan) -> Option<IpAddr> {
-    let underlay = plan.underlay.as_ref().filter(|underlay| underlay.kind == "vxlan")?;
-    underlay.node_address.parse().ok()
 }
 
 struct Made {

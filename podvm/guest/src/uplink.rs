@@ -17,7 +17,7 @@ use peerpod_link::{
         netns::Netns,
         probe::{
             Token,
-            ask::{self, Outcome},
+            ask::{self, Figures, Outcome},
         },
         uplink::{self, Uplink},
     },
@@ -33,6 +33,7 @@ use tokio_rustls::client::TlsStream;
 use crate::{
     control::{self, Control},
     network::Network,
+    retries::Retries,
     status::Status,
 };
 
@@ -50,8 +51,6 @@ const AGAIN: Duration = Duration::from_secs(5);
 pub(crate) struct Linked {
     peer: SocketAddr,
     token: Option<Token>,
-    /// What the kernel believes of the path.
-    kernel: Option<u32>,
 }
 
 impl Linked {
@@ -59,12 +58,21 @@ impl Linked {
     pub(crate) fn of(stream: &TlsStream<TcpStream>) -> Option<Linked> {
         let (tcp, tls) = stream.get_ref();
         let peer = tcp.peer_addr().ok()?;
-        Some(Linked { peer, token: Token::of(tls), kernel: ask::kernels_figure(tcp, peer.ip()) })
+        Some(Linked { peer, token: Token::of(tls) })
     }
 }
 
 /// The last link that was up.
 pub(crate) type Link = watch::Sender<Option<Linked>>;
+
+/// What the path to the node begins with: when it is another, the path is tried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Tried {
+    target: IpAddr,
+    /// What the VM's own device and route take, in bytes.
+    device: u32,
+    route: u32,
+}
 
 /// The watcher.
 pub(crate) struct Watcher {
@@ -77,11 +85,13 @@ pub(crate) struct Watcher {
 impl Watcher {
     /// Watches for ever.
     pub(crate) async fn run(self, mut linked: watch::Receiver<Option<Linked>>) {
-        let mut node = self.network.node();
+        let (mut told, mut ended) = (self.network.told(), self.network.ended());
+        let mut room: Option<Vec<u32>> = None;
+        let mut tunnel = Retries::default();
         let mut events = listen();
         let mut seen = look().await.unwrap_or_default();
         self.status.uplinks(addresses(&seen));
-        let mut tried: Option<IpAddr> = None;
+        let mut tried: Option<Tried> = None;
         let mut next = Instant::now() + self.network.probe_interval();
         let mut pod: Option<Events> = None;
         let (mut restorations, mut counted_from) = (0, Instant::now());
@@ -97,15 +107,31 @@ impl Watcher {
                     }
                     Err(_) => return,
                 },
-                changed = node.changed() => match changed {
-                    // The link's end and the tunnel's are mostly one.
+                changed = told.changed() => match changed {
                     Ok(()) => {
                         next = next.min(Instant::now() + self.network.probe_interval());
-                        let peer = linked.borrow().as_ref().map(|link| link.peer.ip().to_canonical());
-                        probe = node.borrow_and_update().or(peer) != tried;
+                        let now = told.borrow_and_update().as_ref().map(|told| told.room.clone());
+                        // The node says by it that its side of the path changed. The link's end and the tunnel's are
+                        // mostly one, and the path was tried when the link was made.
+                        let other = self.target(&linked) != tried.map(|tried| tried.target);
+                        probe = other || (room.is_some() && room != now);
+                        room = now;
                     }
                     Err(_) => return,
                 },
+                changed = ended.changed() => match changed {
+                    Ok(()) => {
+                        ended.borrow_and_update();
+                        let times = tunnel.failed(Instant::now());
+                        tracing::warn!(times, "the encrypted tunnel ended by itself; it is made anew");
+                        continue;
+                    }
+                    Err(_) => return,
+                },
+                () = when(tunnel.due()) => {
+                    self.mend(&mut tunnel).await;
+                    continue;
+                }
                 heard = heard(&mut pod) => {
                     pod_changed = true;
                     if !heard {
@@ -151,11 +177,19 @@ impl Watcher {
                 self.status.uplinks(addresses(&seen));
                 (probe, again) = (true, true);
             }
-            let link = linked.borrow().clone();
-            if probe && let Some(link) = link {
-                let target = node.borrow().unwrap_or(link.peer.ip().to_canonical());
-                tried = Some(target);
-                again |= self.probe(&link, target).await;
+            let (link, target) = (linked.borrow().clone(), self.target(&linked));
+            if let (Some(link), Some(target)) = (link, target)
+                && (probe || looked)
+                && let Some(figures) = figures(target).await
+            {
+                let now = Tried { target, device: figures.device, route: figures.route };
+                // A route has an MTU, too.
+                let other = looked && tried.is_some_and(|tried| tried != now);
+                (probe, again) = (probe || other, again || other);
+                if probe {
+                    tried = Some(now);
+                    again |= self.probe(&link, target, figures).await;
+                }
             }
             again |= pending;
             pending = again && !self.follow().await;
@@ -166,6 +200,26 @@ impl Watcher {
                 control::tell(&self.status, &self.handle);
             }
         }
+    }
+
+    /// Where the path leads: to the tunnel's end, or where that is inside of another one to the link's.
+    fn target(&self, linked: &watch::Receiver<Option<Linked>>) -> Option<IpAddr> {
+        let peer = linked.borrow().as_ref().map(|link| link.peer.ip().to_canonical());
+        self.network.told().borrow().as_ref().and_then(|told| told.node).or(peer)
+    }
+
+    /// Makes the encrypted tunnel anew, and says so.
+    async fn mend(&self, tunnel: &mut Retries) {
+        tunnel.begun();
+        let note = match self.control.person.network_again().await {
+            Ok(()) => "the encrypted tunnel ended by itself and was made anew".to_owned(),
+            Err(error) => {
+                tunnel.failed(Instant::now());
+                format!("the encrypted tunnel ended by itself and is not there: {error}")
+            }
+        };
+        self.status.note("tunnel", Some(note));
+        control::tell(&self.status, &self.handle);
     }
 
     /// Says what became of the pod's network, and why it stays so or does not.
@@ -195,20 +249,12 @@ impl Watcher {
     }
 
     /// Tries the path to `target`; true when what counts changed.
-    async fn probe(&self, link: &Linked, target: IpAddr) -> bool {
-        let device = tokio::task::spawn_blocking(move || ask::device_mtu(target)).await;
-        let device = match device {
-            Ok(Ok(device)) => device,
-            Ok(Err(error)) => {
-                tracing::warn!(%error, "cannot try the path to the node");
-                return false;
-            }
-            Err(_) => return false,
-        };
+    async fn probe(&self, link: &Linked, target: IpAddr, figures: Figures) -> bool {
+        let device = figures.device;
         let mut path = guest::Path::new();
         path.peer = target.to_string();
         path.device = device;
-        path.kernel = link.kernel.unwrap_or(device).min(device);
+        path.kernel = figures.learnt;
         let began = Instant::now();
         match link.token {
             None => path.why = "the link's TLS has no exporter".to_owned(),
@@ -246,6 +292,25 @@ impl Watcher {
 fn listen() -> Option<Events> {
     let events = Netns::current().and_then(|netns| Events::of_underlay(&netns));
     events.inspect_err(|error| tracing::error!(%error, "cannot watch the VM's own network")).ok()
+}
+
+/// Waits for a moment; for ever, where there is none.
+async fn when(due: Option<Instant>) {
+    match due {
+        Some(due) => sleep_until(due).await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn figures(target: IpAddr) -> Option<Figures> {
+    match tokio::task::spawn_blocking(move || ask::figures(target)).await {
+        Ok(Ok(figures)) => Some(figures),
+        Ok(Err(error)) => {
+            tracing::warn!(%error, "cannot try the path to the node");
+            None
+        }
+        Err(_) => None,
+    }
 }
 
 /// Waits for the next change; false when nothing is heard any more.

@@ -101,7 +101,7 @@ impl Relay {
         let node: IpAddr = node.parse().unwrap();
         let began = Instant::now();
         let outcome = world.within("vm", || {
-            let top = ask::device_mtu(node).unwrap();
+            let top = ask::figures(node).unwrap().device;
             self.runtime.block_on(ask::ask(SocketAddr::new(node, PORT), token(), top)).unwrap()
         });
         assert!(began.elapsed() < Duration::from_millis(900), "{:?}", began.elapsed());
@@ -209,4 +209,54 @@ fn where_udp_is_blocked_or_nobody_answers_it_is_said_in_time() {
     assert_eq!(ask(no_relay), Outcome::Refused);
     drop(relay.known.admit(token())); // the link ends
     assert_eq!(relay.ask(&world, "10.77.0.1"), Outcome::Silence);
+}
+
+/// Sends a datagram that must not be cut, and what the routers say about it becomes known.
+fn learn(world: &World, from: &str, to: &str, size: usize) {
+    use rustix::net::sockopt::{Ipv4PathMtuDiscovery, Ipv6PathMtuDiscovery};
+    let to: SocketAddr = to.parse().unwrap();
+    let any = if to.is_ipv6() { "[::]:0" } else { "0.0.0.0:0" };
+    world.within(from, || {
+        let socket = std::net::UdpSocket::bind(any).unwrap();
+        if to.is_ipv6() {
+            rustix::net::sockopt::set_ipv6_mtu_discover(&socket, Ipv6PathMtuDiscovery::DO).unwrap();
+        } else {
+            rustix::net::sockopt::set_ip_mtu_discover(&socket, Ipv4PathMtuDiscovery::DO).unwrap();
+        }
+        socket.connect(to).unwrap();
+        let since = Instant::now();
+        while ask::figures(to.ip()).unwrap().learnt == 1500 {
+            assert!(since.elapsed() < DEADLINE, "no router says that {to} is behind a narrow link");
+            drop(socket.send(&vec![0; size])); // refused from the moment on that we wait for
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    });
+}
+
+#[test]
+fn what_a_router_said_once_keeps_no_pod_narrow_when_the_path_is_wide_again() {
+    let mut world = world(1500, 1400);
+    for name in ["r1", "r2"] {
+        run(&format!("ip netns exec {} nft delete table inet silent", world.name(name)));
+    }
+    let relay = relay(&world);
+    for (node, to, size) in [("10.77.0.1", "10.77.0.1:9", 1472), ("fd77::1", "[fd77::1]:9", 1452)] {
+        learn(&world, "vm", to, size);
+        let node: IpAddr = node.parse().unwrap();
+        let figures = world.within("vm", || ask::figures(node).unwrap());
+        assert_eq!(figures, ask::Figures { device: 1500, route: 1500, learnt: 1400 });
+    }
+    learn(&world, "node", "10.77.0.2:9", 1472);
+    for name in ["r1", "r2"] {
+        world.ip(name, "link set east mtu 1500");
+    }
+    assert_eq!(relay.ask(&world, "10.77.0.1"), Outcome::Passes(1500));
+    assert_eq!(relay.ask(&world, "fd77::1"), Outcome::Passes(1500));
+    let (_pod, _seen, _held, mut plan) = world.whole(SHAPE4);
+    assert_eq!(plan.interfaces[0].mtu, 1450, "the node plans by what it learnt long ago");
+    room::fit(&mut plan, 1500);
+    assert_eq!(world.apply(&plan).unwrap().mtu, 1450);
+    // A route's own MTU is no such thing.
+    run(&format!("ip -n {} route add 10.77.0.1 via 10.77.1.2 dev eth0 onlink mtu 1420", world.name("vm")));
+    assert_eq!(world.apply(&plan).unwrap().mtu, 1370);
 }

@@ -4,6 +4,7 @@
 //! The two live and die together: when one ends, by an error or by a panic, so does the other, and device and socket
 //! are free. Half a plane would carry nothing, and keep the device from whoever makes it anew.
 
+use std::fmt;
 use std::io;
 use std::net::UdpSocket;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -36,15 +37,21 @@ const PACKET: usize = 1 << 16;
 type Half = fn(&Shared, &Ends) -> io::Result<()>;
 
 /// Two running threads. Dropped, they end; the device and the socket stay with whoever has other descriptors of them.
-#[derive(Debug)]
 pub struct DataPlane {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
 }
 
-#[derive(Debug)]
+impl fmt::Debug for DataPlane {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DataPlane").field("is_running", &self.is_running()).finish_non_exhaustive()
+    }
+}
+
 struct Shared {
     engine: Arc<Engine>,
+    /// Told once, when the threads end without having been told to.
+    ended: Box<dyn Fn() + Send + Sync>,
     stop: AtomicBool,
     begin: AtomicBool,
     failed: AtomicBool,
@@ -68,7 +75,22 @@ impl DataPlane {
     /// # Errors
     /// The socket or the kernel's threads; nothing runs then.
     pub fn start(engine: Arc<Engine>, tun: Tun, socket: UdpSocket, name: &str) -> io::Result<DataPlane> {
-        DataPlane::with(engine, tun, socket, name, [("out", outgoing), ("in", incoming)])
+        DataPlane::start_and_tell(engine, tun, socket, name, || {})
+    }
+
+    /// As [`DataPlane::start`]; `ended` is called, on one of the threads and once, when they end by themselves: by an
+    /// error, a panic, or because the device was deleted. It must not panic, nor drop the plane.
+    ///
+    /// # Errors
+    /// As [`DataPlane::start`].
+    pub fn start_and_tell(
+        engine: Arc<Engine>,
+        tun: Tun,
+        socket: UdpSocket,
+        name: &str,
+        ended: impl Fn() + Send + Sync + 'static,
+    ) -> io::Result<DataPlane> {
+        DataPlane::with(engine, tun, socket, name, Box::new(ended), [("out", outgoing), ("in", incoming)])
     }
 
     fn with(
@@ -76,6 +98,7 @@ impl DataPlane {
         tun: Tun,
         socket: UdpSocket,
         name: &str,
+        ended: Box<dyn Fn() + Send + Sync>,
         halves: [(&str, Half); 2],
     ) -> io::Result<DataPlane> {
         nix::fcntl::fcntl(&tun, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK))?;
@@ -84,6 +107,7 @@ impl DataPlane {
         let event = || EventFd::from_flags(EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC);
         let shared = Arc::new(Shared {
             engine,
+            ended,
             stop: AtomicBool::new(false),
             begin: AtomicBool::new(true),
             failed: AtomicBool::new(false),
@@ -163,6 +187,7 @@ impl Drop for Both<'_> {
         }
         if self.0.end() {
             self.0.failed.store(true, Ordering::Release);
+            (self.0.ended)();
         }
     }
 }

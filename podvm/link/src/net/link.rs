@@ -7,7 +7,9 @@ use netlink_packet_route::link::{
     AfSpecInet, AfSpecInet6, AfSpecUnspec, Inet6DevConf, InetDevConf, InfoData, InfoKind, InfoVxlan,
     LinkAttribute, LinkExtentMask, LinkFlags, LinkInfo, LinkLayerType, LinkMessage,
 };
-use netlink_packet_route::route::{RouteAddress, RouteAttribute, RouteMessage, RouteMetric, RouteType};
+use netlink_packet_route::route::{
+    RouteAddress, RouteAttribute, RouteFlags, RouteMessage, RouteMetric, RouteType,
+};
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use nix::errno::Errno;
 
@@ -219,8 +221,11 @@ pub(crate) fn delete(index: u32) -> RouteNetlinkMessage {
 pub(crate) struct Way {
     /// The source address the kernel would use.
     pub(crate) source: IpAddr,
-    /// What fits through: the route's or the device's MTU, in bytes.
+    /// What fits through as this machine is set up: the route's or the device's MTU, in bytes.
     pub(crate) mtu: u32,
+    /// What fits through by what routers on the way said besides. The kernel forgets that after ten minutes, says so to
+    /// nobody, and does not see a path that is wide again earlier.
+    pub(crate) learnt: u32,
     /// The device's name.
     pub(crate) device: String,
     /// The device's MTU: what could ever fit.
@@ -229,11 +234,12 @@ pub(crate) struct Way {
 
 /// Whether an address is one of this namespace's own.
 pub(crate) fn is_own(client: &mut Client, address: IpAddr) -> bool {
-    matches!(route_to(client, address), Ok(route) if route.header.kind == RouteType::Local)
+    matches!(route_to(client, address, RouteFlags::empty()), Ok(route) if route.header.kind == RouteType::Local)
 }
 
-fn route_to(client: &mut Client, peer: IpAddr) -> Result<RouteMessage, netlink::Error> {
+fn route_to(client: &mut Client, peer: IpAddr, how: RouteFlags) -> Result<RouteMessage, netlink::Error> {
     let mut message = RouteMessage::default();
+    message.header.flags = how;
     message.header.address_family = family(peer);
     message.header.destination_prefix_length = bits(peer);
     message.attributes.push(RouteAttribute::Destination(peer.into()));
@@ -243,13 +249,25 @@ fn route_to(client: &mut Client, peer: IpAddr) -> Result<RouteMessage, netlink::
     }
 }
 
+/// The MTU in a route, where it has one.
+fn mtu_of(route: &RouteMessage) -> Option<u32> {
+    let of_metrics = |attribute: &RouteAttribute| match attribute {
+        RouteAttribute::Metrics(metrics) => metrics.iter().find_map(|metric| match metric {
+            RouteMetric::Mtu(mtu) => Some(*mtu).filter(|mtu| *mtu > 0),
+            _ => None,
+        }),
+        _ => None,
+    };
+    route.attributes.iter().find_map(of_metrics)
+}
+
 /// Asks the kernel for the way to `peer`: source address and path MTU, never a guess.
 pub(crate) fn way_to(client: &mut Client, peer: IpAddr) -> Result<Way, Error> {
     let broken = |why: &str| Error::Path { peer, why: why.to_owned() };
     if peer.is_unspecified() || peer.is_loopback() || peer.is_multicast() {
         return Err(broken("this is no address of another machine"));
     }
-    let route = route_to(client, peer).map_err(|e| match e.errno() {
+    let route = route_to(client, peer, RouteFlags::empty()).map_err(|e| match e.errno() {
         Some(Errno::ENETUNREACH | Errno::EHOSTUNREACH) => broken("there is no route to it"),
         _ => Error::kernel(format!("ask for the route to {peer}"))(e),
     })?;
@@ -258,18 +276,12 @@ pub(crate) fn way_to(client: &mut Client, peer: IpAddr) -> Result<Way, Error> {
         RouteType::Local => return Err(broken("it is an address of this machine itself")),
         kind => return Err(broken(&format!("the route to it is of type {kind:?}"))),
     }
-    let (mut source, mut device, mut mtu) = (None, None, None);
+    let (mut source, mut device) = (None, None);
     for attribute in &route.attributes {
         match attribute {
             RouteAttribute::PrefSource(RouteAddress::Inet(a)) => source = Some(IpAddr::V4(*a)),
             RouteAttribute::PrefSource(RouteAddress::Inet6(a)) => source = Some(IpAddr::V6(*a)),
             RouteAttribute::Oif(index) => device = Some(*index),
-            RouteAttribute::Metrics(metrics) => {
-                mtu = metrics.iter().find_map(|m| match m {
-                    RouteMetric::Mtu(mtu) => Some(*mtu),
-                    _ => None,
-                });
-            }
             _ => {}
         }
     }
@@ -278,8 +290,15 @@ pub(crate) fn way_to(client: &mut Client, peer: IpAddr) -> Result<Way, Error> {
     let link = by_index(client, device)
         .map_err(Error::kernel(format!("look at the device towards {peer}")))?
         .ok_or_else(|| broken("the device towards it vanished"))?;
-    let mtu = mtu.filter(|mtu| *mtu > 0).map_or(link.mtu, |mtu| mtu.min(link.mtu));
-    Ok(Way { source, mtu, device: link.name, device_mtu: link.mtu })
+    let (mut mtu, mut learnt) = (link.mtu, link.mtu);
+    if let Some(said) = mtu_of(&route) {
+        learnt = said.min(link.mtu);
+        // The route's own, or of the exception that the kernel keeps for this address.
+        let own = route_to(client, peer, RouteFlags::FibMatch)
+            .map_err(Error::kernel(format!("ask for the route to {peer} as it is configured")))?;
+        mtu = mtu_of(&own).map_or(link.mtu, |mtu| mtu.min(link.mtu));
+    }
+    Ok(Way { source, mtu, learnt, device: link.name, device_mtu: link.mtu })
 }
 
 pub(crate) fn family(address: IpAddr) -> AddressFamily {

@@ -31,8 +31,8 @@ pub struct TunnelWay {
     pub room: u32,
 }
 
-/// Asks the kernel for the way to the VM: its route, the MTU of the route or of the device, and what was learnt of
-/// the path beyond. `host` is a socket of the node's namespace.
+/// Asks the kernel for the way to the VM: its route, and the MTU of the route or of the device. What fits beyond is the
+/// guest's to try: nobody would hear when this kernel forgets what it learnt. `host` is a socket of the node's namespace.
 ///
 /// # Errors
 /// [`Error::Path`] where there is none, or the VM's address is of the other family than the reservation.

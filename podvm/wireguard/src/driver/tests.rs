@@ -22,9 +22,17 @@ fn device(netns: &Netns) -> io::Result<Tun> {
 }
 
 fn plane(netns: &Netns, halves: [(&'static str, Half); 2]) -> DataPlane {
+    plane_that_tells(netns, halves, || {})
+}
+
+fn plane_that_tells(
+    netns: &Netns,
+    halves: [(&'static str, Half); 2],
+    ended: impl Fn() + Send + Sync + 'static,
+) -> DataPlane {
     let socket = netns.run(|| bind(0)).unwrap().unwrap();
     let engine = Arc::new(Engine::new(PrivateKey::generate().unwrap()));
-    DataPlane::with(engine, device(netns).unwrap(), socket, "test", halves).unwrap()
+    DataPlane::with(engine, device(netns).unwrap(), socket, "test", Box::new(ended), halves).unwrap()
 }
 
 fn panics(_: &Shared, _: &Ends) -> io::Result<()> {
@@ -76,4 +84,26 @@ fn a_device_that_is_deleted_ends_the_plane_at_once() {
     assert!(netns.run(delete).unwrap().unwrap().success());
     until("both halves end", || plane.threads.iter().all(JoinHandle::is_finished));
     assert!(!plane.is_running() && !plane.has_panicked());
+}
+
+#[test]
+fn an_end_by_itself_is_told_once_and_one_that_was_wanted_is_not() {
+    let netns = Netns::scratch().unwrap();
+    for (halves, times) in [
+        ([("out", outgoing as Half), ("in", panics as Half)], 1),
+        ([("out", fails), ("in", fails)], 1),
+        ([("out", outgoing), ("in", incoming)], 0),
+    ] {
+        let told = Arc::new(std::sync::atomic::AtomicU32::new(0));
+        let count = told.clone();
+        let plane = plane_that_tells(&netns, halves, move || {
+            count.fetch_add(1, Ordering::SeqCst);
+        });
+        if times > 0 {
+            until("it is told", || told.load(Ordering::SeqCst) > 0);
+            assert!(!plane.is_running(), "told, and still running");
+        }
+        drop(plane);
+        assert_eq!(told.load(Ordering::SeqCst), times);
+    }
 }

@@ -2,11 +2,10 @@
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::os::fd::AsFd;
 use std::time::Duration;
 
 use rustix::net::sockopt::{
-    Ipv4PathMtuDiscovery, Ipv6PathMtuDiscovery, ip_mtu, ipv6_mtu, set_ip_mtu_discover, set_ipv6_mtu_discover,
+    Ipv4PathMtuDiscovery, Ipv6PathMtuDiscovery, set_ip_mtu_discover, set_ipv6_mtu_discover,
 };
 use tokio::net::UdpSocket;
 use tokio::time::{Instant, timeout_at};
@@ -36,25 +35,26 @@ pub enum Outcome {
     Refused,
 }
 
-/// The largest packet the device towards `peer` takes, in bytes: where a search begins. Asks the kernel, in the
-/// calling thread's namespace.
-///
-/// # Errors
-/// [`Error::Path`] where there is no way to it, [`Error::Kernel`].
-pub fn device_mtu(peer: IpAddr) -> Result<u32, Error> {
-    let attempt = "open a netlink socket";
-    let mut client = Client::route().map_err(|e| Error::kernel(attempt)(netlink::Error::Socket(e)))?;
-    Ok(link::way_to(&mut client, peer)?.device_mtu)
+/// What this machine's kernel says of the way to another one, in bytes of a whole IP packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Figures {
+    /// The largest packet that the device takes: where a search begins.
+    pub device: u32,
+    /// The same by how the machine is set up, the route included.
+    pub route: u32,
+    /// And by what routers on the way said (path MTU discovery), which may be ten minutes old.
+    pub learnt: u32,
 }
 
-/// What the kernel believes a packet of this connected socket may have on its way: the route's MTU, or what a router
-/// said (path MTU discovery).
-pub fn kernels_figure(socket: impl AsFd, peer: IpAddr) -> Option<u32> {
-    match peer.to_canonical() {
-        IpAddr::V4(_) => ip_mtu(socket),
-        IpAddr::V6(_) => ipv6_mtu(socket),
-    }
-    .ok()
+/// Asks the kernel, in the calling thread's namespace.
+///
+/// # Errors
+/// [`Error::Path`] where there is no way to `peer`, [`Error::Kernel`].
+pub fn figures(peer: IpAddr) -> Result<Figures, Error> {
+    let attempt = "open a netlink socket";
+    let mut client = Client::route().map_err(|e| Error::kernel(attempt)(netlink::Error::Socket(e)))?;
+    let way = link::way_to(&mut client, peer.to_canonical())?;
+    Ok(Figures { device: way.device_mtu, route: way.mtu, learnt: way.learnt })
 }
 
 /// Asks `relay` with packets of up to `top` bytes. Takes at most half a second.

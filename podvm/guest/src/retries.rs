@@ -1,0 +1,74 @@
+//! How something that fails by itself is tried again: at once the first time, then ever later, and when it failed often
+//! within a while not before that is over. Pure: it is told the time.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// So often in so long.
+const MOST: u32 = 20;
+const WHILE: Duration = Duration::from_secs(600);
+/// After the second failure; doubled with each up to the longest.
+const FIRST: Duration = Duration::from_millis(250);
+const LONGEST: Duration = Duration::from_secs(30);
+
+/// The failures of one thing.
+#[derive(Debug, Default)]
+pub(crate) struct Retries {
+    /// How many since when.
+    failures: Option<(u32, Instant)>,
+    due: Option<Instant>,
+}
+
+impl Retries {
+    /// It failed. Says how often within the while.
+    pub(crate) fn failed(&mut self, now: Instant) -> u32 {
+        let (before, since) = self.failures.filter(|(_, since)| now < *since + WHILE).unwrap_or((0, now));
+        let pause = match before {
+            0 => Duration::ZERO,
+            before => (FIRST * 2u32.saturating_pow(before.min(16) - 1)).min(LONGEST),
+        };
+        self.failures = Some((before + 1, since));
+        self.due = Some(if before < MOST { now + pause } else { since + WHILE });
+        before + 1
+    }
+
+    /// When it is to be tried next; `None` = nothing is to be done.
+    pub(crate) fn due(&self) -> Option<Instant> {
+        self.due
+    }
+
+    /// It is tried now.
+    pub(crate) fn begun(&mut self) {
+        self.due = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn the_first_failure_is_mended_at_once_and_later_ones_ever_later_but_never_given_up() {
+        let (start, mut retries) = (Instant::now(), Retries::default());
+        assert_eq!(retries.due(), None);
+        let mut now = start;
+        let mut pauses = Vec::new();
+        for nth in 1..=MOST {
+            assert_eq!(retries.failed(now), nth);
+            let due = retries.due().unwrap();
+            pauses.push(due - now);
+            now = due;
+            retries.begun();
+            assert_eq!(retries.due(), None);
+        }
+        assert_eq!(pauses[..4], [0, 250, 500, 1000].map(Duration::from_millis));
+        assert!(pauses.is_sorted() && pauses[MOST as usize - 1] == LONGEST, "{pauses:?}");
+        assert!(now < start + WHILE, "the bound means nothing");
+        retries.failed(now);
+        assert_eq!(retries.due(), Some(start + WHILE));
+        retries.begun();
+        assert_eq!(retries.failed(start + WHILE), 1, "what was long ago does not count");
+        assert_eq!(retries.due(), Some(start + WHILE));
+    }
+}
