@@ -1,6 +1,7 @@
 //! The network's figures: what it costs to set a pod's network up and to take it down, and how much of a plain VXLAN's
 //! throughput is left through redirect and tunnel. All in scratch namespaces.
 
+mod choices;
 pub(crate) mod cloud;
 mod mtu;
 mod set_up;
@@ -21,6 +22,7 @@ use crate::{
 pub(crate) async fn run(report: &mut Report) -> anyhow::Result<()> {
     set_up::run(report).await?;
     mtu::run(report).await?;
+    choices::run(report)?;
     throughput(report).await
 }
 

@@ -62,6 +62,11 @@ pub(crate) fn measure(roads: &[Road]) -> anyhow::Result<Vec<Rates>> {
     Ok(std::iter::from_fn(&mut next).collect())
 }
 
+/// One TCP stream over each, in bits per second, in the same way.
+pub(crate) fn measure_one_stream(roads: &[Road]) -> anyhow::Result<Vec<f64>> {
+    rounds(roads, |road| road.tcp(1))
+}
+
 fn rounds(roads: &[Road], burst: impl Fn(&Road) -> anyhow::Result<f64>) -> anyhow::Result<Vec<f64>> {
     let mut rates = vec![Vec::new(); roads.len()];
     for _ in 0..ROUNDS {
