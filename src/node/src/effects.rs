@@ -340,11 +340,12 @@ impl Effects for Real {
                     again.map_err(within(&open))?
                 }
             };
-            let woven = Woven { seen, reserved, losses: Some(losses) };
+            let woven = Woven { seen: seen.clone(), reserved, losses: Some(losses) };
             followed = Some(Network { v6: network.v6, tunnel: written(&woven)? });
         }
         let network = followed.as_ref().unwrap_or(network);
-        let (plan, obstacles) = self.connect_telling(netns, id, network, vm).await?;
+        let (plan, mut obstacles) = self.connect_telling(netns, id, network, vm).await?;
+        obstacles.extend(self.tunnel.hooked(&open, &seen).await);
         Ok(Followed { network: followed, plan, changes, left, obstacles })
     }
 
