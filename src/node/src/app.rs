@@ -184,6 +184,7 @@ pub async fn build(
         relay: relay.clone(),
         trust: trust.clone(),
         addresses: addresses.clone(),
+        dial: config.dial,
         lease: config.lease,
         localhost: Localhost::new(config.localhost).await,
         boot_id,

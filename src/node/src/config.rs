@@ -45,6 +45,8 @@ pub struct NodeConfig {
     pub admin_listen: SocketAddr,
     /// `node.relay-addresses`: where guests dial; empty: found out.
     pub relay_addresses: Vec<GuestAddress>,
+    /// `node.link-dial` and `node.guest-port`: where VMs wait for the relay to dial; `None`: they dial.
+    pub dial: Option<u16>,
     /// `node.ticket-ttl`.
     pub ticket_ttl: Duration,
     /// `node.boot-timeout`.
@@ -117,6 +119,18 @@ impl NodeConfig {
             "node.ca-roll-over",
             "roll the node's CA over this often; when not set, in the last third of its ten years",
         );
+        let dials = reader.choice(
+            "node.link-dial",
+            "guest",
+            &["guest", "node"],
+            "who makes the TCP connection between VM and node: the guest, or the node, where the network lets no connection \
+             of a VM to the node",
+        ) == "node";
+        let guest_port: u16 = reader.get(
+            "node.guest-port",
+            "15150",
+            "TCP port on which VMs wait for the node, with node.link-dial: node",
+        );
         let mut config = NodeConfig {
             run_dir: reader.get("paths.run-dir", "/run/peerpod", "folder of the sockets"),
             state_dir: reader.get("paths.state-dir", "/var/lib/peerpod", "folder of what survives a restart"),
@@ -139,6 +153,7 @@ impl NodeConfig {
                 "address and port of /metrics, /healthz and /readyz",
             ),
             relay_addresses,
+            dial: dials.then_some(guest_port),
             ticket_ttl: reader.get(
                 "node.ticket-ttl",
                 "30m",
@@ -235,6 +250,17 @@ impl NodeConfig {
         if self.ticket_ttl < self.boot_timeout {
             reader.mistake("node.ticket-ttl", "shorter than node.boot-timeout; a slow VM could not join");
         }
+        if self.dial == Some(0) {
+            reader.mistake(
+                "node.guest-port",
+                "guests must listen on a port that is known; 15150 is the usual one",
+            );
+        }
+        if self.dial.is_some() && self.tunnel.wireguard.is_some() {
+            let why = "the guest begins the encrypted tunnel, and this network lets none of its connections through; set \
+                       tunnel.kind: vxlan, or node.link-dial: guest";
+            reader.mistake("node.link-dial", why);
+        }
         if self.max_sandboxes == 0 {
             reader.mistake("node.max-sandboxes", "no pod could ever run; 1 or more would do");
         }
@@ -300,6 +326,7 @@ impl NodeConfig {
             vm_gone_grace: self.vm_gone_grace,
             max_sandboxes: self.max_sandboxes,
             second_nic: self.wants_second_nic(),
+            dial: self.dial,
         }
     }
 }
@@ -461,6 +488,21 @@ mod tests {
         let config = load(&[]).unwrap();
         assert_eq!((config.lease, config.tunnel.port), (Duration::from_secs(900), 4789));
         assert!(config.relay_addresses.is_empty() && config.ca_roll_over.is_none());
+    }
+
+    #[test]
+    fn a_node_that_dials_has_a_port_and_no_tunnel_that_guests_begin() {
+        assert_eq!(load(&[]).unwrap().dial, None);
+        assert_eq!(load(&["--node.link-dial=node"]).unwrap().dial, Some(15150));
+        assert_eq!(load(&["--node.link-dial=node", "--node.guest-port=7"]).unwrap().dial, Some(7));
+        assert!(load(&["--node.link-dial=node", "--node.guest-port=0"]).is_err());
+        for kind in ["wireguard", "auto"] {
+            let mistakes = load(&["--node.link-dial=node", &format!("--tunnel.kind={kind}")]).unwrap_err();
+            assert!(
+                mistakes.to_string().contains("set tunnel.kind: vxlan, or node.link-dial: guest"),
+                "{mistakes}"
+            );
+        }
     }
 
     #[test]

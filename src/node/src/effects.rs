@@ -63,6 +63,8 @@ pub struct Real {
     pub trust: SharedTrust,
     /// Where guests reach us.
     pub addresses: GuestAddresses,
+    /// The port on which VMs wait to be dialled; none: they dial.
+    pub dial: Option<u16>,
     /// How long a guest goes on without us.
     pub lease: Duration,
     /// The pods' localhost.
@@ -192,7 +194,7 @@ impl Effects for Real {
 
     fn user_data(&self, ticket: &Ticket) -> Result<String, String> {
         let addresses: Vec<SocketAddr> = self.addresses.now(self.relay.listen())?;
-        Ok(birth::user_data(ticket, &addresses, &self.trust.read().ca_sha256(), self.lease))
+        Ok(birth::user_data(ticket, &addresses, self.dial, &self.trust.read().ca_sha256(), self.lease))
     }
 
     async fn save(&self, record: &Record) -> Result<(), ledger::Error> {

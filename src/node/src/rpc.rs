@@ -195,6 +195,7 @@ impl Node for Door {
             peer: request.peer_address.chars().filter(|c| !c.is_control()).take(64).collect(),
             guest_version: request.guest_version.chars().filter(|c| !c.is_control()).take(64).collect(),
             tunnel_key: request.tunnel_key,
+            dialled: request.dialled,
         };
         let granted = self.sandboxes.claim(&request.ticket_id, claim).await?;
         Ok(ClaimResponse {

@@ -79,6 +79,8 @@ pub struct Settings {
     pub max_sandboxes: usize,
     /// Ask for VMs with a second network card.
     pub second_nic: bool,
+    /// The port on which VMs wait for the relay to dial; none: they dial.
+    pub dial: Option<u16>,
 }
 
 /// `sun_path` holds this many bytes, the closing NUL among them.

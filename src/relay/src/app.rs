@@ -29,7 +29,7 @@ use tokio::{
 use crate::{
     config::RelayConfig,
     control::Control,
-    door, guests, handin,
+    dials, door, guests, handin,
     inbox::Inbox,
     localhost::Localhost,
     metrics::Metrics,
@@ -158,6 +158,9 @@ pub async fn build(config: RelayConfig) -> Result<Bound, AppError> {
         total: config.max_handshakes as usize,
         per_address: config.max_handshakes_per_address as usize,
     };
+    if let Some(orders) = sandboxes.orders() {
+        tasks.spawn(dials::run(orders, parts.clone()));
+    }
     tasks.spawn(guests::accept(guests, parts, bounds));
     // What the node may hand in; one line for each kind.
     let localhost = Localhost { sandboxes: Arc::downgrade(&sandboxes), metrics: metrics.clone() };

@@ -18,6 +18,7 @@ use protobuf::Message;
 use ttrpc::{Code, r#async::TtrpcContext};
 
 use crate::{
+    dials,
     guests::Trust,
     id::SandboxId,
     metrics::Metrics,
@@ -105,8 +106,18 @@ fn record_of(request: PutSandboxRequest) -> ttrpc::Result<Record> {
         .collect::<Result<_, _>>()
         .map_err(|_| status(Code::INVALID_ARGUMENT, "a certificate's fingerprint has not 32 bytes"))?;
     let tunnel_peer = request.tunnel_peer.into_option().map(tunnel_peer).transpose()?;
+    if request.dial.len() > dials::ADDRESSES {
+        let why = format!(
+            "sandbox {id} has {} addresses to dial, more than {}",
+            request.dial.len(),
+            dials::ADDRESSES
+        );
+        return Err(status(Code::INVALID_ARGUMENT, why));
+    }
+    let dial = request.dial.iter().map(|address| address.parse()).collect::<Result<_, _>>();
+    let dial = dial.map_err(|_| status(Code::INVALID_ARGUMENT, "an address to dial is none"))?;
     let (agent_socket, pod) = (request.agent_socket.into(), request.pod);
-    Ok(Record { id, agent_socket, guest_certificates, pod, tunnel_peer })
+    Ok(Record { id, agent_socket, guest_certificates, pod, tunnel_peer, dial })
 }
 
 fn tunnel_peer(peer: relay::TunnelPeer) -> ttrpc::Result<TunnelPeer> {

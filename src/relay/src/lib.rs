@@ -13,6 +13,7 @@ pub mod agent;
 pub mod app;
 pub mod config;
 mod control;
+mod dials;
 mod door;
 mod durable;
 mod guest_log;

@@ -17,7 +17,10 @@ use peerpod_link::{
     net::localhost::Way,
 };
 use thiserror::Error;
-use tokio::task::{AbortHandle, JoinHandle};
+use tokio::{
+    sync::mpsc,
+    task::{AbortHandle, JoinHandle},
+};
 
 use self::{
     guest::{Guest, GuestHandler},
@@ -25,6 +28,7 @@ use self::{
 };
 use crate::{
     agent::{AgentSocket, CONNECTIONS},
+    dials::Order,
     id::SandboxId,
     localhost::Serving,
     metrics::Metrics,
@@ -93,11 +97,16 @@ pub(crate) struct Sandboxes {
     metrics: Arc<Metrics>,
     limits: endpoint::Limits,
     table: Mutex<Table>,
+    /// Whose guests are to be dialled, and who carries that out.
+    dials: mpsc::UnboundedSender<Order>,
+    orders: Mutex<Option<mpsc::UnboundedReceiver<Order>>>,
 }
 
 impl Sandboxes {
     pub(crate) fn new(store: Store, states: Arc<States>, metrics: Arc<Metrics>) -> Arc<Sandboxes> {
         let limits = endpoint::Limits { connections: CONNECTIONS, ..endpoint::Limits::default() };
+        // As many as the node puts and deletes.
+        let (dials, orders) = mpsc::unbounded_channel();
         Arc::new_cyclic(|me| Sandboxes {
             me: me.clone(),
             store,
@@ -105,12 +114,26 @@ impl Sandboxes {
             metrics,
             limits,
             table: Mutex::default(),
+            dials,
+            orders: Mutex::new(Some(orders)),
         })
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
         // Each step leaves the maps usable by themselves.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whose guests are to be dialled, from the first one on; to be taken once.
+    pub(crate) fn orders(&self) -> Option<mpsc::UnboundedReceiver<Order>> {
+        self.orders.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn dial(&self, record: &Record) {
+        let id = record.id.clone();
+        let order =
+            if record.dial.is_empty() { Order::Stop(id) } else { Order::Dial(id, record.dial.clone()) };
+        drop(self.dials.send(order)); // nobody dials in a relay that ends
     }
 
     /// The sandbox of a guest that showed the certificate with this fingerprint.
@@ -192,6 +215,9 @@ impl Sandboxes {
                         AgentSocket::open(path, endpoint, guest, self.metrics.clone()).map_err(listen)?;
                 }
                 self.take_certificates(&record, &live.record.guest_certificates)?;
+                if live.record.dial != record.dial {
+                    self.dial(&record);
+                }
                 live.record = record;
             }
             None => *slot = Some(self.start(record, 0)?),
@@ -208,6 +234,7 @@ impl Sandboxes {
             .map_err(|why| SandboxError::Listen { path: path.display().to_string(), why })?;
         self.take_certificates(&record, &[])?;
         self.states.put(&record.id, &record.pod, guest.traffic.clone());
+        self.dial(&record);
         let attached = Attached { id: record.id.clone(), endpoint: handle, guest };
         self.table().attached.insert(record.id.clone(), attached.clone());
         self.metrics.sandboxes.inc();
@@ -247,6 +274,7 @@ impl Sandboxes {
             table.attached.remove(id);
             table.fingerprints.retain(|_, owner| owner != id);
         }
+        drop(self.dials.send(Order::Stop(id.clone())));
         drop(live.socket);
         self.states.delete(id);
         self.metrics.sandboxes.dec();

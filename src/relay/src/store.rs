@@ -4,7 +4,7 @@
 
 use std::{
     fmt, io,
-    net::Ipv4Addr,
+    net::{Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
     time::{SystemTime, UNIX_EPOCH},
 };
@@ -44,6 +44,8 @@ pub(crate) struct Record {
     pub(crate) pod: String,
     /// The guest's end of the encrypted tunnel, where it has one.
     pub(crate) tunnel_peer: Option<TunnelPeer>,
+    /// Where its guest waits to be dialled; empty: it dials.
+    pub(crate) dial: Vec<SocketAddr>,
 }
 
 /// The guest's end of the encrypted tunnel.
@@ -115,6 +117,8 @@ struct RecordFile {
     pod: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     tunnel_peer: Option<TunnelPeer>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    dial: Vec<SocketAddr>,
 }
 
 /// The folder.
@@ -177,6 +181,7 @@ impl Store {
             guest_certificates: record.guest_certificates.iter().map(|bytes| hex(bytes)).collect(),
             pod: record.pod.clone(),
             tunnel_peer: record.tunnel_peer.clone(),
+            dial: record.dial.clone(),
         };
         self.write(&self.sandboxes, &format!("{}.json", record.id), &file)
     }
@@ -257,6 +262,7 @@ fn record(path: &Path, file: RecordFile) -> Result<Record, String> {
         guest_certificates: certificates.ok_or("a certificate's fingerprint is not 64 hex digits")?,
         pod: file.pod,
         tunnel_peer: file.tunnel_peer,
+        dial: file.dial,
     })
 }
 
@@ -297,6 +303,7 @@ mod tests {
                 vnis: vec![0x1_0203, 9],
                 vxlan_port: 4789,
             }),
+            dial: if id == "b" { vec!["[fd00::7]:15150".parse().unwrap()] } else { Vec::new() },
         }
     }
 

@@ -107,6 +107,9 @@ pub enum ClaimRefused {
     /// The ticket was used by another key: somebody read the user-data, or the VM lost its memory.
     #[error("the ticket was used by another key")]
     OtherKey,
+    /// It was shown where another sandbox's VM was dialled.
+    #[error("the ticket is not that of the sandbox whose VM was dialled")]
+    OtherVm,
     /// It came too late.
     #[error("the ticket has expired")]
     Expired,
@@ -123,6 +126,7 @@ impl ClaimRefused {
             ClaimRefused::WrongSecret => "wrong_secret",
             ClaimRefused::NotWanted => "not_wanted",
             ClaimRefused::OtherKey => "other_key",
+            ClaimRefused::OtherVm => "other_vm",
             ClaimRefused::Expired => "expired",
             ClaimRefused::BadRequest => "bad_request",
         }

@@ -30,7 +30,9 @@ impl Task {
                 let mut record = self.record.clone();
                 record.addresses = addresses;
                 record.reached("address_known", self.fx.now_ms());
-                self.save(record).await.map_err(Unapplied::Disk)
+                let saved = self.save(record).await.map_err(Unapplied::Disk);
+                self.redial();
+                saved
             }
             Outcome::Located(Err(error)) => self.not_located(error).await,
             Outcome::Reserved(Ok(network)) => {
@@ -377,6 +379,15 @@ impl Task {
                 format!(
                     "the pod's network could not be connected to {name} within {limit:?}{}",
                     after(Which::Network)
+                ),
+            ),
+            _ if self.record.binding.is_none() && self.settings.dial.is_some() => (
+                "boot",
+                format!(
+                    "{name} was not reached by this node within {limit:?} and so did not join: it did not boot, its image has no \
+                     peerpod-guest that waits, or a firewall between them is closed (TCP to {}){}",
+                    self.dial().join(", "),
+                    after(Which::Relay)
                 ),
             ),
             _ if self.record.binding.is_none() => (

@@ -1,13 +1,16 @@
 //! What a phase obliges its task to: starts every effect that is due and does not run yet.
 
-use std::{net::IpAddr, time::Duration};
+use std::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
 
 use peerpod_proto::{
     guest::{Personalise, Request},
     relay::{PutSandboxRequest, TunnelPeer},
 };
 use peerpod_provider_api::CreateRequest;
-use tracing::warn;
+use tracing::{info, warn};
 
 use super::{
     claims::fingerprints,
@@ -17,6 +20,9 @@ use super::{
     task::Task,
 };
 use crate::ledger::{Network, Record};
+
+/// Addresses at which a guest is dialled.
+const MOST_DIALLED: usize = 8;
 
 impl Task {
     /// Starts what is due. Cheap and without waiting: called after everything that happens.
@@ -174,6 +180,39 @@ impl Task {
         self.fx.tunnel_peer(network, &peerpod_link::birth::from_hex(key)?)
     }
 
+    /// Where the relay is to dial: every address that anybody ever named, the likeliest first.
+    pub(super) fn dial(&self) -> Vec<String> {
+        let Some(port) = self.settings.dial else { return Vec::new() };
+        let addresses = self.moved.iter().chain(&self.record.addresses);
+        let mut dial: Vec<String> = Vec::new();
+        for address in addresses.map(|address| SocketAddr::new(*address, port).to_string()) {
+            if dial.len() < MOST_DIALLED && !dial.contains(&address) {
+                dial.push(address);
+            }
+        }
+        dial
+    }
+
+    /// The VM has other addresses than those where its guest is dialled in vain, the cloud says. Its tunnel follows when
+    /// the guest was reached there.
+    pub(super) fn moved(&mut self, addresses: Vec<IpAddr>) {
+        let new = addresses.iter().any(|address| !self.record.addresses.contains(address));
+        if self.settings.dial.is_none() || !new || self.moved == addresses {
+            return;
+        }
+        info!(?addresses, "the cloud names other addresses of the VM; its guest is dialled there, too");
+        self.moved = addresses;
+        self.redial();
+    }
+
+    /// The relay is to hear where the guest is dialled now.
+    pub(super) fn redial(&mut self) {
+        if self.settings.dial.is_some() {
+            self.put_wanted += 1;
+            self.slots.relay.wake();
+        }
+    }
+
     /// Tells the relay what it must know, whenever that changed or the relay is another one.
     fn tell_relay(&mut self) {
         if self.put_done >= self.put_wanted || !self.slots.relay.is_idle() {
@@ -186,6 +225,7 @@ impl Task {
             guest_certificates: fingerprints(&self.record),
             pod: self.record.pod_name(),
             tunnel_peer: self.tunnel_peer().into(),
+            dial: self.dial(),
             ..Default::default()
         };
         self.slots.relay.start(async move { Outcome::Put { version, result: fx.put(request).await } });

@@ -213,6 +213,14 @@ impl Sandboxes {
         })
     }
 
+    /// The provider names these addresses of a VM whose guest is away.
+    pub(super) fn moved(&self, id: &SandboxId, addresses: Vec<std::net::IpAddr>) {
+        if let Some(Found::Task(running)) = self.find(id) {
+            // Full: it will be said again.
+            drop(running.commands.try_send(Command::Moved(addresses)));
+        }
+    }
+
     /// The provider is sure that a running sandbox's VM is gone. `false`: the sandbox is not running any more, or its
     /// guest is back.
     ///
@@ -446,6 +454,7 @@ impl Sandboxes {
             reports: Reports::default(),
             network_given_up: false,
             placed: None,
+            moved: Vec::new(),
             put_wanted: 1,
             put_done: 0,
             localhost_of: 0,

@@ -4,7 +4,7 @@
 //! after everything that happened, `pump` looks at the phase and starts what the phase obliges it to and does not run
 //! yet. A task that recovers from the ledger therefore does the same as one that never stopped.
 
-use std::{sync::Arc, time::Duration};
+use std::{net::IpAddr, sync::Arc, time::Duration};
 
 use peerpod_provider_api::{IdempotencyKey, InstanceId};
 use tokio::{
@@ -34,6 +34,8 @@ pub(super) enum Command {
     Start(oneshot::Sender<Result<(), Error>>),
     /// It is not wanted any more. Answered when that is durable.
     Stop(Stop, oneshot::Sender<Result<(), Error>>),
+    /// The provider says that the VM, whose guest is away, has these addresses.
+    Moved(Vec<IpAddr>),
     /// The provider is sure that this VM of it is gone. Answers whether it has failed by that.
     Lost(InstanceId, oneshot::Sender<Result<bool, Error>>),
     /// Its guest shows the ticket.
@@ -114,6 +116,8 @@ pub(super) struct Task {
     pub(super) network_given_up: bool,
     /// The attempt whose place the provider was asked for, and had none to choose.
     pub(super) placed: Option<u32>,
+    /// Addresses where the guest is dialled besides the VM's own, until it was reached there.
+    pub(super) moved: Vec<IpAddr>,
     /// What the relay must have been told, and what it was told.
     pub(super) put_wanted: u64,
     pub(super) put_done: u64,
@@ -227,6 +231,7 @@ impl Task {
                 drop(answer.send(stopped));
             }
             Command::Claim(claim, answer) => self.claim(claim, answer).await,
+            Command::Moved(addresses) => self.moved(addresses),
             Command::Lost(vm, answer) => {
                 let lost = self.lost(&vm).await;
                 drop(answer.send(lost));

@@ -35,6 +35,7 @@ impl World {
             guest_certificates: vec![[certificate; 32]],
             pod: "shop/web".into(),
             tunnel_peer: None,
+            dial: Vec::new(),
         }
     }
 }

@@ -38,6 +38,7 @@ pub(super) fn settings() -> Settings {
         vm_gone_grace: Duration::from_secs(24),
         max_sandboxes: 1000,
         second_nic: false,
+        dial: None,
     }
 }
 
@@ -172,5 +173,6 @@ pub(super) fn claim(birth: &BirthData, csr: &[u8]) -> Claim {
         peer: "10.99.0.7".into(),
         guest_version: "test".into(),
         tunnel_key: vec![7; 32],
+        dialled: String::new(),
     }
 }

@@ -429,7 +429,7 @@ impl Effects for Fake {
 
     fn user_data(&self, ticket: &Ticket) -> Result<String, String> {
         let addresses = ["10.99.0.1:15151".parse().unwrap()];
-        Ok(crate::birth::user_data(ticket, &addresses, &[[7; 32]], Duration::from_secs(900)))
+        Ok(crate::birth::user_data(ticket, &addresses, None, &[[7; 32]], Duration::from_secs(900)))
     }
 
     async fn save(&self, record: &Record) -> Result<(), LedgerError> {
