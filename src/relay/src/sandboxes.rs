@@ -22,6 +22,7 @@ use tokio::{
     task::{AbortHandle, JoinHandle},
 };
 
+pub(crate) use self::handed::{Handed, Prepared};
 use self::{
     guest::{Guest, GuestHandler},
     states::States,
@@ -167,10 +168,15 @@ impl Sandboxes {
     ///
     /// cancel safety: what was begun is done all the same, under the sandbox's lock: a record that is being written when
     /// the caller leaves must not appear after a delete that came later.
-    pub(crate) async fn put(&self, record: Record) -> Result<(), SandboxError> {
+    /// `open` is kept until then.
+    pub(crate) async fn put(&self, record: Record, open: impl Send + 'static) -> Result<(), SandboxError> {
         let stopping = SandboxError::Stopping(record.id.clone());
         let Some(me) = self.me.upgrade() else { return Err(stopping) };
-        tokio::spawn(async move { me.put_in_slot(record, true).await }).await.unwrap_or(Err(stopping))
+        let put = async move {
+            let _open = open;
+            me.put_in_slot(record, true).await
+        };
+        tokio::spawn(put).await.unwrap_or(Err(stopping))
     }
 
     async fn put_in_slot(&self, record: Record, write: bool) -> Result<(), SandboxError> {
@@ -234,6 +240,18 @@ impl Sandboxes {
             .map_err(|why| SandboxError::Listen { path: path.display().to_string(), why })?;
         self.take_certificates(&record, &[])?;
         self.states.put(&record.id, &record.pod, guest.traffic.clone());
+        Ok(self.run(record, guest, endpoint, handle, socket, panics))
+    }
+
+    fn run(
+        &self,
+        record: Record,
+        guest: Arc<Guest>,
+        endpoint: Endpoint<GuestHandler>,
+        handle: EndpointHandle,
+        socket: AgentSocket,
+        panics: u32,
+    ) -> Live {
         self.dial(&record);
         let attached = Attached { id: record.id.clone(), endpoint: handle, guest };
         self.table().attached.insert(record.id.clone(), attached.clone());
@@ -241,7 +259,7 @@ impl Sandboxes {
         let task = tokio::spawn(endpoint.run());
         let endpoint = task.abort_handle();
         let running = tokio::spawn(hear_the_end(task, self.me.clone(), attached.clone(), panics));
-        Ok(Live { record, attached, socket, localhost: None, endpoint, running, panics })
+        Live { record, attached, socket, localhost: None, endpoint, running, panics }
     }
 
     /// Makes the endpoint of a sandbox anew, when it is still the one that ended.
@@ -420,5 +438,6 @@ fn check_path(record: &Record) -> Result<(), SandboxError> {
     }
 }
 
+mod handed;
 #[cfg(test)]
 mod tests;

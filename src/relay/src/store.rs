@@ -58,15 +58,16 @@ pub(crate) struct TunnelPeer {
     pub(crate) vxlan_port: u16,
 }
 
-mod base64_bytes {
+/// Bytes in text.
+pub(crate) mod base64_bytes {
     use base64::{Engine, prelude::BASE64_STANDARD};
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
-    pub(super) fn serialize<S: Serializer>(bytes: &[u8], to: S) -> Result<S::Ok, S::Error> {
+    pub(crate) fn serialize<S: Serializer>(bytes: &[u8], to: S) -> Result<S::Ok, S::Error> {
         to.serialize_str(&BASE64_STANDARD.encode(bytes))
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<u8>, D::Error> {
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<u8>, D::Error> {
         BASE64_STANDARD.decode(String::deserialize(from)?).map_err(D::Error::custom)
     }
 }
@@ -137,9 +138,16 @@ impl Store {
             Store { sandboxes: folder.join("sandboxes"), quarantine: state_dir.join("quarantine"), folder };
         for folder in [&store.folder, &store.sandboxes] {
             durable::make_folder(folder).map_err(failed("make", folder))?;
-            durable::sweep(folder).map_err(failed("clean", folder))?;
         }
         Ok(store)
+    }
+
+    /// Clears away what a process that died left half-written; not while another one writes.
+    pub(crate) fn sweep(&self) -> Result<(), StoreError> {
+        for folder in [&self.folder, &self.sandboxes] {
+            durable::sweep(folder).map_err(failed("clean", folder))?;
+        }
+        Ok(())
     }
 
     /// Keeps the identity. Blocking.

@@ -143,6 +143,16 @@ impl Guest {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The number of the last call.
+    pub(crate) fn last_call(&self) -> u64 {
+        self.calls().last
+    }
+
+    /// Calls are counted on from here, so that no late answer is taken for another call's.
+    pub(crate) fn count_calls_from(&self, last: u64) {
+        self.calls().last = last;
+    }
+
     /// The guest's path probes are answered, until its next connection brings its own pass or the sandbox ends.
     pub(crate) fn may_probe(&self, pass: Pass) {
         *self.probes.lock().unwrap_or_else(PoisonError::into_inner) = Some(pass);
