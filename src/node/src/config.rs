@@ -25,6 +25,8 @@ use crate::{
 
 /// Sections of the shared file that other binaries read; of `relay` we look at one key.
 const OTHERS: [&str; 1] = ["relay"];
+/// More do not come within a window; each is a line of the batch's file.
+const MOST_BATCH: u32 = 1000;
 /// Of each list of networks; the guest takes no more.
 const MOST_PREFIXES: usize = 64;
 
@@ -75,6 +77,8 @@ pub struct NodeConfig {
     pub ca_roll_over: Option<Duration>,
     /// `node.max-sandboxes`.
     pub max_sandboxes: usize,
+    /// `node.batch`: whether sandboxes that want the same VM at the same moment may get theirs by one call.
+    pub batch: bool,
     /// Section `tunnel`.
     pub tunnel: TunnelConfig,
     /// `tunnel.localhost`: whether connections to a pod's localhost in the node's side of its namespace are carried.
@@ -201,6 +205,13 @@ impl NodeConfig {
                 "sandboxes at once; more are refused",
             ))
             .unwrap_or(usize::MAX),
+            batch: reader.choice(
+                "node.batch",
+                "auto",
+                &["auto", "off"],
+                "VMs that pods want at the same moment by one call, with one ticket, where the provider can; auto: unless VMs \
+                 may come from translated addresses (tunnel.kind wireguard and auto)",
+            ) == "auto",
             tunnel: tunnel(reader),
             localhost: reader.get(
                 "tunnel.localhost",
@@ -297,6 +308,13 @@ impl NodeConfig {
         self.tunnel.external.as_ref().is_some_and(|external| external.way == Way::SecondNic)
     }
 
+    /// Most VMs to ask for by one call, where the provider makes so many at most; below 2: each by itself.
+    pub fn max_batch(&self, provider: u32) -> u32 {
+        // Whose VM is whose shows by the address that it comes from.
+        let translated = self.tunnel.auto || self.tunnel.kind == Kind::Wireguard;
+        if self.batch && !translated { provider.min(MOST_BATCH) } else { 0 }
+    }
+
     /// What a provider is told of this node.
     pub fn provider_context(&self) -> Context {
         Context {
@@ -327,6 +345,7 @@ impl NodeConfig {
             max_sandboxes: self.max_sandboxes,
             second_nic: self.wants_second_nic(),
             dial: self.dial,
+            max_batch: 0,
         }
     }
 }
@@ -524,6 +543,15 @@ mod tests {
         let tunnel = load(&[args.as_slice(), &["--tunnel.redirect=bpf"]].concat()).unwrap().tunnel;
         assert!(!tunnel.vnis.contains(99) && tunnel.vnis.contains(200) && !tunnel.vnis.contains(201));
         assert_eq!((tunnel.source_ports, tunnel.redirect), (Some((40000, 40063)), Some(Classifier::Bpf)));
+    }
+
+    #[test]
+    fn vms_that_may_come_from_translated_addresses_are_made_one_by_one() {
+        let most = |args: &[&str], provider| load(args).unwrap().max_batch(provider);
+        assert_eq!((most(&[], 500), most(&[], 0), most(&[], 5000)), (500, 0, 1000));
+        assert_eq!(most(&["--node.batch=off"], 500), 0);
+        assert_eq!((most(&["--tunnel.kind=auto"], 500), most(&["--tunnel.kind=wireguard"], 500)), (0, 0));
+        assert!(load(&["--node.batch=on"]).is_err());
     }
 
     #[test]

@@ -37,7 +37,7 @@ impl Claim {
         (self.tunnel_key.len() == TUNNEL_KEY).then(|| to_hex(&self.tunnel_key))
     }
 
-    fn from(&self) -> Option<IpAddr> {
+    pub(super) fn from(&self) -> Option<IpAddr> {
         self.peer.parse().ok()
     }
 }

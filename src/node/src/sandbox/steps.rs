@@ -13,13 +13,14 @@ use peerpod_provider_api::CreateRequest;
 use tracing::{info, warn};
 
 use super::{
+    batch::{Seat, Way},
     claims::fingerprints,
     clear::{self, Left, Undo},
     phase::{Action, Phase, duty},
     slots::Outcome,
     task::Task,
 };
-use crate::ledger::{Network, Record};
+use crate::ledger::{Member, Network, Record};
 
 /// Addresses at which a guest is dialled.
 const MOST_DIALLED: usize = 8;
@@ -62,10 +63,37 @@ impl Task {
         if !self.slots.cloud.is_idle() {
             return;
         }
-        match self.record.request.clone() {
-            Some(request) => self.create(request, attempt),
-            None => self.find(None),
+        let Some(request) = self.record.request.clone() else { return self.find(None) };
+        match self.way.clone() {
+            Way::Alone => self.create(request, attempt),
+            Way::Seated(seat) => self.sit(seat),
+            Way::Open | Way::Joining => match self.batches.withdraw(&self.record.id) {
+                Some(seat) => {
+                    self.way = Way::Seated(seat.clone());
+                    self.sit(seat);
+                }
+                None => self.join(&request, attempt),
+            },
         }
+    }
+
+    /// Waits for others that want the same.
+    fn join(&mut self, request: &CreateRequest, attempt: u32) {
+        let member = Member { sandbox: self.record.id.clone(), attempt };
+        let seated = self.batches.join(member, request);
+        self.way = Way::Joining;
+        // Never answered: the node is closing, and so are we.
+        self.slots.cloud.start(async move { Outcome::Seated(seated.await.unwrap_or(None)) });
+    }
+
+    /// Waits for what the batch comes to.
+    fn sit(&mut self, seat: Seat) {
+        self.slots.cloud.start(async move {
+            match seat.outcome().await {
+                Some(result) => Outcome::Created(result),
+                None => Outcome::Seated(None),
+            }
+        });
     }
 
     /// Has the attempt's place chosen and recorded, then the VM made there. A create that may have been sent before is
@@ -80,10 +108,19 @@ impl Task {
     }
 
     /// Learns what the cloud made for a sandbox nobody wants any more: looks for it, and where nothing is shown asks
-    /// for it again with the same key, because a list may lag behind a create that nobody heard the answer of.
+    /// for it again with the same key, because a list may lag behind a create that nobody heard the answer of. One with
+    /// a seat in a batch hears it from the batch.
     fn learn(&mut self) {
-        if self.slots.cloud.is_idle() {
-            self.find(None);
+        if !self.slots.cloud.is_idle() {
+            return;
+        }
+        match self.way.clone() {
+            Way::Alone => self.find(None),
+            Way::Seated(seat) => self.sit(seat),
+            Way::Open | Way::Joining => {
+                let seat = self.batches.withdraw(&self.record.id);
+                self.slots.cloud.start(async move { Outcome::Seated(seat) });
+            }
         }
     }
 

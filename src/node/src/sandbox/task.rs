@@ -15,6 +15,7 @@ use tracing::{debug, error, info, warn};
 
 use super::{
     Settings,
+    batch::{Batches, Way},
     claims::{Claim, Claims},
     clear::Left,
     effects::{Effects, Guest, Trusted},
@@ -24,6 +25,7 @@ use super::{
     renew::Renewal,
     reports::Reports,
     slots::{Outcome, Slots, Which},
+    tickets::Tickets,
     view::View,
 };
 use crate::{ledger::Record, metrics::Metrics};
@@ -114,6 +116,10 @@ pub(super) struct Task {
     pub(super) reports: Reports,
     /// The pod network of a running sandbox cannot be mended; do not try for ever.
     pub(super) network_given_up: bool,
+    /// How it gets its VM.
+    pub(super) way: Way,
+    pub(super) batches: Batches,
+    pub(super) tickets: Arc<Tickets>,
     /// The attempt whose place the provider was asked for, and had none to choose.
     pub(super) placed: Option<u32>,
     /// Addresses where the guest is dialled besides the VM's own, until it was reached there.
@@ -213,6 +219,9 @@ impl Task {
             self.claims.refuse_all(&self.record);
             if matches!(self.record.phase, Phase::Leaving { .. }) {
                 // Only a look for addresses, or a pause, can be there: creates end in Unwanted.
+                self.slots.cloud.cancel();
+            } else if matches!(self.way, Way::Joining) {
+                // The window is left; whether it has closed meanwhile is asked of the batches.
                 self.slots.cloud.cancel();
             } else {
                 self.slots.cloud.wake();
@@ -367,6 +376,15 @@ impl Task {
             self.metrics.stage(&stage.name, stage.at_ms);
         }
         self.record = record;
+        if self.record.seat.is_some() {
+            self.tickets.enter(&self.record);
+        }
+        if let Way::Seated(seat) = &self.way
+            && !seat.is_needed(&self.record)
+        {
+            seat.settle();
+            self.way = Way::Alone;
+        }
         self.publish();
         Ok(())
     }
