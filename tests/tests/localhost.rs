@@ -110,6 +110,18 @@ async fn the_nodes_side_reaches_the_pods_localhost_in_its_vm_whatever_the_daemon
     speaks(&mut stays, b"new node").await;
     carried(here, 100_000).await.unwrap();
 
+    // Another relay goes on with them, and with the sockets; also when no node could hand them in.
+    daemons.take_over().await.unwrap();
+    speaks(&mut stays, b"next one").await;
+    carried(here, 1 << 20).await.unwrap();
+    daemons.kill_node().unwrap();
+    daemons.take_over().await.unwrap();
+    carried(here, 100_000).await.unwrap();
+    refused(here, ECHO_PORT + 1).await;
+    speaks(&mut stays, b"and next").await;
+    daemons.start_node().unwrap();
+    daemons.ready().await.unwrap();
+
     // The relay carries them: with it they end, and nobody waits for what does not come.
     daemons.kill_relay().unwrap();
     refused(here, ECHO_PORT).await;

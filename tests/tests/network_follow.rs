@@ -92,6 +92,25 @@ async fn a_redirect_that_somebody_took_away_is_put_back() {
     sandbox.stop(&daemons).await.unwrap();
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_redirects_filter_that_somebody_deletes_is_put_back_and_then_it_is_quiet() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "unredirected").await.unwrap();
+    let pod = sandbox.pod.namespace();
+    let filters = || pod.shell("tc filter show dev eth0 ingress", &[]).unwrap();
+    assert_ne!(filters(), "");
+    pod.shell("tc qdisc del dev eth0 ingress", &[]).unwrap();
+    let back = eventually("it is there again", PATIENCE, async || (!filters().is_empty()).then_some(()));
+    back.await.unwrap_or_else(|error| panic!("{error}\n{}", daemons.log_tails()));
+    // What was mended makes news, and those must not be mended again.
+    let quiet = eventually("nothing changes any more", PATIENCE, async || {
+        pod.shell("timeout 1 tc monitor || true", &[]).unwrap().is_empty().then_some(())
+    });
+    quiet.await.unwrap();
+    sandbox.stop(&daemons).await.unwrap();
+}
+
 const MOVE: [&str; 2] = ["addr flush dev eth0", "addr add 10.99.77.7/16 dev eth0"];
 
 /// All that a VM's card loses by moving to another address: with one left the link would go on by that. What the relay

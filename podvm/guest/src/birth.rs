@@ -57,7 +57,11 @@ mod tests {
         BirthData {
             version: VERSION,
             ticket: BirthTicket { id: "a".repeat(32), secret: TicketSecret::new([1; 32]), claims: 1 },
-            node: BirthNode { addresses: vec!["127.0.0.1:1".parse().unwrap()], ca_sha256: vec![[2; 32]] },
+            node: BirthNode {
+                addresses: vec!["127.0.0.1:1".parse().unwrap()],
+                ca_sha256: vec![[2; 32]],
+                listen: None,
+            },
             lease_seconds: 60,
         }
     }

@@ -3,7 +3,7 @@
 //!
 //! `peerpod-guest` as pid 1 is a small init that keeps `peerpod-guest serve` running; under systemd `serve` is the
 //! service itself (with `KillMode=process`: the agent is a child of it, and survives it). Nothing here knows a cloud,
-//! and nothing listens on the network.
+//! and nothing listens on the network unless the node is to dial (`wait`).
 
 use std::{path::Path, process::ExitCode};
 
@@ -30,6 +30,7 @@ mod retries;
 mod serve;
 mod status;
 mod uplink;
+mod wait;
 
 const USAGE: &str = "usage: peerpod-guest [serve | --version]
   without arguments: init when it is pid 1, else serve";

@@ -23,6 +23,7 @@ use tokio::{
     sync::{mpsc, watch},
     time::{sleep, timeout},
 };
+use tokio_rustls::client::TlsStream;
 
 use crate::{
     agent::Agent,
@@ -34,6 +35,7 @@ use crate::{
     power::Lease,
     status::Status,
     uplink,
+    wait::Waiter,
 };
 
 /// How long the node may think about a claim.
@@ -138,6 +140,14 @@ pub(crate) struct Keeper {
     pub(crate) homes: watch::Receiver<Vec<SocketAddr>>,
 }
 
+/// Who dials.
+enum Way {
+    /// We do.
+    Dial(Dialler),
+    /// The node does.
+    Wait(Waiter),
+}
+
 /// Why a claim did not succeed now.
 #[derive(Debug, thiserror::Error)]
 enum ClaimError {
@@ -157,21 +167,86 @@ enum ClaimError {
 
 impl Keeper {
     /// Keeps the link until `handle`'s endpoint ends.
-    pub(crate) async fn keep(&self, handle: &EndpointHandle, mut links: mpsc::UnboundedReceiver<LinkEvent>) {
-        let mut dialler = Dialler::new(self.birth.node.addresses.clone());
+    pub(crate) async fn keep(&self, handle: &EndpointHandle, links: mpsc::UnboundedReceiver<LinkEvent>) {
+        match self.birth.node.listen {
+            Some(port) => self.keep_waiting(port, handle, links).await,
+            None => self.keep_dialling(handle, links).await,
+        }
+    }
+
+    /// The node dials. A new connection of its takes the place of the one before at once: it dials when it has none.
+    async fn keep_waiting(
+        &self,
+        port: u16,
+        handle: &EndpointHandle,
+        mut links: mpsc::UnboundedReceiver<LinkEvent>,
+    ) {
+        let (identity, pins) = (self.identity.clone(), self.birth.node.ca_sha256.clone());
+        let greeting = move |with_certificate| {
+            let identity = identity.lock().unwrap_or_else(PoisonError::into_inner);
+            let config = identity.tls(&pins, with_certificate);
+            config.inspect_err(|error| tracing::error!(%error, "cannot greet whoever dials")).ok()
+        };
+        let mut way = Way::Wait(Waiter::new(port, Arc::new(greeting)));
         let mut said = Said::default();
         if !self.identity().is_granted() {
-            self.claim(&mut dialler, &mut said).await;
+            self.claim(&mut way, &mut said).await;
+        }
+        let mut stage = Some(self.status.begin("link"));
+        let (mut fruitless, mut linked) = (0, None);
+        // Where the relay answers probes.
+        let home = self.birth.node.addresses.first().map(SocketAddr::port);
+        loop {
+            let Way::Wait(waiter) = &way else { return };
+            tokio::select! {
+                biased;
+                event = links.recv() => match event {
+                    None => return,
+                    Some(event) => {
+                        if let Followed::Link = self.happened(event, &mut stage, &mut said, &mut linked) {
+                            fruitless = 0;
+                        }
+                    }
+                },
+                stream = waiter.next(true) => {
+                    fruitless += 1;
+                    linked = uplink::Linked::of(&stream);
+                    if let Some(port) = home {
+                        linked = linked.map(|linked| linked.at_port(port));
+                    }
+                    handle.attach(Transport::from(stream));
+                }
+            }
+            if fruitless >= CLAIM_AGAIN {
+                fruitless = 0;
+                self.claim_again(&mut way, &mut said).await;
+            }
+        }
+    }
+
+    async fn claim_again(&self, way: &mut Way, said: &mut Said) {
+        tracing::warn!("the node does not take our certificate, showing the ticket again");
+        // A node that dials shows up when it likes; the certificate may be good again before.
+        match timeout(CLAIM, self.claim_once(way)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => said.once("claim failed", error.to_string()),
+            Err(_) => said.once("claim failed", ClaimError::Late.to_string()),
+        }
+    }
+
+    async fn keep_dialling(&self, handle: &EndpointHandle, mut links: mpsc::UnboundedReceiver<LinkEvent>) {
+        let mut way = Way::Dial(Dialler::new(self.birth.node.addresses.clone()));
+        let mut said = Said::default();
+        if !self.identity().is_granted() {
+            self.claim(&mut way, &mut said).await;
         }
         let mut stage = Some(self.status.begin("link"));
         let mut fruitless = 0;
         loop {
-            dialler.learn(&self.homes.borrow());
-            let result = match self.tls(true) {
-                Ok(config) => dialler.secure(config).await.map_err(|error| error.to_string()),
-                Err(error) => Err(error.to_string()),
-            };
-            match result {
+            if let Way::Dial(dialler) = &mut way {
+                dialler.learn(&self.homes.borrow());
+            }
+            match self.secure(&mut way, true).await.map_err(|error| error.to_string()) {
                 Ok(stream) => {
                     let linked = uplink::Linked::of(&stream);
                     handle.attach(Transport::from(stream));
@@ -185,10 +260,7 @@ impl Keeper {
             }
             if fruitless >= CLAIM_AGAIN {
                 fruitless = 0;
-                tracing::warn!("the node does not take our certificate, showing the ticket again");
-                if let Err(error) = self.claim_once(&mut dialler).await {
-                    said.once("claim failed", error.to_string());
-                }
+                self.claim_again(&mut way, &mut said).await;
             }
             sleep(dial::beat()).await;
         }
@@ -204,37 +276,53 @@ impl Keeper {
     ) -> Followed {
         let mut followed = Followed::Nothing;
         loop {
-            match links.recv().await {
-                None => return Followed::End,
-                Some(LinkEvent::Up { resumed, session, peer, version }) => {
-                    self.lease.up();
-                    if let Some(stage) = stage.take() {
-                        self.status.done(stage);
-                    }
-                    tracing::info!(%peer, %session, resumed, relay = version, "the link is up");
-                    *said = Said::default();
-                    followed = Followed::Link;
-                    if let Some(linked) = linked.take() {
-                        self.uplink.send_replace(Some(linked));
-                    }
+            let Some(event) = links.recv().await else { return Followed::End };
+            match self.happened(event, stage, said, &mut linked) {
+                Followed::Link => followed = Followed::Link,
+                Followed::End => return followed,
+                Followed::Nothing => {}
+            }
+        }
+    }
+
+    /// What follows from an event: `Link` when it is up, `End` when it is down.
+    fn happened(
+        &self,
+        event: LinkEvent,
+        stage: &mut Option<crate::status::Stage>,
+        said: &mut Said,
+        linked: &mut Option<uplink::Linked>,
+    ) -> Followed {
+        match event {
+            LinkEvent::Up { resumed, session, peer, version } => {
+                self.lease.up();
+                if let Some(stage) = stage.take() {
+                    self.status.done(stage);
                 }
-                Some(LinkEvent::Down { reason }) => {
-                    self.lease.down();
-                    said.once("the link is down", reason);
-                    return followed;
+                tracing::info!(%peer, %session, resumed, relay = version, "the link is up");
+                *said = Said::default();
+                if let Some(linked) = linked.take() {
+                    self.uplink.send_replace(Some(linked));
                 }
-                Some(LinkEvent::SessionLost) => {
-                    tracing::warn!("the node's relay is another one: open connections to the agent end");
-                }
+                Followed::Link
+            }
+            LinkEvent::Down { reason } => {
+                self.lease.down();
+                said.once("the link is down", reason);
+                Followed::End
+            }
+            LinkEvent::SessionLost => {
+                tracing::warn!("the node's relay is another one: open connections to the agent end");
+                Followed::Nothing
             }
         }
     }
 
     /// Shows the ticket until the node grants a certificate.
-    async fn claim(&self, dialler: &mut Dialler, said: &mut Said) {
+    async fn claim(&self, way: &mut Way, said: &mut Said) {
         let mut refused_pause = REFUSED;
         loop {
-            let pause = match self.claim_once(dialler).await {
+            let pause = match self.claim_once(way).await {
                 Ok(()) => return,
                 Err(error) => {
                     let refused = matches!(error, ClaimError::Refused { .. });
@@ -253,10 +341,9 @@ impl Keeper {
         }
     }
 
-    async fn claim_once(&self, dialler: &mut Dialler) -> Result<(), ClaimError> {
-        let config = self.tls(false)?;
+    async fn claim_once(&self, way: &mut Way) -> Result<(), ClaimError> {
         let stage = self.status.begin("dial");
-        let mut stream = dialler.secure(config).await?;
+        let mut stream = self.secure(way, false).await?;
         self.status.done(stage);
 
         let stage = self.status.begin("claim");
@@ -285,6 +372,18 @@ impl Keeper {
         Ok(())
     }
 
+    /// A connection to the node, with its certificate checked and ours shown, or not.
+    async fn secure(
+        &self,
+        way: &mut Way,
+        with_certificate: bool,
+    ) -> Result<TlsStream<TcpStream>, ClaimError> {
+        match way {
+            Way::Dial(dialler) => Ok(dialler.secure(self.tls(with_certificate)?).await?),
+            Way::Wait(waiter) => Ok(waiter.next(with_certificate).await),
+        }
+    }
+
     fn tls(&self, with_certificate: bool) -> Result<Arc<rustls::ClientConfig>, identity::Error> {
         self.identity().tls(&self.birth.node.ca_sha256, with_certificate)
     }
@@ -299,7 +398,7 @@ enum Followed {
     Link,
     /// It ended before it was one.
     Nothing,
-    /// The endpoint is gone.
+    /// The endpoint is gone; of one event: the connection is.
     End,
 }
 

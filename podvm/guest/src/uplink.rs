@@ -62,6 +62,14 @@ impl Linked {
     }
 }
 
+impl Linked {
+    /// The node's relay, where it answers probes: a node that dialled came from another port.
+    pub(crate) fn at_port(mut self, port: u16) -> Linked {
+        self.peer.set_port(port);
+        self
+    }
+}
+
 /// The last link that was up.
 pub(crate) type Link = watch::Sender<Option<Linked>>;
 

@@ -212,6 +212,7 @@ fn inner() {
         node: BirthNode {
             addresses: vec!["10.98.0.99:15151".parse().unwrap(), format!("{NODE}:15151").parse().unwrap()],
             ca_sha256: vec![relay.ca_sha256()],
+            listen: None,
         },
         lease_seconds: 60,
     };

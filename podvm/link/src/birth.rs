@@ -48,6 +48,9 @@ pub struct BirthNode {
     /// SHA-256 of the DER of each CA the relay's certificate may come from; 64 hex digits each in JSON.
     #[serde(with = "fingerprints")]
     pub ca_sha256: Vec<[u8; 32]>,
+    /// The TCP port on which the VM waits for the node to dial; none: the VM dials the addresses.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub listen: Option<u16>,
 }
 
 /// A ticket's secret. Neither `Debug` nor an error shows it; in JSON it is 64 hex digits.
@@ -165,6 +168,9 @@ impl BirthData {
         if self.node.addresses.iter().any(|a| a.port() == 0 || a.ip().is_unspecified()) {
             return wrong("node.addresses", "an address that cannot be dialled");
         }
+        if self.node.listen == Some(0) {
+            return wrong("node.listen", "a port that nobody could dial");
+        }
         if self.node.ca_sha256.is_empty() || self.node.ca_sha256.len() > MAX_CAS {
             return wrong("node.ca_sha256", "must hold 1 to 16 fingerprints");
         }
@@ -239,6 +245,7 @@ mod tests {
             node: BirthNode {
                 addresses: vec!["10.99.0.1:15151".parse().unwrap(), "[fd99::1]:15151".parse().unwrap()],
                 ca_sha256: vec![[7; 32]],
+                listen: None,
             },
             lease_seconds: 900,
         }
@@ -289,6 +296,7 @@ mod tests {
         assert_eq!(broken(|d| d.node.addresses.clear()), "node.addresses");
         assert_eq!(broken(|d| d.node.addresses[0].set_port(0)), "node.addresses");
         assert_eq!(broken(|d| d.node.ca_sha256.clear()), "node.ca_sha256");
+        assert_eq!(broken(|d| d.node.listen = Some(0)), "node.listen");
         assert_eq!(broken(|d| d.lease_seconds = 0), "lease_seconds");
     }
 

@@ -10,6 +10,7 @@
 //! stay open and are simply not read. Idle connections hold no buffer.
 
 mod dialled;
+mod freeze;
 mod handle;
 mod join;
 mod local;
@@ -31,6 +32,7 @@ use tokio::net::{TcpStream, UnixStream};
 
 pub use self::{
     dialled::{Connected, DialError},
+    freeze::{EndpointState, Frozen, NotFrozen},
     handle::{ControlFull, EndpointHandle},
     stats::Stats,
     transport::{Transport, tune},
@@ -129,6 +131,15 @@ pub trait Filter: Send {
     fn finish(&mut self, local: &mut BytesMut) {
         let _ = local;
     }
+    /// What a filter of another process needs to go on where this one stands; `None`: that cannot be.
+    fn state(&self) -> Option<serde_json::Value> {
+        None
+    }
+    /// Goes on where that one stood; false: it makes no sense here.
+    fn restore(&mut self, state: &serde_json::Value) -> bool {
+        let _ = state;
+        false
+    }
 }
 
 /// Bounds in time and space of one endpoint.
@@ -192,6 +203,7 @@ pub struct Endpoint<H> {
     handler: H,
     limits: Limits,
     shared: handle::Ended,
+    restored: Option<freeze::Restored>,
 }
 
 impl<H> fmt::Debug for Endpoint<H> {
@@ -205,13 +217,33 @@ impl<H: Handler> Endpoint<H> {
     /// handle is dropped the endpoint closes.
     pub fn new(role: Role, handler: H, limits: Limits) -> (Endpoint<H>, EndpointHandle) {
         let (shared, handle) = handle::pair(limits.control_queue);
-        (Endpoint { role, handler, limits, shared }, handle)
+        (Endpoint { role, handler, limits, shared, restored: None }, handle)
+    }
+
+    /// The relay's endpoint of another process, with its connections, as [`EndpointHandle::freeze`] gave it there. Nothing
+    /// is read or written before it runs.
+    ///
+    /// # Errors
+    /// Why the state is not one.
+    pub fn restore(
+        mut handler: H,
+        limits: Limits,
+        frozen: Frozen,
+    ) -> Result<(Endpoint<H>, EndpointHandle), NotFrozen> {
+        let restored = freeze::Restored::read(&mut handler, &limits, frozen)?;
+        let (mut endpoint, handle) = Endpoint::new(Role::Relay, handler, limits);
+        endpoint.shared.control_waits(restored.control_waiting());
+        endpoint.restored = Some(restored);
+        Ok((endpoint, handle))
     }
 
     /// Drives the link until [`EndpointHandle::close`]; gives the handler back. Dropping the future closes all its
     /// sockets at once.
     pub async fn run(self) -> H {
         let mut task = task::Task::new(self.role, self.handler, self.limits, self.shared);
+        if let Some(restored) = self.restored {
+            task.resume(restored);
+        }
         std::future::poll_fn(|cx| task.poll(cx)).await;
         task.into_handler()
     }

@@ -16,6 +16,7 @@ mod lines;
 mod log;
 pub(crate) mod pool;
 mod receive;
+pub(crate) mod state;
 mod stream;
 
 use std::{
@@ -28,6 +29,7 @@ use bytes::Bytes;
 pub use self::{
     bind::Joined,
     receive::{Event, Violation},
+    state::{BadState, SessionState},
 };
 use self::{lines::Lines, log::Log, stream::Stream};
 use crate::{

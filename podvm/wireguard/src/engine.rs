@@ -155,6 +155,14 @@ impl Engine {
         }
     }
 
+    /// Where a peer was found by another process. What is known here already is newer.
+    pub fn place(&self, name: &str, peer: SocketAddr) {
+        if let Some(known) = self.read().by_name.get(name) {
+            let mut state = known.lock();
+            state.path = state.path.or(Some(Path { peer, local: None }));
+        }
+    }
+
     /// Takes a peer in. Again with the same key and address its session goes on; with others it is another peer.
     ///
     /// # Errors

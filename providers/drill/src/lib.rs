@@ -1,21 +1,23 @@
 //! A provider that takes no time and makes no VM: each create leaves a file with the request's user-data in a folder,
 //! and whoever plays the guests (a bench, a load test) reads it there and dials home. What is measured against it is
-//! the node, and nothing else.
+//! the node, and nothing else. A call for several leaves a file of its own beside theirs, which stays: so many were made.
 //!
 //! Touches its own folder, `provider.drill.dir`.
 
 use std::{
     fs, io,
     net::{IpAddr, Ipv4Addr},
+    num::NonZeroU32,
     os::unix::fs::{DirBuilderExt, OpenOptionsExt, symlink},
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use async_trait::async_trait;
 use peerpod_base::config::Reader;
 use peerpod_provider_api::{
-    Capabilities, CreateRequest, Created, Error, IdempotencyKey, InstanceId, Owned, OwnedState, Preflight,
-    Provider,
+    Batch, Capabilities, CreateRequest, Created, CreatedMany, Error, IdempotencyKey, InstanceId, Owned,
+    OwnedState, Preflight, Provider,
 };
 use serde::{Deserialize, Serialize};
 
@@ -26,6 +28,10 @@ pub struct DrillConfig {
     pub dir: PathBuf,
     /// The first of the addresses that the "VMs" get, one after another.
     pub first_address: Ipv4Addr,
+    /// Most "VMs" by one call; 0: each by one of its own.
+    pub max_batch: u32,
+    /// How long a create takes: half of it before there is anything, half of it after.
+    pub takes: Duration,
 }
 
 impl DrillConfig {
@@ -45,7 +51,12 @@ impl DrillConfig {
                 Ipv4Addr::new(10, 200, 0, 1)
             }
         };
-        DrillConfig { dir: dir.unwrap_or_else(|| state_dir.join("drill")), first_address }
+        DrillConfig {
+            dir: dir.unwrap_or_else(|| state_dir.join("drill")),
+            first_address,
+            max_batch: section.get("max-batch", "0", "most \"VMs\" by one call; 0: one by one"),
+            takes: section.get("takes", "0ms", "pretend that a create takes this long"),
+        }
     }
 }
 
@@ -60,6 +71,19 @@ pub struct Drilled {
     pub user_data: String,
     /// Its address.
     pub address: Ipv4Addr,
+}
+
+/// What is in the file of one call for several.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Batched {
+    /// The key of the call.
+    pub key: IdempotencyKey,
+    /// Digest of the request.
+    pub digest: String,
+    /// How many were asked for.
+    pub count: u32,
+    /// Whether all of them were made; what is gone of them then stays gone.
+    pub whole: bool,
 }
 
 /// The provider; see the module.
@@ -105,6 +129,52 @@ impl Drill {
         Err(Error::Invalid { text: format!("all {ADDRESSES} drill addresses are taken; delete VMs") })
     }
 
+    fn of(&self, id: &str, request: &CreateRequest, key: &IdempotencyKey) -> Result<Drilled, Error> {
+        match self.read(id) {
+            Ok(known) if known.digest == request.digest() => Ok(known),
+            Ok(_) => Err(Error::KeyReused { text: format!("{id} was made with another request") }),
+            Err(Error::NotFound { .. }) => {
+                let drilled = Drilled {
+                    key: key.clone(),
+                    digest: request.digest(),
+                    user_data: request.user_data.clone(),
+                    // By the id: all VMs of one call have the same key.
+                    address: self.take_address(id, &IdempotencyKey::derive("drill", id, 0))?,
+                };
+                write(&self.file(id), &drilled)?;
+                Ok(drilled)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The file of a call for several, with this much of it done already.
+    fn call(
+        &self,
+        request: &CreateRequest,
+        count: u32,
+        key: &IdempotencyKey,
+    ) -> Result<(PathBuf, Batched), Error> {
+        let path = self.config.dir.join(format!("{}.batch", id_of(key)));
+        let wanted = Batched { key: key.clone(), digest: request.digest(), count, whole: false };
+        match fs::read(&path) {
+            Ok(bytes) => match serde_json::from_slice::<Batched>(&bytes) {
+                Ok(known) if known.digest == wanted.digest && known.count == count => Ok((path, known)),
+                Ok(_) => {
+                    Err(Error::KeyReused { text: format!("{} was made with another request", id_of(key)) })
+                }
+                Err(error) => Err(Error::Invalid {
+                    text: format!("{} is not ours: {error}; remove it", path.display()),
+                }),
+            },
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                write(&path, &wanted)?;
+                Ok((path, wanted))
+            }
+            Err(error) => Err(transient("reading", &path, &error)),
+        }
+    }
+
     fn read(&self, id: &str) -> Result<Drilled, Error> {
         let path = self.file(id);
         let bytes = fs::read(&path).map_err(|error| match error.kind() {
@@ -136,7 +206,7 @@ impl Provider for Drill {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::minimal(64 << 10)
+        Capabilities { max_batch: self.config.max_batch, ..Capabilities::minimal(64 << 10) }
     }
 
     async fn preflight(&self) -> Result<Preflight, Error> {
@@ -154,25 +224,11 @@ impl Provider for Drill {
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error> {
         self.capabilities().check(request, self.name())?;
+        tokio::time::sleep(self.config.takes / 2).await;
         let id = id_of(key);
-        let drilled = match self.read(&id) {
-            Ok(known) if known.digest == request.digest() => known,
-            Ok(_) => return Err(Error::KeyReused { text: format!("{id} was made with another request") }),
-            Err(Error::NotFound { .. }) => {
-                let drilled = Drilled {
-                    key: key.clone(),
-                    digest: request.digest(),
-                    user_data: request.user_data.clone(),
-                    address: self.take_address(&id, key)?,
-                };
-                write(&self.file(&id), &drilled)?;
-                drilled
-            }
-            Err(error) => return Err(error),
-        };
-        let id = InstanceId::new(id).map_err(|error| Error::Invalid { text: error.to_string() })?;
-        let addresses = vec![drilled.address.into()];
-        Ok(Created { id, addresses, instance_type: None, disks: Vec::new() })
+        let created = created(&id, &self.of(&id, request, key)?);
+        tokio::time::sleep(self.config.takes / 2).await;
+        created
     }
 
     async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
@@ -215,11 +271,56 @@ impl Provider for Drill {
         }
         Ok(owned)
     }
+
+    fn batch(&self) -> Option<&dyn Batch> {
+        (self.config.max_batch > 0).then_some(self)
+    }
+}
+
+#[async_trait]
+impl Batch for Drill {
+    async fn create_many(
+        &self,
+        request: &CreateRequest,
+        count: NonZeroU32,
+        key: &IdempotencyKey,
+    ) -> Result<CreatedMany, Error> {
+        self.capabilities().check(request, self.name())?;
+        let (count, most) = (count.get(), self.config.max_batch);
+        if count > most {
+            let text =
+                format!("create of {count} drill VMs: provider.drill.max-batch allows {most} by one call");
+            return Err(Error::Invalid { text });
+        }
+        tokio::time::sleep(self.config.takes / 2).await;
+        let (path, call) = self.call(request, count, key)?;
+        let mut made = Vec::new();
+        for number in 0..count {
+            let id = format!("{}-{number:04}", id_of(key));
+            let drilled = if call.whole { self.read(&id) } else { self.of(&id, request, key) };
+            match drilled {
+                Ok(drilled) => made.push(created(&id, &drilled)?),
+                Err(Error::NotFound { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        write(&path, &Batched { whole: true, ..call })?;
+        tokio::time::sleep(self.config.takes / 2).await;
+        let gone = count - u32::try_from(made.len()).unwrap_or(count);
+        let rest =
+            (gone > 0).then(|| Error::NotFound { text: format!("{gone} of {count} drill VMs are gone") });
+        Ok(CreatedMany { made, rest })
+    }
+}
+
+fn created(id: &str, drilled: &Drilled) -> Result<Created, Error> {
+    let id = InstanceId::new(id).map_err(|error| Error::Invalid { text: error.to_string() })?;
+    Ok(Created { id, addresses: vec![drilled.address.into()], instance_type: None, disks: Vec::new() })
 }
 
 /// Whole or not at all: whoever watches the folder sees only complete files.
-fn write(path: &Path, drilled: &Drilled) -> Result<(), Error> {
-    let json = serde_json::to_vec(drilled).map_err(|error| Error::Invalid { text: error.to_string() })?;
+fn write(path: &Path, content: &impl Serialize) -> Result<(), Error> {
+    let json = serde_json::to_vec(content).map_err(|error| Error::Invalid { text: error.to_string() })?;
     let temporary = path.with_extension("new");
     let written = fs::OpenOptions::new()
         .write(true)
@@ -240,7 +341,12 @@ mod tests {
     fn an_address_is_one_vms_alone_and_stays_its_own_when_a_create_is_repeated() {
         let dir = std::env::temp_dir().join(format!("peerpod-drill-addresses-{}", std::process::id()));
         fs::create_dir_all(&dir).unwrap();
-        let drill = Drill::new(DrillConfig { dir: dir.clone(), first_address: Ipv4Addr::new(10, 200, 0, 1) });
+        let drill = Drill::new(DrillConfig {
+            dir: dir.clone(),
+            first_address: Ipv4Addr::new(10, 200, 0, 1),
+            max_batch: 0,
+            takes: Duration::ZERO,
+        });
         let key = |number: u32| IdempotencyKey::derive("cluster", &number.to_string(), 1);
         // Many more than begin at places of their own.
         let take = |number: u32| drill.take_address(&format!("drill-{number}"), &key(number)).unwrap();

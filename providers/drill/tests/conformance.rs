@@ -9,6 +9,7 @@ use std::{
         Arc,
         atomic::{AtomicU32, Ordering},
     },
+    time::Duration,
 };
 
 use async_trait::async_trait;
@@ -25,7 +26,12 @@ fn make() -> Files {
     let number = COUNT.fetch_add(1, Ordering::Relaxed);
     let dir = std::env::temp_dir().join(format!("peerpod-drill-{}-{number}", std::process::id()));
     fs::create_dir_all(&dir).unwrap();
-    let config = DrillConfig { dir: dir.clone(), first_address: [10, 200, 0, 1].into() };
+    let config = DrillConfig {
+        dir: dir.clone(),
+        first_address: [10, 200, 0, 1].into(),
+        max_batch: 8,
+        takes: Duration::ZERO,
+    };
     Files { provider: Arc::new(Drill::new(config)), dir }
 }
 

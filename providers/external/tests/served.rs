@@ -44,7 +44,12 @@ fn make() -> Served {
         let drill = drills.entry(owner.clone()).or_insert_with(|| {
             let dir = root.join(format!("drill-{}", owner.node_name));
             fs::create_dir_all(&dir).unwrap();
-            Arc::new(Drill::new(DrillConfig { dir, first_address: [10, 200, 0, 1].into() }))
+            Arc::new(Drill::new(DrillConfig {
+                dir,
+                first_address: [10, 200, 0, 1].into(),
+                max_batch: 4,
+                takes: std::time::Duration::ZERO,
+            }))
         });
         Ok::<_, Error>(drill.clone())
     };

@@ -26,8 +26,12 @@ async fn serve(folder: &Folder, files: &TlsFiles, address: &str) -> (Serving, So
     let address = listener.local_addr().unwrap();
     let dir = folder.0.join("drill");
     fs::create_dir_all(&dir).unwrap();
-    let drill: Arc<dyn Provider> =
-        Arc::new(Drill::new(DrillConfig { dir, first_address: [10, 200, 0, 1].into() }));
+    let drill: Arc<dyn Provider> = Arc::new(Drill::new(DrillConfig {
+        dir,
+        first_address: [10, 200, 0, 1].into(),
+        max_batch: 4,
+        takes: Duration::ZERO,
+    }));
     let listener = listen_with_tls(listener, files).unwrap();
     (Serving::start("drill", listener, move |_: &_| Ok(drill.clone())).await.unwrap(), address)
 }

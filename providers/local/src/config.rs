@@ -42,6 +42,8 @@ pub struct LocalConfig {
     pub ipv4: bool,
     /// How long a VM "boots" before its pid 1 runs; for tests.
     pub boot_delay: Duration,
+    /// Most VMs by one call; 0: each by one of its own.
+    pub max_batch: u32,
 }
 
 impl LocalConfig {
@@ -73,6 +75,7 @@ impl LocalConfig {
             "give VMs IPv4 addresses; false: IPv6 is all there is between node and VMs",
         );
         let boot_delay = section.get("boot-delay", "0ms", "pretend that a VM takes this long to boot");
+        let max_batch = section.get("max-batch", "0", "most VMs by one call; 0: one by one");
         LocalConfig {
             state_dir: state_dir.join("local"),
             helper_binary: helper_binary.unwrap_or_else(|| beside_us("peerpod-local-vm")),
@@ -83,6 +86,7 @@ impl LocalConfig {
             mtu,
             ipv4,
             boot_delay,
+            max_batch,
         }
     }
 

@@ -6,9 +6,10 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use peerpod_provider_api::{CreateRequest, Created, Error, IdempotencyKey, InstanceId};
+use peerpod_provider_api::{CreateRequest, Created, CreatedMany, Error, IdempotencyKey, InstanceId};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, Command};
+use tokio::task::JoinSet;
 
 use crate::store::{Record, Status, VERSION};
 use crate::vm::{Answer, Description, Inside};
@@ -25,11 +26,61 @@ impl Shared {
         request: CreateRequest,
         key: IdempotencyKey,
     ) -> Result<Created, Error> {
+        let (id, digest) = (instance_id(&key)?, request.digest());
+        self.create_as(id, digest, request, key).await
+    }
+
+    /// Several: each is made as one is, with an id that follows from the key and its number. All of them or none: who
+    /// finds no room has the others taken away.
+    pub(crate) async fn create_many(
+        self: Arc<Shared>,
+        request: CreateRequest,
+        count: u32,
+        key: IdempotencyKey,
+    ) -> Result<CreatedMany, Error> {
+        let digest = format!("{count} of {}", request.digest());
+        let mut work = JoinSet::new();
+        for number in 0..count {
+            let id = instance_id(&IdempotencyKey::derive("local batch", key.as_str(), number))?;
+            work.spawn(Arc::clone(&self).create_as(id, digest.clone(), request.clone(), key.clone()));
+        }
+        let (mut made, mut failed) = (Vec::new(), None);
+        while let Some(done) = work.join_next().await {
+            match done.unwrap_or_else(|error| Err(Error::transient(format!("create: {error}")))) {
+                Ok(created) => made.push(created),
+                // One that may be asked again speaks for all: only the whole is an answer.
+                Err(error) => match failed {
+                    Some(Error::Transient { .. }) => {}
+                    _ => failed = Some(error),
+                },
+            }
+        }
+        match failed {
+            None => {
+                made.sort_by(|one, other| one.id.cmp(&other.id));
+                Ok(CreatedMany { made, rest: None })
+            }
+            Some(error @ Error::Transient { .. }) => Err(error),
+            Some(error) => {
+                for created in made {
+                    Arc::clone(&self).delete(created.id).await?;
+                }
+                Err(error)
+            }
+        }
+    }
+
+    async fn create_as(
+        self: Arc<Shared>,
+        id: InstanceId,
+        digest: String,
+        request: CreateRequest,
+        key: IdempotencyKey,
+    ) -> Result<Created, Error> {
         self.check()?;
-        let id = instance_id(&key)?;
         let _turn = self.lock_id(&id).await;
         let record = match self.status(&id)? {
-            Status::Absent | Status::Pending(None) => self.begin(&id, &request, &key).await?,
+            Status::Absent | Status::Pending(None) => self.begin(&id, &request, digest, &key).await?,
             Status::Unreadable(why) => {
                 return Err(Error::invalid(format!("create of {}: {why}; delete VM {id}", request.name)));
             }
@@ -39,10 +90,10 @@ impl Shared {
                     request.name
                 )));
             }
-            Status::Pending(Some(record)) => same(&record, &request)?,
+            Status::Pending(Some(record)) => same(&record, &digest, &request)?,
             // Ended is for `addresses` to say: the answer to this key stays the same.
             Status::Running(record) | Status::Ended(record, _) => {
-                return Ok(created(&id, &same(&record, &request)?));
+                return Ok(created(&id, &same(&record, &digest, &request)?));
             }
         };
         self.ensure_networks(request.second_nic).await?;
@@ -55,6 +106,7 @@ impl Shared {
         &self,
         id: &InstanceId,
         request: &CreateRequest,
+        digest: String,
         key: &IdempotencyKey,
     ) -> Result<Record, Error> {
         let index = {
@@ -73,7 +125,7 @@ impl Shared {
         let record = Record {
             version: VERSION,
             key: key.clone(),
-            request: request.digest(),
+            request: digest,
             name: request.name.clone(),
             index,
             v4: self.config.ipv4.then(|| self.config.network.subnet4.address(index)),
@@ -223,8 +275,8 @@ fn free_index(room: u32, hash: &[u8; 32], taken: impl Fn(u32) -> bool) -> Option
     (0..usable).map(|step| 2 + (start + step) % usable).find(|index| !taken(*index))
 }
 
-fn same(record: &Record, request: &CreateRequest) -> Result<Record, Error> {
-    if record.request != request.digest() {
+fn same(record: &Record, digest: &str, request: &CreateRequest) -> Result<Record, Error> {
+    if record.request != digest {
         let (name, first) = (&request.name, &record.name);
         return Err(Error::key_reused(format!(
             "create of {name}: its key was used before with another request (for {first}); use a new key"

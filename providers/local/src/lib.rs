@@ -21,6 +21,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::net::IpAddr;
+use std::num::NonZeroU32;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex as Lock, PoisonError};
@@ -29,8 +30,8 @@ use std::time::{Duration, Instant, SystemTime};
 use async_trait::async_trait;
 use nix::fcntl::Flock;
 use peerpod_provider_api::{
-    Capabilities, Console, CreateRequest, Created, Error, IdempotencyKey, InstanceId, Owned, OwnedState,
-    Preflight, Provider,
+    Batch, Capabilities, Console, CreateRequest, Created, CreatedMany, Error, IdempotencyKey, InstanceId,
+    Owned, OwnedState, Preflight, Provider,
 };
 use tokio::sync::{Mutex, OwnedMutexGuard};
 
@@ -105,7 +106,8 @@ impl Provider for LocalProvider {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities { console: true, second_nic: true, ..Capabilities::minimal(MAX_USER_DATA) }
+        let max_batch = self.shared.config.max_batch;
+        Capabilities { console: true, second_nic: true, max_batch, ..Capabilities::minimal(MAX_USER_DATA) }
     }
 
     async fn preflight(&self) -> Result<Preflight, Error> {
@@ -175,8 +177,32 @@ impl Provider for LocalProvider {
         list.unwrap_or_else(|error| Err(Error::transient(format!("list the local VMs: {error}"))))
     }
 
+    fn batch(&self) -> Option<&dyn Batch> {
+        (self.shared.config.max_batch > 0).then_some(self)
+    }
+
     fn console(&self) -> Option<&dyn Console> {
         Some(self)
+    }
+}
+
+#[async_trait]
+impl Batch for LocalProvider {
+    async fn create_many(
+        &self,
+        request: &CreateRequest,
+        count: NonZeroU32,
+        key: &IdempotencyKey,
+    ) -> Result<CreatedMany, Error> {
+        self.capabilities().check(request, self.name())?;
+        let most = self.shared.config.max_batch;
+        if count.get() > most {
+            let text = format!("create of {count} VMs {}: provider.local.max-batch is {most}", request.name);
+            return Err(Error::invalid(text));
+        }
+        // In a task of its own, as one is.
+        let work = Arc::clone(&self.shared).create_many(request.clone(), count.get(), key.clone());
+        tokio::spawn(work).await.unwrap_or_else(|error| Err(Error::transient(format!("create: {error}"))))
     }
 }
 

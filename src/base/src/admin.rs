@@ -106,8 +106,18 @@ pub async fn serve(address: SocketAddr, registry: Arc<Registry>, ready: Ready) -
     let failed = |why| Error { address, why };
     let listener = TcpListener::bind(address).await.map_err(failed)?;
     let bound = listener.local_addr().map_err(failed)?;
-    tokio::spawn(accept(listener, registry, ready));
+    serve_on(listener, registry, ready);
     Ok(bound)
+}
+
+/// Answers on a port that is bound already, until the runtime ends.
+pub fn serve_on(listener: TcpListener, registry: Arc<Registry>, ready: Ready) {
+    tokio::spawn(accept(listener, registry, ready));
+}
+
+/// The port could not be used.
+pub fn refused(address: SocketAddr, why: std::io::Error) -> Error {
+    Error { address, why }
 }
 
 async fn accept(listener: TcpListener, registry: Arc<Registry>, ready: Ready) {

@@ -162,6 +162,16 @@ fn new_socket(flags: SocketFlags) -> io::Result<OwnedFd> {
     Ok(net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC | flags, None)?)
 }
 
+/// A connection to the listener at `path`; not blocking.
+///
+/// # Errors
+/// The kernel's: nobody listens, or its queue is full.
+pub fn connect(path: &Path) -> io::Result<OwnedFd> {
+    let socket = new_socket(SocketFlags::NONBLOCK)?;
+    net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket)
+}
+
 /// Sends a message with its descriptors.
 ///
 /// # Errors

@@ -35,7 +35,7 @@ use crate::{
     rpc::{self, Door},
     sandbox::{
         Deaths, Reaper, Sandboxes,
-        recover::{Orphans, recover},
+        recover::{Kept, Orphans, recover},
     },
     trust::{self, Trust},
     tunnel::{self, Tunnel, TunnelConfig},
@@ -141,9 +141,10 @@ pub async fn build(
     // What was promised for us, before anything else is looked at.
     let inbox = Inbox::open(&config.state_dir)?;
     let (notes, bad_notes) = inbox.read()?;
-    let Loaded { records, mut quarantined } = ledger.load()?;
-    let set_aside = ledger.in_quarantine()?;
+    let Loaded { records, batches, unread_batches, mut quarantined } = ledger.load()?;
+    let mut unread = ledger.in_quarantine()?;
     quarantined.extend(bad_notes);
+    unread.extend(quarantined.iter().filter_map(|bad| bad.id.clone()));
     for bad in &quarantined {
         metrics.quarantined.inc();
         error!(file = %bad.file.display(), moved_to = %bad.moved_to.display(), why = bad.why, sandbox = bad.id.as_ref().map(tracing::field::display), "set aside: this sandbox is not looked after");
@@ -161,8 +162,7 @@ pub async fn build(
     let addresses = GuestAddresses::new(config.relay_addresses.clone(), config.relay_listen);
 
     let boot_id = boot_id()?;
-    let unread = quarantined.iter().filter_map(|bad| bad.id.clone()).chain(set_aside.iter().cloned());
-    effects::tidy(&tunnel, &records, unread, &boot_id).await;
+    effects::tidy(&tunnel, &records, unread.iter().cloned(), &boot_id).await;
 
     let mut tasks = JoinSet::new();
     preflight(&mut tasks, provider.clone(), addresses.clone(), &ready).await;
@@ -177,6 +177,7 @@ pub async fn build(
     if let Some(carrier) = tunnel.carrier() {
         tasks.spawn(carry::run(relay.clone(), carrier, addresses.clone(), surroundings.underlay()));
     }
+    let most = provider.capabilities().max_batch;
     let fx = Arc::new(Real {
         ledger,
         provider,
@@ -184,6 +185,7 @@ pub async fn build(
         relay: relay.clone(),
         trust: trust.clone(),
         addresses: addresses.clone(),
+        dial: config.dial,
         lease: config.lease,
         localhost: Localhost::new(config.localhost).await,
         boot_id,
@@ -191,10 +193,12 @@ pub async fn build(
     });
     let mut settings = config.sandbox_settings();
     settings.guest_addresses = addresses.in_words(None);
+    settings.max_batch = config.max_batch(most);
     let sandboxes = Sandboxes::new(fx, settings, metrics.clone());
 
     let count = records.len();
-    for note in recover(&sandboxes, records, notes).await {
+    let kept = Kept { records, batches, unread: unread.clone(), notes };
+    for note in recover(&sandboxes, kept).await {
         inbox.done(&note)?;
     }
     info!(records = count, quarantined = quarantined.len(), "recovered from the ledger");
@@ -203,8 +207,8 @@ pub async fn build(
         roll_over::run(rolled, told, table, config.ca_roll_over, config.ca_follow_timeout).await;
         "roll-over of the CA"
     });
-    let protected = quarantined.into_iter().filter_map(|bad| bad.id).chain(set_aside).collect();
-    look_after(&mut tasks, &sandboxes, &inbox, &metrics, Orphans::new(protected, config.orphan_grace));
+    let orphans = Orphans::new(unread, config.orphan_grace).sparing(unread_batches);
+    look_after(&mut tasks, &sandboxes, &inbox, &metrics, orphans);
 
     let admin = admin::serve(config.admin_listen, Arc::new(registry), ready.clone()).await?;
     let drain = Drain::new();

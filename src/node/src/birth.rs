@@ -7,14 +7,22 @@ use peerpod_link::birth::{BirthData, BirthNode, BirthTicket, VERSION};
 
 use crate::trust::Ticket;
 
-/// The user-data of a VM for one claim. `node_addresses` are those where the relay listens, `ca` the SHA-256 of the DER
-/// of each CA to pin, `lease` the silence after which the VM powers off (whole seconds, at least one).
+/// The user-data of each of `claims` VMs that share a ticket. `node_addresses` are those where the relay listens, `ca` the
+/// SHA-256 of the DER of each CA to pin, `listen` the port on which the VM waits to be dialled if it is not to dial, `lease`
+/// the silence after which the VM powers off (whole seconds, at least one).
 ///
 /// Some 500 bytes and 30 more per address. It holds the ticket's secret: keep it where the ledger is and show it to
 /// nobody but the cloud. The same arguments give the same text, byte for byte, as a retried create needs.
-pub fn user_data(ticket: &Ticket, node_addresses: &[SocketAddr], ca: &[[u8; 32]], lease: Duration) -> String {
-    let ticket = BirthTicket { id: ticket.id.clone(), secret: ticket.secret().clone(), claims: 1 };
-    let node = BirthNode { addresses: node_addresses.to_vec(), ca_sha256: ca.to_vec() };
+pub fn user_data(
+    ticket: &Ticket,
+    claims: u32,
+    node_addresses: &[SocketAddr],
+    listen: Option<u16>,
+    ca: &[[u8; 32]],
+    lease: Duration,
+) -> String {
+    let ticket = BirthTicket { id: ticket.id.clone(), secret: ticket.secret().clone(), claims };
+    let node = BirthNode { addresses: node_addresses.to_vec(), ca_sha256: ca.to_vec(), listen };
     let lease_seconds = u32::try_from(lease.as_secs()).unwrap_or(u32::MAX).max(1);
     BirthData { version: VERSION, ticket, node, lease_seconds }.to_json()
 }
@@ -28,14 +36,17 @@ mod tests {
         let ticket = Ticket::new(Duration::from_secs(60)).unwrap();
         let addresses: Vec<SocketAddr> =
             ["10.99.0.1:15151", "[fd99::1]:15151"].iter().map(|a| a.parse().unwrap()).collect();
-        let text = user_data(&ticket, &addresses, &[[1; 32], [2; 32]], Duration::from_secs(900));
+        let text = user_data(&ticket, 3, &addresses, None, &[[1; 32], [2; 32]], Duration::from_secs(900));
         assert!(text.len() < 2048, "{} bytes", text.len());
         let read = BirthData::parse(text.as_bytes()).unwrap();
         assert_eq!(read.ticket.id, ticket.id);
         assert!(ticket.matches(read.ticket.secret.expose()));
-        assert_eq!((read.ticket.claims, read.lease_seconds), (1, 900));
+        assert_eq!((read.ticket.claims, read.lease_seconds), (3, 900));
         assert_eq!(read.node.addresses, addresses);
         assert_eq!(read.node.ca_sha256, [[1; 32], [2; 32]]);
-        assert_eq!(text, user_data(&ticket, &addresses, &[[1; 32], [2; 32]], Duration::from_secs(900)));
+        assert_eq!(
+            text,
+            user_data(&ticket, 3, &addresses, None, &[[1; 32], [2; 32]], Duration::from_secs(900))
+        );
     }
 }

@@ -25,6 +25,8 @@ use crate::{
 
 /// Sections of the shared file that other binaries read; of `relay` we look at one key.
 const OTHERS: [&str; 1] = ["relay"];
+/// More do not come within a window; each is a line of the batch's file.
+const MOST_BATCH: u32 = 1000;
 /// Of each list of networks; the guest takes no more.
 const MOST_PREFIXES: usize = 64;
 
@@ -45,6 +47,8 @@ pub struct NodeConfig {
     pub admin_listen: SocketAddr,
     /// `node.relay-addresses`: where guests dial; empty: found out.
     pub relay_addresses: Vec<GuestAddress>,
+    /// `node.link-dial` and `node.guest-port`: where VMs wait for the relay to dial; `None`: they dial.
+    pub dial: Option<u16>,
     /// `node.ticket-ttl`.
     pub ticket_ttl: Duration,
     /// `node.boot-timeout`.
@@ -73,6 +77,8 @@ pub struct NodeConfig {
     pub ca_roll_over: Option<Duration>,
     /// `node.max-sandboxes`.
     pub max_sandboxes: usize,
+    /// `node.batch`: whether sandboxes that want the same VM at the same moment may get theirs by one call.
+    pub batch: bool,
     /// Section `tunnel`.
     pub tunnel: TunnelConfig,
     /// `tunnel.localhost`: whether connections to a pod's localhost in the node's side of its namespace are carried.
@@ -117,6 +123,18 @@ impl NodeConfig {
             "node.ca-roll-over",
             "roll the node's CA over this often; when not set, in the last third of its ten years",
         );
+        let dials = reader.choice(
+            "node.link-dial",
+            "guest",
+            &["guest", "node"],
+            "who makes the TCP connection between VM and node: the guest, or the node, where the network lets no connection \
+             of a VM to the node",
+        ) == "node";
+        let guest_port: u16 = reader.get(
+            "node.guest-port",
+            "15150",
+            "TCP port on which VMs wait for the node, with node.link-dial: node",
+        );
         let mut config = NodeConfig {
             run_dir: reader.get("paths.run-dir", "/run/peerpod", "folder of the sockets"),
             state_dir: reader.get("paths.state-dir", "/var/lib/peerpod", "folder of what survives a restart"),
@@ -139,6 +157,7 @@ impl NodeConfig {
                 "address and port of /metrics, /healthz and /readyz",
             ),
             relay_addresses,
+            dial: dials.then_some(guest_port),
             ticket_ttl: reader.get(
                 "node.ticket-ttl",
                 "30m",
@@ -186,6 +205,13 @@ impl NodeConfig {
                 "sandboxes at once; more are refused",
             ))
             .unwrap_or(usize::MAX),
+            batch: reader.choice(
+                "node.batch",
+                "auto",
+                &["auto", "off"],
+                "VMs that pods want at the same moment by one call, with one ticket, where the provider can; auto: unless VMs \
+                 may come from translated addresses (tunnel.kind wireguard and auto)",
+            ) == "auto",
             tunnel: tunnel(reader),
             localhost: reader.get(
                 "tunnel.localhost",
@@ -235,6 +261,17 @@ impl NodeConfig {
         if self.ticket_ttl < self.boot_timeout {
             reader.mistake("node.ticket-ttl", "shorter than node.boot-timeout; a slow VM could not join");
         }
+        if self.dial == Some(0) {
+            reader.mistake(
+                "node.guest-port",
+                "guests must listen on a port that is known; 15150 is the usual one",
+            );
+        }
+        if self.dial.is_some() && self.tunnel.wireguard.is_some() {
+            let why = "the guest begins the encrypted tunnel, and this network lets none of its connections through; set \
+                       tunnel.kind: vxlan, or node.link-dial: guest";
+            reader.mistake("node.link-dial", why);
+        }
         if self.max_sandboxes == 0 {
             reader.mistake("node.max-sandboxes", "no pod could ever run; 1 or more would do");
         }
@@ -271,6 +308,13 @@ impl NodeConfig {
         self.tunnel.external.as_ref().is_some_and(|external| external.way == Way::SecondNic)
     }
 
+    /// Most VMs to ask for by one call, where the provider makes so many at most; below 2: each by itself.
+    pub fn max_batch(&self, provider: u32) -> u32 {
+        // Whose VM is whose shows by the address that it comes from.
+        let translated = self.tunnel.auto || self.tunnel.kind == Kind::Wireguard;
+        if self.batch && !translated { provider.min(MOST_BATCH) } else { 0 }
+    }
+
     /// What a provider is told of this node.
     pub fn provider_context(&self) -> Context {
         Context {
@@ -300,6 +344,8 @@ impl NodeConfig {
             vm_gone_grace: self.vm_gone_grace,
             max_sandboxes: self.max_sandboxes,
             second_nic: self.wants_second_nic(),
+            dial: self.dial,
+            max_batch: 0,
         }
     }
 }
@@ -464,6 +510,21 @@ mod tests {
     }
 
     #[test]
+    fn a_node_that_dials_has_a_port_and_no_tunnel_that_guests_begin() {
+        assert_eq!(load(&[]).unwrap().dial, None);
+        assert_eq!(load(&["--node.link-dial=node"]).unwrap().dial, Some(15150));
+        assert_eq!(load(&["--node.link-dial=node", "--node.guest-port=7"]).unwrap().dial, Some(7));
+        assert!(load(&["--node.link-dial=node", "--node.guest-port=0"]).is_err());
+        for kind in ["wireguard", "auto"] {
+            let mistakes = load(&["--node.link-dial=node", &format!("--tunnel.kind={kind}")]).unwrap_err();
+            assert!(
+                mistakes.to_string().contains("set tunnel.kind: vxlan, or node.link-dial: guest"),
+                "{mistakes}"
+            );
+        }
+    }
+
+    #[test]
     fn addresses_of_guests_may_have_a_port() {
         let config = load(&["--node.relay-addresses", "10.0.0.7,[fd00::7]:99,fd00::8"]).unwrap();
         let expected = [
@@ -482,6 +543,15 @@ mod tests {
         let tunnel = load(&[args.as_slice(), &["--tunnel.redirect=bpf"]].concat()).unwrap().tunnel;
         assert!(!tunnel.vnis.contains(99) && tunnel.vnis.contains(200) && !tunnel.vnis.contains(201));
         assert_eq!((tunnel.source_ports, tunnel.redirect), (Some((40000, 40063)), Some(Classifier::Bpf)));
+    }
+
+    #[test]
+    fn vms_that_may_come_from_translated_addresses_are_made_one_by_one() {
+        let most = |args: &[&str], provider| load(args).unwrap().max_batch(provider);
+        assert_eq!((most(&[], 500), most(&[], 0), most(&[], 5000)), (500, 0, 1000));
+        assert_eq!(most(&["--node.batch=off"], 500), 0);
+        assert_eq!((most(&["--tunnel.kind=auto"], 500), most(&["--tunnel.kind=wireguard"], 500)), (0, 0));
+        assert!(load(&["--node.batch=on"]).is_err());
     }
 
     #[test]

@@ -4,6 +4,7 @@
 use std::{
     collections::BTreeMap,
     net::{IpAddr, SocketAddr},
+    num::NonZeroU32,
     path::Path,
     sync::Arc,
     time::{Duration, SystemTime, UNIX_EPOCH},
@@ -22,12 +23,14 @@ use tokio::{sync::watch, task::spawn_blocking};
 
 use crate::{
     birth,
-    ledger::{self, Ledger, NetnsRef, Network, Record},
+    ledger::{self, Batch, Ledger, NetnsRef, Network, Record},
     localhost::Localhost,
     relay_client::RelayClient,
     roll_over::SharedTrust,
     sandbox::{
-        effects::{Certificate, CloudError, Effects, Followed, Guest, NetworkError, RelayError, Trusted},
+        effects::{
+            Certificate, CloudError, Effects, Followed, Guest, Made, NetworkError, RelayError, Trusted,
+        },
         follow::{Heard, Homes},
     },
     spec::SandboxId,
@@ -63,6 +66,8 @@ pub struct Real {
     pub trust: SharedTrust,
     /// Where guests reach us.
     pub addresses: GuestAddresses,
+    /// The port on which VMs wait to be dialled; none: they dial.
+    pub dial: Option<u16>,
     /// How long a guest goes on without us.
     pub lease: Duration,
     /// The pods' localhost.
@@ -190,9 +195,10 @@ impl Effects for Real {
         Ticket::new(ttl).map_err(|error| error.to_string())
     }
 
-    fn user_data(&self, ticket: &Ticket) -> Result<String, String> {
+    fn user_data(&self, ticket: &Ticket, claims: u32) -> Result<String, String> {
         let addresses: Vec<SocketAddr> = self.addresses.now(self.relay.listen())?;
-        Ok(birth::user_data(ticket, &addresses, &self.trust.read().ca_sha256(), self.lease))
+        let ca = self.trust.read().ca_sha256();
+        Ok(birth::user_data(ticket, claims, &addresses, self.dial, &ca, self.lease))
     }
 
     async fn save(&self, record: &Record) -> Result<(), ledger::Error> {
@@ -210,12 +216,37 @@ impl Effects for Real {
         spawn_blocking(move || ledger.read(&id)).await.unwrap_or_else(|error| Err(lost(error)))
     }
 
+    async fn save_batch(&self, batch: &Batch) -> Result<(), ledger::Error> {
+        let (ledger, batch) = (self.ledger.clone(), batch.clone());
+        spawn_blocking(move || ledger.save_batch(&batch)).await.unwrap_or_else(|error| Err(lost(error)))
+    }
+
+    async fn forget_batch(&self, id: &str) -> Result<(), ledger::Error> {
+        let (ledger, id) = (self.ledger.clone(), id.to_owned());
+        spawn_blocking(move || ledger.remove_batch(&id)).await.unwrap_or_else(|error| Err(lost(error)))
+    }
+
     async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, CloudError> {
         self.provider.place(request).await
     }
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError> {
         self.provider.create(request, key).await.map(|created| created.id)
+    }
+
+    async fn create_many(
+        &self,
+        request: &CreateRequest,
+        count: NonZeroU32,
+        key: &IdempotencyKey,
+    ) -> Result<Made, CloudError> {
+        let Some(batch) = self.provider.batch() else {
+            // It had, when the batch was written down.
+            let text = format!("provider {} makes no batches any more", self.provider.name());
+            return Err(CloudError::unsupported("batch", text));
+        };
+        let many = batch.create_many(request, count, key).await?;
+        Ok(Made { vms: many.made.into_iter().map(|made| made.id).collect(), rest: many.rest })
     }
 
     async fn find(&self, key: &IdempotencyKey) -> Result<Option<InstanceId>, CloudError> {
@@ -340,11 +371,12 @@ impl Effects for Real {
                     again.map_err(within(&open))?
                 }
             };
-            let woven = Woven { seen, reserved, losses: Some(losses) };
+            let woven = Woven { seen: seen.clone(), reserved, losses: Some(losses) };
             followed = Some(Network { v6: network.v6, tunnel: written(&woven)? });
         }
         let network = followed.as_ref().unwrap_or(network);
-        let (plan, obstacles) = self.connect_telling(netns, id, network, vm).await?;
+        let (plan, mut obstacles) = self.connect_telling(netns, id, network, vm).await?;
+        obstacles.extend(self.tunnel.hooked(&open, &seen).await);
         Ok(Followed { network: followed, plan, changes, left, obstacles })
     }
 

@@ -4,14 +4,18 @@
 //! fsync of the folder. Files 0600 in a folder 0700, because a record holds a ticket. A file that cannot be understood
 //! (torn, or from a newer version) is moved to `quarantine/` and reported; the other sandboxes run.
 //!
+//! A batch of VMs that one call asks for has a file of its own below `<state-dir>/batches`, written in the same way.
+//!
 //! Touches nothing but the state directory. All calls block; the caller keeps them off the async threads.
 
+mod batch;
 mod disk;
 mod inbox;
 mod record;
 
 use std::{io, path::PathBuf};
 
+pub use batch::{BATCH_VERSION, Batch, Member, Rest};
 pub use disk::{Ledger, Loaded, Quarantined};
 pub use inbox::{Inbox, Note};
 pub use record::{Binding, MAX_FILE, NetnsRef, Network, Record, Stage, VERSION};

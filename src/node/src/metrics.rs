@@ -74,6 +74,7 @@ pub struct Metrics {
     /// What was found in the way of running pods' traffic, others' filters above all.
     pub obstacles: Counter,
     paths: Family<ByKind, Counter>,
+    batches: Histogram,
     /// Tasks that ended by a panic. Anything but 0 is a bug.
     pub panics: Counter,
 }
@@ -106,6 +107,7 @@ impl Default for Metrics {
             network_changes: Counter::default(),
             obstacles: Counter::default(),
             paths: Family::default(),
+            batches: Histogram::new([2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1000.0]),
             panics: Counter::default(),
         }
     }
@@ -151,6 +153,11 @@ impl Metrics {
             "What guests found of their way to the node: as_planned, narrow (the pod's MTU is smaller), untried",
             self.paths.clone(),
         );
+        node.register(
+            "batch_size",
+            "VMs asked for by one call, where several sandboxes wanted the same",
+            self.batches.clone(),
+        );
         node.register("panics", "Tasks that panicked", self.panics.clone());
         for phase in Phase::NAMES {
             drop(self.phases.get_or_create(&ByPhase { phase: phase.into() }));
@@ -195,6 +202,11 @@ impl Metrics {
     /// How often [`Metrics::path`] was said of this kind.
     pub fn paths(&self, kind: &'static str) -> u64 {
         self.paths.get_or_create(&ByKind { kind }).get()
+    }
+
+    /// So many VMs are asked for by one call.
+    pub fn batch(&self, size: u32) {
+        self.batches.observe(f64::from(size));
     }
 
     /// A sandbox was stopped.

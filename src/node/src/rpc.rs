@@ -28,7 +28,7 @@ use ttrpc::{
 use crate::{
     ledger::Inbox,
     metrics::Metrics,
-    sandbox::{Claim, Error, Sandboxes, Secret, Stop, Wish},
+    sandbox::{Claim, ClaimRefused, Error, Sandboxes, Secret, Stop, Wish},
     spec::{self, SandboxId},
 };
 
@@ -77,8 +77,10 @@ impl From<Error> for ttrpc::Error {
             Error::NetnsTaken { .. } => Code::ALREADY_EXISTS,
             Error::Full { .. } | Error::Disk { full: true, .. } => Code::RESOURCE_EXHAUSTED,
             Error::Disk { full: false, .. } => Code::INTERNAL,
+            Error::NoVmYet { .. } | Error::Unavailable(_) | Error::Claim(ClaimRefused::NotYet) => {
+                Code::UNAVAILABLE
+            }
             Error::Claim(_) => Code::PERMISSION_DENIED,
-            Error::NoVmYet { .. } | Error::Unavailable(_) => Code::UNAVAILABLE,
         };
         status(code, error)
     }
@@ -195,6 +197,7 @@ impl Node for Door {
             peer: request.peer_address.chars().filter(|c| !c.is_control()).take(64).collect(),
             guest_version: request.guest_version.chars().filter(|c| !c.is_control()).take(64).collect(),
             tunnel_key: request.tunnel_key,
+            dialled: request.dialled,
         };
         let granted = self.sandboxes.claim(&request.ticket_id, claim).await?;
         Ok(ClaimResponse {

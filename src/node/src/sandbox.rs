@@ -4,6 +4,7 @@
 //! * [`phase`]: where a sandbox may go; pure.
 //! * [`effects`]: the seam to everything that is not pure.
 //! * `task` (with `steps`, `outcomes`, `claims`, `clear`, `slots`): the owner of one sandbox.
+//! * `batch`: VMs that several sandboxes get by one call. `tickets`: whose claim it is.
 //! * `table` ([`Sandboxes`]): id → task; the door's calls end here.
 //! * [`recover`]: what a restarted node does before it answers anybody.
 //! * `reports`: what guests say of their networks.
@@ -17,6 +18,7 @@ pub mod effects;
 pub mod phase;
 pub mod recover;
 
+mod batch;
 mod claims;
 mod clear;
 mod deaths;
@@ -32,6 +34,7 @@ mod slots;
 mod steps;
 mod table;
 mod task;
+mod tickets;
 mod view;
 
 pub use claims::{Claim, Secret};
@@ -79,6 +82,10 @@ pub struct Settings {
     pub max_sandboxes: usize,
     /// Ask for VMs with a second network card.
     pub second_nic: bool,
+    /// The port on which VMs wait for the relay to dial; none: they dial.
+    pub dial: Option<u16>,
+    /// Most VMs to ask for by one call; below 2: each by itself.
+    pub max_batch: u32,
 }
 
 /// `sun_path` holds this many bytes, the closing NUL among them.

@@ -10,12 +10,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use peerpod_link::net::Error;
-use peerpod_link::net::look;
 pub use peerpod_link::net::look::Seen;
 pub use peerpod_link::net::mark::Owner;
 pub use peerpod_link::net::netns::{Netns, NetnsId};
 pub use peerpod_link::net::redirect::Classifier;
 pub use peerpod_link::net::vxlan::Vnis;
+use peerpod_link::net::{look, redirect};
 use peerpod_proto::guest::NetworkPlan;
 use peerpod_proto::relay::TunnelPeer;
 use tokio::sync::watch;
@@ -119,6 +119,14 @@ impl Tunnel {
         let (netns, seen) = (netns.clone(), seen.clone());
         let read = move || look::unlisted(&netns, &seen).unwrap_or_default();
         tokio::task::spawn_blocking(read).await.unwrap_or_default()
+    }
+
+    /// Programs of others that run before the redirects, in words; see [`redirect::tcx`]. Takes a thread in the namespace,
+    /// so not while a start waits for it.
+    pub async fn hooked(&self, netns: &Netns, seen: &Seen) -> Vec<String> {
+        let (netns, interfaces) = (netns.clone(), seen.interfaces.clone());
+        let ask = move || redirect::tcx::obstacles(&netns, &interfaces).unwrap_or_default();
+        tokio::task::spawn_blocking(ask).await.unwrap_or_default()
     }
 
     /// Makes a device for each interface (`pp-vx0`, `pp-vx1`, …) in the pod's namespace, down and without a remote, with

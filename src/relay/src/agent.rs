@@ -5,6 +5,7 @@ pub mod filter;
 
 use std::{
     io,
+    os::fd::{AsFd, OwnedFd},
     path::{Path, PathBuf},
     sync::{Arc, atomic::Ordering::Relaxed},
     time::Duration,
@@ -27,8 +28,20 @@ pub(crate) const CONNECTIONS: usize = 1024;
 #[derive(Debug)]
 pub(crate) struct AgentSocket {
     pub(crate) path: PathBuf,
+    listener: Arc<UnixListener>,
+    serves: Serves,
     accepting: JoinHandle<()>,
+    /// Nothing is accepted, or soon will not be.
+    held: bool,
     bound: Option<Bound>,
+}
+
+/// Where accepted connections go.
+#[derive(Clone, Debug)]
+struct Serves {
+    endpoint: EndpointHandle,
+    guest: Arc<Guest>,
+    metrics: Arc<Metrics>,
 }
 
 impl AgentSocket {
@@ -43,8 +56,49 @@ impl AgentSocket {
             durable::make_folder(folder)?;
         }
         let (listener, bound) = socket::bind(path)?;
-        let accepting = tokio::spawn(accept(listener, endpoint, guest, metrics));
-        Ok(AgentSocket { path: path.to_owned(), accepting, bound: Some(bound) })
+        Ok(AgentSocket::serve(path, listener, Some(bound), endpoint, guest, metrics))
+    }
+
+    /// Goes on with the listener of another process.
+    pub(crate) fn go_on(
+        path: &Path,
+        listener: UnixListener,
+        endpoint: EndpointHandle,
+        guest: Arc<Guest>,
+        metrics: Arc<Metrics>,
+    ) -> AgentSocket {
+        // A name that is gone meanwhile is put again by the node.
+        let bound = Bound::of(path).ok();
+        AgentSocket::serve(path, listener, bound, endpoint, guest, metrics)
+    }
+
+    fn serve(
+        path: &Path,
+        listener: UnixListener,
+        bound: Option<Bound>,
+        endpoint: EndpointHandle,
+        guest: Arc<Guest>,
+        metrics: Arc<Metrics>,
+    ) -> AgentSocket {
+        let (listener, serves) = (Arc::new(listener), Serves { endpoint, guest, metrics });
+        let accepting = tokio::spawn(accept(listener.clone(), serves.clone()));
+        AgentSocket { path: path.to_owned(), listener, serves, accepting, held: false, bound }
+    }
+
+    /// Accepts no more: on return everything that was accepted is its endpoint's. A copy of the listener.
+    pub(crate) async fn hold(&mut self) -> io::Result<OwnedFd> {
+        self.held = true;
+        self.accepting.abort();
+        // Only that it is over matters.
+        drop((&mut self.accepting).await);
+        self.listener.as_fd().try_clone_to_owned()
+    }
+
+    /// Accepts again.
+    pub(crate) fn accept_again(&mut self) {
+        if std::mem::take(&mut self.held) {
+            self.accepting = tokio::spawn(accept(self.listener.clone(), self.serves.clone()));
+        }
     }
 
     /// Whether a shim that dials `path` would come out here.
@@ -64,7 +118,8 @@ impl Drop for AgentSocket {
     }
 }
 
-async fn accept(listener: UnixListener, endpoint: EndpointHandle, guest: Arc<Guest>, metrics: Arc<Metrics>) {
+async fn accept(listener: Arc<UnixListener>, serves: Serves) {
+    let Serves { endpoint, guest, metrics } = serves;
     loop {
         match listener.accept().await {
             Ok((stream, _)) if guest.connections.load(Relaxed) < CONNECTIONS => endpoint.adopt(stream),

@@ -1,11 +1,14 @@
 //! Puts the relay together: [`build`] binds everything and returns real addresses, [`Bound::run`] serves until told
-//! to stop. Its end drains nothing, by design: what it carries lives as long as it does, and a new relay serves
-//! the same sandboxes from their records.
+//! to stop. Its end drains nothing, by design: what it carries lives as long as it does. A new relay that is started
+//! beside it takes all of that over; one that is started after it serves the same sandboxes from their records.
+
+mod sockets;
 
 use std::{
+    collections::HashSet,
     fs::{DirBuilder, File, OpenOptions},
     io,
-    net::{IpAddr, Ipv4Addr, SocketAddr},
+    net::SocketAddr,
     os::unix::fs::{DirBuilderExt, OpenOptionsExt},
     path::Path,
     sync::Arc,
@@ -17,25 +20,32 @@ use peerpod_base::{
     admin::{self, Ready},
     lifecycle::Shutdown,
 };
-use peerpod_link::net::probe::echo::{Echo, Known};
 use peerpod_proto::relay_ttrpc;
 use prometheus_client::registry::Registry;
 use thiserror::Error;
 use tokio::{
-    net::{TcpListener, UnixListener, UnixStream},
+    net::{UnixListener, UnixStream},
     task::JoinSet,
 };
 
+use self::sockets::{Lock, Sockets};
 use crate::{
     config::RelayConfig,
     control::Control,
-    door, guests, handin,
+    dials, door,
+    gate::Gate,
+    guests, handin,
+    id::SandboxId,
     inbox::Inbox,
     localhost::Localhost,
     metrics::Metrics,
-    sandboxes::{Sandboxes, states::States},
-    socket::{self, Bound as Socket},
-    store::{Store, StoreError, hex},
+    sandboxes::{Prepared, Sandboxes, states::States},
+    socket::Bound as Socket,
+    store::{Identity, Record, Store, StoreError, hex},
+    takeover::{
+        self, give,
+        take::{self, TakeError, Taken},
+    },
     wireguard::{self, WireGuard},
 };
 
@@ -56,8 +66,10 @@ pub enum AppError {
         why: io::Error,
     },
     /// Two relays would take each other's connections.
-    #[error("another peerpod-relay runs with run-dir {0}; stop it, or use another paths.run-dir")]
-    Running(String),
+    #[error(
+        "another peerpod-relay runs with run-dir {0} and goes on, this one does not take its place: {1}; stop it (which ends its pods), or use another paths.run-dir"
+    )]
+    Running(String, TakeError),
     /// The guests' port.
     #[error("listen for guests on {address}: {why}; choose another relay.listen or free this one")]
     Listen {
@@ -98,8 +110,8 @@ pub struct Bound {
     control: ttrpc::r#async::Server,
     sandboxes: Arc<Sandboxes>,
     // Unlinked (if still ours) when dropped; the lock last.
-    _sockets: [Socket; 3],
-    _lock: Flock<File>,
+    _sockets: Vec<Socket>,
+    _lock: Lock,
 }
 
 /// Takes everything up that a relay of before left, binds all sockets and starts serving.
@@ -109,72 +121,220 @@ pub struct Bound {
 pub async fn build(config: RelayConfig) -> Result<Bound, AppError> {
     let run_dir = &config.run_dir;
     make_run_dir(run_dir).map_err(path_error("make", run_dir))?;
-    let lock = lock(run_dir)?;
     let store = Store::open(&config.state_dir)?;
     let inbox = Inbox::open(&config.state_dir).map_err(path_error("open the inbox in", &config.state_dir))?;
+    match lock(run_dir)? {
+        Some(lock) => {
+            store.sweep()?;
+            inbox.sweep().map_err(path_error("clean the inbox in", &config.state_dir))?;
+            let sockets = Sockets::bind(&config, lock).await?;
+            let core = Core::new(States::new(epoch()?), store, inbox);
+            let (identity, records) = core.read().await?;
+            core.know(identity, &records);
+            core.sandboxes.restore(records).await;
+            let named = sockets.copies().map_err(path_error("copy the descriptors of", run_dir))?;
+            core.serve(&config, sockets, named, door::Restored::default()).await
+        }
+        None => take_over(config, store, inbox).await,
+    }
+}
 
-    let mut registry = Registry::default();
-    let metrics = Arc::new(Metrics::new(&mut registry));
-    let wireguard = Arc::new(WireGuard::default());
-    let shown = Box::new(wireguard::Shown(wireguard.clone()));
-    registry.sub_registry_with_prefix("peerpod_relay").register_collector(shown);
-    let states = Arc::new(States::new(epoch()?));
-    let sandboxes = Sandboxes::new(store.clone(), states.clone(), metrics.clone());
-    let trust = Arc::new(guests::Trust::new());
-    restore(&store, &sandboxes, &trust, &wireguard).await?;
-
-    let guests =
-        listen(config.listen).await.map_err(|why| AppError::Listen { address: config.listen, why })?;
-    let listen = guests.local_addr().map_err(|why| AppError::Listen { address: config.listen, why })?;
-    let admin = admin::serve(config.admin_listen, Arc::new(registry), Ready::new()).await?;
-    let bind = |name: &str| {
-        let path = run_dir.join(name);
-        socket::bind(&path).map_err(path_error("listen on", &path))
+/// Takes the place of the process that serves this run-dir. Where it fails, that one goes on.
+async fn take_over(config: RelayConfig, store: Store, inbox: Inbox) -> Result<Bound, AppError> {
+    let run_dir = &config.run_dir;
+    let running = |why: TakeError| AppError::Running(run_dir.display().to_string(), why);
+    let mut taken = take::ask(run_dir).await.map_err(running)?;
+    let states = States::go_on(taken.process.epoch.clone(), taken.process.version);
+    let core = Core::new(states, store, inbox);
+    let prepared = prepare(&core, &mut taken, run_dir).await;
+    let (sockets, named, identity, records, prepared) = match prepared {
+        Ok(prepared) => prepared,
+        Err(why) => {
+            taken.refuse(&why).await;
+            return Err(running(TakeError::No(why)));
+        }
     };
-    let (relay_listener, relay_socket) = bind("relay.sock")?;
-    let (hypervisor_listener, hypervisor_socket) = bind("hypervisor.sock")?;
-    let path = run_dir.join(peerpod_base::handin::SOCKET);
-    let (handin_listener, handin_socket) = handin::bind(&path).map_err(path_error("listen on", &path))?;
-
-    let mut tasks = JoinSet::new();
-    let parts = door::Parts {
-        listener: hypervisor_listener,
-        node_socket: run_dir.join("node.sock"),
-        inbox,
-        states: states.clone(),
-        metrics: metrics.clone(),
-    };
-    let door = door::open(parts, &mut tasks);
-    let paths = Known::default();
-    answer_probes(listen, paths.clone(), &mut tasks).await;
-    let parts = guests::Parts {
-        trust: trust.clone(),
-        sandboxes: sandboxes.clone(),
-        door,
-        metrics: metrics.clone(),
-        paths,
-    };
-    let bounds = guests::Bounds {
-        total: config.max_handshakes as usize,
-        per_address: config.max_handshakes_per_address as usize,
-    };
-    tasks.spawn(guests::accept(guests, parts, bounds));
-    // What the node may hand in; one line for each kind.
-    let localhost = Localhost { sandboxes: Arc::downgrade(&sandboxes), metrics: metrics.clone() };
-    let kinds: handin::Kinds = vec![Arc::new(localhost), wireguard.clone()];
-    tasks.spawn(handin::serve(handin_listener, kinds));
-    let control = Control { sandboxes: sandboxes.clone(), states, store, trust, metrics, wireguard, listen };
-    let control = serve_control(relay_listener, control).await?;
+    taken.commit().await.map_err(running)?;
+    // The old process touches nothing any more.
     tracing::info!(
-        version = env!("CARGO_PKG_VERSION"),
-        run_dir = %run_dir.display(),
-        state_dir = %config.state_dir.display(),
-        %listen,
-        %admin,
-        "peerpod-relay serves"
+        from = taken.pid,
+        program = taken.program,
+        pid = std::process::id(),
+        "took over from another process"
     );
-    let sockets = [relay_socket, hypervisor_socket, handin_socket];
-    Ok(Bound { listen, admin, tasks, control, sandboxes, _sockets: sockets, _lock: lock })
+    core.know(identity, &records);
+    if let Some(handed) = taken.wireguard
+        && let Err(error) = core.wireguard.go_on(handed)
+    {
+        tracing::error!(error, "the encrypted tunnel waits for the node");
+    }
+    let known: HashSet<SandboxId> = prepared.iter().map(|sandbox| sandbox.id().clone()).collect();
+    for sandbox in prepared {
+        core.sandboxes.go_on(sandbox).await;
+    }
+    core.sandboxes.restore(records.into_iter().filter(|record| !known.contains(&record.id)).collect()).await;
+    let sockets = sockets.own(run_dir);
+    if config.listen.port() != 0 && config.listen.port() != sockets.listen.port() {
+        tracing::warn!(listen = %sockets.listen, configured = %config.listen, "the port stays that of the process before, where guests dial");
+    }
+    core.serve(&config, sockets, named, taken.door).await
+}
+
+type Ours = (Sockets, takeover::Named, Option<Identity>, Vec<Record>, Vec<Prepared>);
+
+/// Everything that could fail, before anything is touched.
+async fn prepare(core: &Core, taken: &mut Taken, run_dir: &Path) -> Result<Ours, String> {
+    let (identity, records) = core.read().await.map_err(|error| error.to_string())?;
+    let sockets = Sockets::taken(taken).map_err(|error| error.to_string())?;
+    let named = sockets.copies().map_err(|error| error.to_string())?;
+    let mut prepared = Vec::new();
+    for (handed, descriptors) in std::mem::take(&mut taken.sandboxes) {
+        let record = records.iter().find(|record| record.id.as_str() == handed.id).ok_or_else(|| {
+            format!(
+                "sandbox {} has no record; use the state-dir of the process in {}",
+                handed.id,
+                run_dir.display()
+            )
+        })?;
+        let id = handed.id.clone();
+        let sandbox = core.sandboxes.prepare(record.clone(), handed, descriptors);
+        prepared.push(sandbox.map_err(|why| format!("sandbox {id}: {why}"))?);
+    }
+    Ok((sockets, named, identity, records, prepared))
+}
+
+/// What serves, without its sockets.
+struct Core {
+    registry: Registry,
+    metrics: Arc<Metrics>,
+    wireguard: Arc<WireGuard>,
+    states: Arc<States>,
+    sandboxes: Arc<Sandboxes>,
+    trust: Arc<guests::Trust>,
+    store: Store,
+    inbox: Inbox,
+}
+
+impl Core {
+    fn new(states: States, store: Store, inbox: Inbox) -> Core {
+        let mut registry = Registry::default();
+        let metrics = Arc::new(Metrics::new(&mut registry));
+        let wireguard = Arc::new(WireGuard::default());
+        let shown = Box::new(wireguard::Shown(wireguard.clone()));
+        registry.sub_registry_with_prefix("peerpod_relay").register_collector(shown);
+        let states = Arc::new(states);
+        let sandboxes = Sandboxes::new(store.clone(), states.clone(), metrics.clone());
+        let trust = Arc::new(guests::Trust::new());
+        Core { registry, metrics, wireguard, states, sandboxes, trust, store, inbox }
+    }
+
+    /// What is on disk.
+    async fn read(&self) -> Result<(Option<Identity>, Vec<Record>), AppError> {
+        let reader = self.store.clone();
+        let (identity, records) = tokio::task::spawn_blocking(move || (reader.identity(), reader.records()))
+            .await
+            .map_err(|error| AppError::Ended(error.to_string()))?;
+        Ok((identity, records?))
+    }
+
+    fn know(&self, identity: Option<Identity>, records: &[Record]) {
+        if let Some(identity) = identity {
+            match identity.server_config() {
+                Ok(config) => self.trust.set(config),
+                Err(error) => {
+                    tracing::error!(%error, "kept TLS identity is not usable; guests wait for the node")
+                }
+            }
+        }
+        for record in records {
+            if let Err(error) = self.wireguard.put(&record.id, record.tunnel_peer.as_ref()) {
+                tracing::error!(sandbox = %record.id, error, "guest is no peer of the encrypted tunnel");
+            }
+        }
+    }
+
+    async fn serve(
+        self,
+        config: &RelayConfig,
+        sockets: Sockets,
+        named: takeover::Named,
+        restored: door::Restored,
+    ) -> Result<Bound, AppError> {
+        let Core { registry, metrics, wireguard, states, sandboxes, trust, store, inbox } = self;
+        let run_dir = &config.run_dir;
+        let Sockets {
+            guests,
+            listen,
+            probes,
+            paths,
+            admin,
+            hypervisor,
+            control,
+            hand_in,
+            takeover,
+            lock,
+            names,
+        } = sockets;
+        let bound = |why| admin::refused(config.admin_listen, why);
+        let admin_address = admin.local_addr().map_err(bound)?;
+        admin::serve_on(admin, Arc::new(registry), Ready::new());
+
+        let mut tasks = JoinSet::new();
+        let parts = door::Parts {
+            listener: hypervisor,
+            restored,
+            node_socket: run_dir.join("node.sock"),
+            inbox,
+            states: states.clone(),
+            metrics: metrics.clone(),
+        };
+        let door = door::open(parts, &mut tasks);
+        if let Some(echo) = probes {
+            tasks.spawn(echo.run());
+        }
+        let parts = guests::Parts {
+            trust: trust.clone(),
+            sandboxes: sandboxes.clone(),
+            door: door.clone(),
+            metrics: metrics.clone(),
+            paths,
+        };
+        let bounds = guests::Bounds {
+            total: config.max_handshakes as usize,
+            per_address: config.max_handshakes_per_address as usize,
+        };
+        if let Some(orders) = sandboxes.orders() {
+            tasks.spawn(dials::run(orders, parts.clone()));
+        }
+        tasks.spawn(guests::accept(guests, parts, bounds));
+        let gate = Gate::default();
+        // What the node may hand in; one line for each kind.
+        let localhost = Localhost { sandboxes: Arc::downgrade(&sandboxes), metrics: metrics.clone() };
+        let kinds: handin::Kinds = vec![Arc::new(localhost), wireguard.clone()];
+        tasks.spawn(handin::serve(hand_in, kinds, gate.clone()));
+        let giver = give::Giver {
+            door,
+            sandboxes: sandboxes.clone(),
+            states: states.clone(),
+            wireguard: wireguard.clone(),
+            gate: gate.clone(),
+            named,
+        };
+        tasks.spawn(give::serve(takeover, giver));
+        let served =
+            Control { sandboxes: sandboxes.clone(), states, store, trust, metrics, wireguard, listen, gate };
+        let control = serve_control(control, served).await?;
+        tracing::info!(
+            version = env!("CARGO_PKG_VERSION"),
+            run_dir = %run_dir.display(),
+            state_dir = %config.state_dir.display(),
+            %listen,
+            admin = %admin_address,
+            pid = std::process::id(),
+            "peerpod-relay serves"
+        );
+        Ok(Bound { listen, admin: admin_address, tasks, control, sandboxes, _sockets: names, _lock: lock })
+    }
 }
 
 impl Bound {
@@ -209,7 +369,8 @@ fn make_run_dir(run_dir: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(run_dir)
 }
 
-fn lock(run_dir: &Path) -> Result<Flock<File>, AppError> {
+/// `None`: another process has it.
+fn lock(run_dir: &Path) -> Result<Option<Flock<File>>, AppError> {
     let path = run_dir.join("relay.lock");
     let file = OpenOptions::new()
         .create(true)
@@ -219,8 +380,8 @@ fn lock(run_dir: &Path) -> Result<Flock<File>, AppError> {
         .open(&path)
         .map_err(path_error("open", &path))?;
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-        Ok(lock) => Ok(lock),
-        Err((_, nix::errno::Errno::EWOULDBLOCK)) => Err(AppError::Running(run_dir.display().to_string())),
+        Ok(lock) => Ok(Some(lock)),
+        Err((_, nix::errno::Errno::EWOULDBLOCK)) => Ok(None),
         Err((_, error)) => Err(path_error("lock", &path)(error.into())),
     }
 }
@@ -229,68 +390,6 @@ fn epoch() -> Result<String, AppError> {
     let mut bytes = [0; 8];
     getrandom::fill(&mut bytes).map_err(|error| AppError::Random(error.to_string()))?;
     Ok(hex(&bytes))
-}
-
-async fn restore(
-    store: &Store,
-    sandboxes: &Sandboxes,
-    trust: &guests::Trust,
-    wireguard: &WireGuard,
-) -> Result<(), AppError> {
-    let reader = store.clone();
-    let (identity, records) = tokio::task::spawn_blocking(move || (reader.identity(), reader.records()))
-        .await
-        .map_err(|error| AppError::Ended(error.to_string()))?;
-    if let Some(identity) = identity {
-        match identity.server_config() {
-            Ok(config) => trust.set(config),
-            Err(error) => {
-                tracing::error!(%error, "kept TLS identity is not usable; guests wait for the node")
-            }
-        }
-    }
-    let records = records?;
-    for record in &records {
-        if let Err(error) = wireguard.put(&record.id, record.tunnel_peer.as_ref()) {
-            tracing::error!(sandbox = %record.id, error, "guest is no peer of the encrypted tunnel");
-        }
-    }
-    sandboxes.restore(records).await;
-    Ok(())
-}
-
-/// Answers guests that try how large a packet may be, on the port they dial. Without it they take their kernel's word.
-async fn answer_probes(listen: SocketAddr, paths: Known, tasks: &mut JoinSet<()>) {
-    match Echo::bind(listen, paths).await {
-        Ok(echo) => {
-            tasks.spawn(echo.run());
-        }
-        Err(error) => tracing::warn!(%listen, %error, "path probes (UDP) of guests are not answered"),
-    }
-}
-
-/// Both families on `[::]`; a kernel without IPv6 gets the other one alone.
-async fn listen(address: SocketAddr) -> io::Result<TcpListener> {
-    match TcpListener::bind(address).await {
-        Err(error)
-            if address.ip() == IpAddr::from([0u16; 8])
-                && matches!(
-                    error.raw_os_error(),
-                    Some(libc_errno::EAFNOSUPPORT | libc_errno::EADDRNOTAVAIL)
-                ) =>
-        {
-            TcpListener::bind((Ipv4Addr::UNSPECIFIED, address.port())).await
-        }
-        bound => bound,
-    }
-}
-
-/// The two numbers, from the crate that knows them.
-mod libc_errno {
-    use nix::errno::Errno;
-
-    pub(super) const EAFNOSUPPORT: i32 = Errno::EAFNOSUPPORT as i32;
-    pub(super) const EADDRNOTAVAIL: i32 = Errno::EADDRNOTAVAIL as i32;
 }
 
 async fn serve_control(listener: UnixListener, control: Control) -> Result<ttrpc::r#async::Server, AppError> {

@@ -18,6 +18,8 @@ use protobuf::Message;
 use ttrpc::{Code, r#async::TtrpcContext};
 
 use crate::{
+    dials,
+    gate::Gate,
     guests::Trust,
     id::SandboxId,
     metrics::Metrics,
@@ -45,6 +47,8 @@ pub(crate) struct Control {
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) wireguard: Arc<WireGuard>,
     pub(crate) listen: SocketAddr,
+    /// Closed while all that these calls change stands still.
+    pub(crate) gate: Gate,
 }
 
 fn status(code: Code, why: impl ToString) -> ttrpc::Error {
@@ -105,8 +109,18 @@ fn record_of(request: PutSandboxRequest) -> ttrpc::Result<Record> {
         .collect::<Result<_, _>>()
         .map_err(|_| status(Code::INVALID_ARGUMENT, "a certificate's fingerprint has not 32 bytes"))?;
     let tunnel_peer = request.tunnel_peer.into_option().map(tunnel_peer).transpose()?;
+    if request.dial.len() > dials::ADDRESSES {
+        let why = format!(
+            "sandbox {id} has {} addresses to dial, more than {}",
+            request.dial.len(),
+            dials::ADDRESSES
+        );
+        return Err(status(Code::INVALID_ARGUMENT, why));
+    }
+    let dial = request.dial.iter().map(|address| address.parse()).collect::<Result<_, _>>();
+    let dial = dial.map_err(|_| status(Code::INVALID_ARGUMENT, "an address to dial is none"))?;
     let (agent_socket, pod) = (request.agent_socket.into(), request.pod);
-    Ok(Record { id, agent_socket, guest_certificates, pod, tunnel_peer })
+    Ok(Record { id, agent_socket, guest_certificates, pod, tunnel_peer, dial })
 }
 
 fn tunnel_peer(peer: relay::TunnelPeer) -> ttrpc::Result<TunnelPeer> {
@@ -127,6 +141,7 @@ impl Relay for Control {
         _context: &TtrpcContext,
         request: ConfigureRequest,
     ) -> ttrpc::Result<ConfigureResponse> {
+        let _open = self.gate.pass().await;
         let identity = Identity {
             certificates: request.certificates,
             private_key: request.private_key,
@@ -152,11 +167,12 @@ impl Relay for Control {
         _context: &TtrpcContext,
         request: PutSandboxRequest,
     ) -> ttrpc::Result<PutSandboxResponse> {
+        let open = self.gate.pass().await;
         let record = record_of(request)?;
         let (id, pod) = (record.id.clone(), record.pod.clone());
         let refused = |why| status(Code::INVALID_ARGUMENT, format!("tunnel peer of sandbox {id}: {why}"));
         self.wireguard.put(&id, record.tunnel_peer.as_ref()).map_err(refused)?;
-        self.sandboxes.put(record).await?;
+        self.sandboxes.put(record, open).await?;
         tracing::info!(sandbox = %id, pod, "sandbox is served");
         Ok(PutSandboxResponse::new())
     }
@@ -166,13 +182,16 @@ impl Relay for Control {
         _context: &TtrpcContext,
         request: DeleteSandboxRequest,
     ) -> ttrpc::Result<DeleteSandboxResponse> {
+        let open = self.gate.pass().await;
         let id = id_of(&request.id)?;
         let (sandboxes, gone) = (self.sandboxes.clone(), id.clone());
         let pod = self.states.pod(&id);
         // In a task: a caller that leaves must not leave half a sandbox.
-        tokio::spawn(async move { sandboxes.delete(&gone).await })
-            .await
-            .map_err(|_| status(Code::UNAVAILABLE, "the relay stops"))??;
+        let deleted = async move {
+            let _open = open;
+            sandboxes.delete(&gone).await
+        };
+        tokio::spawn(deleted).await.map_err(|_| status(Code::UNAVAILABLE, "the relay stops"))??;
         self.wireguard.delete(&id);
         tracing::info!(sandbox = %id, pod = &*pod, "sandbox is not served any more");
         Ok(DeleteSandboxResponse::new())
@@ -193,6 +212,7 @@ impl Relay for Control {
         let attached = self.sandboxes.get(&id).ok_or_else(|| {
             status(Code::NOT_FOUND, format!("sandbox {id} is not served here; put it first"))
         })?;
+        let open = self.gate.pass().await;
         let mut waiting = attached.guest.call()?;
         message.id = waiting.id;
         let bytes = message.write_to_bytes().map_err(|error| status(Code::INTERNAL, error))?;
@@ -201,6 +221,7 @@ impl Relay for Control {
             .endpoint
             .control(Bytes::from(bytes))
             .map_err(|full| status(Code::RESOURCE_EXHAUSTED, full))?;
+        drop(open);
         self.metrics.guest_calls.inc();
         let patience = patience(context, CALL).min(CALL_AT_MOST);
         tracing::debug!(sandbox = %id, pod = attached.guest.pod(), call = waiting.id, bytes = size, "call to the guest");

@@ -5,11 +5,14 @@
 
 mod call;
 mod conn;
+mod freeze;
 mod node;
 mod queue;
 
 use std::{
     collections::HashMap,
+    io,
+    os::fd::OwnedFd,
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant, SystemTime},
@@ -22,6 +25,7 @@ use peerpod_proto::{
     ttrpc_frame,
 };
 use protobuf::Message;
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use tokio::{
     net::UnixListener,
@@ -32,8 +36,8 @@ use tokio::{
 pub(crate) use self::call::code;
 use self::{
     call::{Incoming, Kind},
-    conn::Peer,
-    queue::{Caller, ConnId, Limits, Output, Queue},
+    conn::{Conn, ConnState, Peer},
+    queue::{Caller, ConnId, Limits, Output, Queue, QueueState},
 };
 use crate::{id::SandboxId, inbox::Inbox, metrics::Metrics, sandboxes::states::States};
 
@@ -51,6 +55,7 @@ const CLAIMS: usize = 256;
 /// What the door's task is told.
 enum Event {
     Opened { conn: ConnId, peer: Peer },
+    Freeze { shown: oneshot::Sender<FrozenDoor>, thaw: oneshot::Receiver<()> },
     Request { conn: ConnId, stream: u32, incoming: Incoming },
     Closed { conn: ConnId },
     NodeUp { requests: mpsc::UnboundedSender<(u32, Bytes)> },
@@ -60,9 +65,57 @@ enum Event {
     Claim { request: ttrpc_frame::Request, answer: oneshot::Sender<Bytes> },
 }
 
+/// The door as data, beside the sockets of its connections, in their order.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(crate) struct DoorState {
+    queue: QueueState,
+    conns: Vec<(ConnId, ConnState)>,
+    /// Which connection created which sandbox, for which pod.
+    created: Vec<(ConnId, String, String)>,
+}
+
+/// A door that stands still until the other end of its `thaw` is used or dropped.
+pub(crate) type FrozenDoor = io::Result<(DoorState, Vec<OwnedFd>)>;
+
+/// A door of another process, read and not opened yet.
+#[derive(Default)]
+pub(crate) struct Restored {
+    queue: Option<Queue>,
+    conns: Vec<(ConnId, Conn, Peer)>,
+    created: Vec<(ConnId, SandboxId, String)>,
+}
+
+impl Restored {
+    /// Reads a door's state; `sockets` are those of its connections, in their order.
+    ///
+    /// # Errors
+    /// What makes no sense.
+    pub(crate) fn read(state: DoorState, sockets: Vec<OwnedFd>) -> Result<Restored, String> {
+        if sockets.len() != state.conns.len() || sockets.len() > CONNECTIONS {
+            return Err("the door's sockets are not as many as its connections".to_owned());
+        }
+        let now = Instant::now();
+        let mut queue = Queue::new(Limits::default(), now);
+        queue.restore(state.queue, now)?;
+        let mut conns = Vec::new();
+        for ((id, conn), socket) in state.conns.into_iter().zip(sockets) {
+            let (conn, peer) = Conn::restore(socket, conn).map_err(|error| error.to_string())?;
+            conns.push((id, conn, peer));
+        }
+        queue.keep_connections(|id| conns.iter().any(|(known, ..)| *known == id), now);
+        let read = |(conn, id, pod): (ConnId, String, String)| {
+            Ok((conn, SandboxId::parse(&id).map_err(|error| error.to_string())?, pod))
+        };
+        let created = state.created.into_iter().map(read).collect::<Result<_, String>>()?;
+        Ok(Restored { queue: Some(queue), conns, created })
+    }
+}
+
 /// What the door works with.
 pub(crate) struct Parts {
     pub(crate) listener: UnixListener,
+    /// What another process left.
+    pub(crate) restored: Restored,
     pub(crate) node_socket: PathBuf,
     pub(crate) inbox: Inbox,
     pub(crate) states: Arc<States>,
@@ -88,6 +141,14 @@ pub(crate) enum ClaimError {
 }
 
 impl DoorHandle {
+    /// Makes the door stand still and say what it is; it goes on when `thaw`'s other end is used or dropped.
+    pub(crate) async fn freeze(&self, thaw: oneshot::Receiver<()>) -> FrozenDoor {
+        let (shown, answered) = oneshot::channel();
+        let stops = || io::Error::other("the door is closed");
+        self.events.send(Event::Freeze { shown, thaw }).await.map_err(|_| stops())?;
+        answered.await.unwrap_or_else(|_| Err(stops()))
+    }
+
     /// Has the node judge a ticket.
     pub(crate) async fn claim(&self, request: ClaimRequest) -> Result<ClaimResponse, ClaimError> {
         let away = |why: &str| ClaimError::Away(why.to_owned());
@@ -122,10 +183,20 @@ pub(crate) fn open(parts: Parts, tasks: &mut JoinSet<()>) -> DoorHandle {
     let (events, incoming) = mpsc::channel(1024);
     let handle = DoorHandle { events: events.clone(), claims: Arc::new(Semaphore::new(CLAIMS)) };
     tasks.spawn(node::run(parts.node_socket, events.clone()));
-    tasks.spawn(accept(parts.listener, events.clone(), parts.metrics.clone()));
-    let door = Door {
-        queue: Queue::new(Limits::default(), Instant::now()),
-        peers: HashMap::new(),
+    let (accepting, orders) = mpsc::unbounded_channel();
+    let Restored { queue, conns, created } = parts.restored;
+    let mut peers = HashMap::new();
+    let mut open = Vec::new();
+    for (id, conn, peer) in conns {
+        peers.insert(id, peer);
+        open.push((id, conn));
+    }
+    let accept = Accept { orders, events: events.clone(), metrics: parts.metrics.clone() };
+    tasks.spawn(accept.run(parts.listener, open));
+    let mut door = Door {
+        queue: queue.unwrap_or_else(|| Queue::new(Limits::default(), Instant::now())),
+        accepting,
+        peers,
         node: None,
         claims: HashMap::new(),
         next_claim: 0,
@@ -136,44 +207,92 @@ pub(crate) fn open(parts: Parts, tasks: &mut JoinSet<()>) -> DoorHandle {
         metrics: parts.metrics,
         events,
     };
+    for (conn, id, pod) in created {
+        door.remember(conn, &id, &pod);
+    }
     tasks.spawn(door.run(incoming));
     handle
 }
 
-async fn accept(listener: UnixListener, events: mpsc::Sender<Event>, metrics: Arc<Metrics>) {
-    let budget = Arc::new(Semaphore::new(BUDGET));
-    let mut open = JoinSet::new();
-    let mut next: ConnId = 0;
-    loop {
-        let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
-            Some(_) = open.join_next() => continue,
-        };
-        let stream = match accepted {
-            Ok((stream, _)) => stream,
-            Err(error) => {
-                tracing::warn!(%error, "accept on hypervisor.sock failed");
-                tokio::time::sleep(Duration::from_millis(100)).await;
+/// How the accepting task is made to stand still.
+enum Pause {
+    Hold(oneshot::Sender<()>),
+    Go,
+}
+
+struct Accept {
+    orders: mpsc::UnboundedReceiver<Pause>,
+    events: mpsc::Sender<Event>,
+    metrics: Arc<Metrics>,
+}
+
+impl Accept {
+    async fn run(mut self, listener: UnixListener, restored: Vec<(ConnId, Conn)>) {
+        let budget = Arc::new(Semaphore::new(BUDGET));
+        let mut open = JoinSet::new();
+        let mut next: ConnId = 0;
+        for (id, conn) in restored {
+            next = next.max(id);
+            self.serve(&mut open, id, conn, &budget);
+        }
+        let mut held = false;
+        loop {
+            let accepted = tokio::select! {
+                biased;
+                order = self.orders.recv() => {
+                    match order {
+                        // Who asked may have left; then it says go.
+                        Some(Pause::Hold(done)) => {
+                            held = true;
+                            done.send(()).ok();
+                        }
+                        Some(Pause::Go) => held = false,
+                        None => return,
+                    }
+                    continue;
+                }
+                accepted = listener.accept(), if !held => accepted,
+                Some(_) = open.join_next() => continue,
+            };
+            let stream = match accepted {
+                Ok((stream, _)) => stream,
+                Err(error) => {
+                    tracing::warn!(%error, "accept on hypervisor.sock failed");
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                    continue;
+                }
+            };
+            if open.len() >= CONNECTIONS {
+                tracing::warn!(
+                    bound = CONNECTIONS,
+                    "connection to hypervisor.sock refused: too many are open"
+                );
                 continue;
             }
-        };
-        if open.len() >= CONNECTIONS {
-            tracing::warn!(bound = CONNECTIONS, "connection to hypervisor.sock refused: too many are open");
-            continue;
+            next += 1;
+            let (conn, peer) = Conn::new(stream);
+            // Known to the door before anything else of it is, also before this task stands still.
+            if self.events.send(Event::Opened { conn: next, peer }).await.is_err() {
+                return;
+            }
+            self.serve(&mut open, next, conn, &budget);
         }
-        next += 1;
-        let (conn, events, budget, metrics) = (next, events.clone(), budget.clone(), metrics.clone());
+    }
+
+    fn serve(&self, open: &mut JoinSet<()>, id: ConnId, conn: Conn, budget: &Arc<Semaphore>) {
+        let (events, budget, metrics) = (self.events.clone(), budget.clone(), self.metrics.clone());
         metrics.hypervisor_connections.inc();
         open.spawn(async move {
-            let end = conn::serve(stream, conn, events, budget).await;
+            let end = conn.serve(id, events, budget).await;
             metrics.hypervisor_connections.dec();
-            tracing::debug!(conn, %end, "connection to hypervisor.sock ended");
+            tracing::debug!(conn = id, %end, "connection to hypervisor.sock ended");
         });
     }
 }
 
 struct Door {
     queue: Queue,
+    accepting: mpsc::UnboundedSender<Pause>,
     peers: HashMap<ConnId, Peer>,
     node: Option<mpsc::UnboundedSender<(u32, Bytes)>>,
     claims: HashMap<u64, oneshot::Sender<Bytes>>,
@@ -189,6 +308,8 @@ struct Door {
 
 impl Door {
     async fn run(mut self, mut incoming: mpsc::Receiver<Event>) {
+        // What another process left may have something to do already.
+        self.act();
         loop {
             let event = match self.queue.next_timer() {
                 Some(at) => tokio::select! {
@@ -201,14 +322,21 @@ impl Door {
                 },
                 None => incoming.recv().await,
             };
-            let Some(event) = event else { return };
-            self.take(event, Instant::now());
-            self.act();
+            match event {
+                None => return,
+                Some(Event::Freeze { shown, thaw }) => self.freeze(&mut incoming, shown, thaw).await,
+                Some(event) => {
+                    self.take(event, Instant::now());
+                    self.act();
+                }
+            }
         }
     }
 
     fn take(&mut self, event: Event, now: Instant) {
         match event {
+            // Only one at a time; who asks for a second one hears that nobody answered.
+            Event::Freeze { .. } => {}
             Event::Opened { conn, peer } => {
                 self.peers.insert(conn, peer);
             }

@@ -1,4 +1,4 @@
-//! Where guests dial: a TCP listener that faces anybody who can reach the node. TLS first; without a certificate a
+//! Where guests dial, or answer when they are dialled (`dials`): a TCP listener that faces anybody who can reach the node. TLS first; without a certificate a
 //! guest may show its ticket and hear the answer, with one it is its sandbox's guest. Everything before that is
 //! bounded: connections, connections of one address, time for the handshake, time for the first words.
 
@@ -81,7 +81,7 @@ pub(crate) struct Parts {
 
 /// Why a connection came to nothing. The name is a label of the metric.
 #[derive(Debug, Error)]
-enum Refused {
+pub(crate) enum Refused {
     #[error("the TLS handshake took longer than {HANDSHAKE:?}")]
     HandshakeStalled,
     #[error("the TLS handshake failed: {0}")]
@@ -94,10 +94,33 @@ enum Refused {
     NoCertificate,
     #[error("its certificate is no sandbox's")]
     UnknownCertificate,
+    #[error("it is the guest of sandbox {0}")]
+    OtherSandbox(String),
+    #[error("its ticket was refused: {0}")]
+    Ticket(String),
+    #[error("the node is away: {0}")]
+    NodeAway(String),
+    #[error("the node has not said yet who this relay is")]
+    NotConfigured,
+}
+
+/// What became of a connection.
+#[derive(Debug)]
+pub(crate) enum Met {
+    /// It is a link.
+    Attached,
+    /// Its ticket was answered.
+    Claimed,
 }
 
 impl Refused {
-    fn label(&self) -> &'static str {
+    /// Whether it shows that somebody is there who is not whom he should be, rather than that nobody is just now.
+    pub(crate) fn is_strange(&self) -> bool {
+        use Refused::{Handshake, NoCertificate, OtherSandbox, Ticket, UnknownCertificate};
+        matches!(self, Handshake(_) | NoCertificate | OtherSandbox(_) | Ticket(_) | UnknownCertificate)
+    }
+
+    pub(crate) fn label(&self) -> &'static str {
         match self {
             Refused::HandshakeStalled => "handshake_stalled",
             Refused::Handshake(_) => "handshake",
@@ -105,6 +128,10 @@ impl Refused {
             Refused::FirstRecord(_) => "first_record",
             Refused::NoCertificate => "no_certificate",
             Refused::UnknownCertificate => "unknown_certificate",
+            Refused::OtherSandbox(_) => "other_sandbox",
+            Refused::Ticket(_) => "ticket",
+            Refused::NodeAway(_) => "node_away",
+            Refused::NotConfigured => "not_configured",
         }
     }
 }
@@ -176,7 +203,7 @@ pub(crate) async fn accept(listener: TcpListener, parts: Parts, bounds: Bounds) 
         };
         let parts = parts.clone();
         open.spawn(async move {
-            if let Err(refused) = serve(stream, peer, config, &parts).await {
+            if let Err(refused) = serve(stream, peer, config, None, &parts).await {
                 parts.metrics.refused(refused.label());
                 tracing::debug!(%peer, reason = refused.label(), error = %refused, "connection of a guest refused");
             }
@@ -185,12 +212,30 @@ pub(crate) async fn accept(listener: TcpListener, parts: Parts, bounds: Bounds) 
     }
 }
 
+/// Serves a connection that we dialled for a sandbox, which must be its guest's.
+pub(crate) async fn meet(
+    stream: TcpStream,
+    peer: SocketAddr,
+    dialled: &SandboxId,
+    parts: &Parts,
+) -> Result<Met, Refused> {
+    let met = match parts.trust.get() {
+        Some(config) => serve(stream, peer, config, Some(dialled), parts).await,
+        None => Err(Refused::NotConfigured),
+    };
+    if let Err(refused) = &met {
+        parts.metrics.refused(refused.label());
+    }
+    met
+}
+
 async fn serve(
     stream: TcpStream,
     peer: SocketAddr,
     config: Arc<rustls::ServerConfig>,
+    dialled: Option<&SandboxId>,
     parts: &Parts,
-) -> Result<(), Refused> {
+) -> Result<Met, Refused> {
     endpoint::tune(&stream).map_err(Refused::Handshake)?;
     let mut stream = timeout(HANDSHAKE, TlsAcceptor::from(config).accept(stream))
         .await
@@ -203,19 +248,22 @@ async fn serve(
             .sandboxes
             .of_certificate(&tls::fingerprint(certificate))
             .ok_or(Refused::UnknownCertificate)?;
-        tracing::debug!(sandbox = %sandbox.id, pod = sandbox.guest.pod(), %peer, "guest dialled in");
+        if dialled.is_some_and(|dialled| *dialled != sandbox.id) {
+            return Err(Refused::OtherSandbox(sandbox.id.to_string()));
+        }
+        tracing::debug!(sandbox = %sandbox.id, pod = sandbox.guest.pod(), %peer, "guest is there");
         if let Some(token) = Token::of(stream.get_ref().1) {
             sandbox.guest.may_probe(parts.paths.admit(token));
         }
         sandbox.endpoint.attach(stream.into());
-        return Ok(());
+        return Ok(Met::Attached);
     }
     let first = timeout(FIRST_RECORD_DEADLINE, claim::first_record(&mut stream))
         .await
         .map_err(|_| Refused::Silent)?
         .map_err(Refused::FirstRecord)?;
     match first {
-        First::Claim(claim) => answer_claim(stream, peer, *claim, parts).await,
+        First::Claim(claim) => answer_claim(stream, peer, *claim, dialled, parts).await,
         First::Hello(_) => Err(Refused::NoCertificate),
     }
 }
@@ -224,10 +272,11 @@ async fn answer_claim(
     mut stream: TlsStream<TcpStream>,
     peer: SocketAddr,
     claim: Claim,
+    dialled: Option<&SandboxId>,
     parts: &Parts,
-) -> Result<(), Refused> {
+) -> Result<Met, Refused> {
     let ticket: String = claim.ticket_id.chars().filter(char::is_ascii_hexdigit).take(32).collect();
-    let (outcome, reply) = judge(claim, peer, &parts.door).await;
+    let (outcome, reply) = judge(claim, peer, dialled, &parts.door).await;
     parts.metrics.claim(outcome);
     // The ticket's id is no secret; what it is worth is. A guest that is told to wait asks again many times a second.
     if reply.retry {
@@ -236,6 +285,13 @@ async fn answer_claim(
         let sandbox = SandboxId::parse(&reply.sandbox_id).ok().and_then(|id| parts.sandboxes.get(&id));
         let pod = sandbox.map(|sandbox| sandbox.guest.pod());
         tracing::info!(%peer, ticket, outcome, sandbox = reply.sandbox_id, pod, error = reply.error, "ticket shown");
+    }
+    // A node of an earlier version does not look at whom we dialled.
+    if let Some(dialled) = dialled
+        && outcome == "granted"
+        && reply.sandbox_id != dialled.as_str()
+    {
+        return Err(Refused::OtherSandbox(reply.sandbox_id));
     }
     timeout(REPLY, claim::reply(&mut stream, &reply))
         .await
@@ -247,10 +303,20 @@ async fn answer_claim(
         stream.read(&mut [0; 64]).await
     };
     drop(timeout(REPLY, closed).await);
-    Ok(())
+    match outcome {
+        "granted" => Ok(Met::Claimed),
+        _ if dialled.is_none() => Ok(Met::Claimed),
+        "retry" => Err(Refused::NodeAway(reply.error)),
+        _ => Err(Refused::Ticket(reply.error)),
+    }
 }
 
-async fn judge(claim: Claim, peer: SocketAddr, door: &DoorHandle) -> (&'static str, ClaimReply) {
+async fn judge(
+    claim: Claim,
+    peer: SocketAddr,
+    dialled: Option<&SandboxId>,
+    door: &DoorHandle,
+) -> (&'static str, ClaimReply) {
     let refused = |error: String| ClaimReply { error, ..Default::default() };
     if claim.version != CLAIM_VERSION {
         let error =
@@ -265,6 +331,7 @@ async fn judge(claim: Claim, peer: SocketAddr, door: &DoorHandle) -> (&'static s
         evidence: claim.evidence,
         guest_version: claim.guest_version,
         tunnel_key: claim.tunnel_key,
+        dialled: dialled.map(ToString::to_string).unwrap_or_default(),
         ..Default::default()
     };
     match door.claim(request).await {

@@ -26,6 +26,7 @@ use tokio::{
 };
 
 use crate::{
+    gate::Gate,
     id::SandboxId,
     socket::{self, Bound},
 };
@@ -131,12 +132,12 @@ pub(crate) fn bind(path: &Path) -> io::Result<(OwnedFd, Bound)> {
     socket::place(path, listen)
 }
 
-/// Serves until it is dropped.
-pub(crate) fn serve(listener: OwnedFd, kinds: Kinds) -> impl Future<Output = ()> + Send {
-    serve_within(listener, kinds, MESSAGE)
+/// Serves until it is dropped; takes nothing while `gate` is closed.
+pub(crate) fn serve(listener: OwnedFd, kinds: Kinds, gate: Gate) -> impl Future<Output = ()> + Send {
+    serve_within(listener, kinds, gate, MESSAGE)
 }
 
-async fn serve_within(listener: OwnedFd, kinds: Kinds, patience: Duration) {
+async fn serve_within(listener: OwnedFd, kinds: Kinds, gate: Gate, patience: Duration) {
     let listener = match reactor::register(listener, Interest::READABLE) {
         Ok(listener) => listener,
         Err(error) => {
@@ -153,7 +154,7 @@ async fn serve_within(listener: OwnedFd, kinds: Kinds, patience: Duration) {
         };
         match accepted {
             Ok(connection) if open.len() < CONNECTIONS => {
-                open.spawn(one(connection, kinds.clone(), patience));
+                open.spawn(one(connection, kinds.clone(), gate.clone(), patience));
             }
             Ok(_) => tracing::warn!(bound = CONNECTIONS, "a hand-in is refused: too many are under way"),
             Err(error) => {
@@ -165,14 +166,17 @@ async fn serve_within(listener: OwnedFd, kinds: Kinds, patience: Duration) {
 }
 
 /// One connection: a message, an answer.
-async fn one(connection: OwnedFd, kinds: Arc<Kinds>, patience: Duration) {
+async fn one(connection: OwnedFd, kinds: Arc<Kinds>, gate: Gate, patience: Duration) {
     if let Err(error) = check_peer(&connection) {
         tracing::warn!(%error, "a hand-in is refused");
         return;
     }
     let Ok(connection) = reactor::register(connection, Interest::READABLE) else { return };
     let answer = match timeout(patience, message(&connection)).await {
-        Ok(Ok((header, descriptors))) => judge(&kinds, header, descriptors).await,
+        Ok(Ok((header, descriptors))) => {
+            let _open = gate.pass().await;
+            judge(&kinds, header, descriptors).await
+        }
         Ok(Err(error)) => Err(error.to_string()),
         Err(_) => Err(format!("nothing was handed in within {patience:?}")),
     };

@@ -34,8 +34,12 @@ impl Inbox {
     pub(crate) fn open(state_dir: &Path) -> io::Result<Inbox> {
         let folder = state_dir.join("inbox");
         durable::make_folder(&folder)?;
-        durable::sweep(&folder)?;
         Ok(Inbox { folder })
+    }
+
+    /// Clears away what a process that died left half-written; not while another one writes.
+    pub(crate) fn sweep(&self) -> io::Result<()> {
+        durable::sweep(&self.folder)
     }
 
     /// Records that `id` is to be stopped; on return it will be found after a power cut. Blocking.

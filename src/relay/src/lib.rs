@@ -6,6 +6,7 @@
 //! * `guests`: the TCP port guests dial; `control`: `relay.sock`, where the node speaks to us; `handin`:
 //!   `relay-fds.sock`, where it gives us descriptors that we have no right to open;
 //!   `localhost`: what comes of the first of them.
+//! * `takeover`: how another relay process takes the place of this one.
 //!
 //! No cloud SDK and no Kubernetes in here: this process faces hostile guests.
 
@@ -13,8 +14,10 @@ pub mod agent;
 pub mod app;
 pub mod config;
 mod control;
+mod dials;
 mod door;
 mod durable;
+mod gate;
 mod guest_log;
 mod guests;
 mod handin;
@@ -26,6 +29,7 @@ mod metrics;
 mod sandboxes;
 mod socket;
 mod store;
+mod takeover;
 mod wireguard;
 
 /// What of this crate reads bytes from outside and has no other public door. For `fuzz/` alone.

@@ -13,7 +13,7 @@ use std::{
     convert::Infallible,
     io,
     net::TcpListener as StdListener,
-    os::fd::{AsRawFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     panic::AssertUnwindSafe,
     sync::{Arc, Weak},
     time::{Duration, Instant},
@@ -90,11 +90,9 @@ impl Kind for Localhost {
         }
         let sockets = Sockets::take(&mut handed).map_err(|why| format!("sandbox {sandbox}: {why}"))?;
         handed.finish()?;
-        // Asked for each time: an endpoint that failed is another one afterwards.
-        let (table, id) = (self.sandboxes.clone(), sandbox.clone());
-        let endpoint = move || Some(table.upgrade()?.get(&id)?.endpoint);
-        let span = tracing::info_span!("localhost", pod = &*sandboxes.pod(sandbox));
-        let serving = Serving::start(sandbox.clone(), way, sockets, endpoint, self.metrics.clone(), &span);
+        let pod = sandboxes.pod(sandbox);
+        let span = tracing::info_span!("localhost", pod = &*pod);
+        let serving = Serving::of(&self.sandboxes, sandbox, &pod, way, sockets, self.metrics.clone());
         sandboxes.keep_localhost(sandbox, serving).await?;
         span.in_scope(|| tracing::info!(%sandbox, "the pod's localhost is served"));
         serde_json::to_value(way).map_err(|error| error.to_string())
@@ -102,19 +100,38 @@ impl Kind for Localhost {
 }
 
 /// One family's.
+#[derive(Debug)]
 struct Family {
     listener: TcpListener,
     inject: OwnedFd,
 }
 
-struct Sockets {
+/// What the node handed in for one pod.
+#[derive(Debug)]
+pub(crate) struct Sockets {
     log: AsyncFd<OwnedFd>,
     /// v4, v6; what the kernel has not is missing.
     families: [Option<Family>; 2],
 }
 
 impl Sockets {
-    fn take(handed: &mut Handed) -> Result<Sockets, String> {
+    /// Copies, each with its name.
+    pub(crate) fn copies(&self) -> io::Result<Vec<(String, OwnedFd)>> {
+        let copy = |name: &str, socket: BorrowedFd<'_>| {
+            Ok::<_, io::Error>((name.to_owned(), socket.try_clone_to_owned()?))
+        };
+        let mut copies = vec![copy(LOG, self.log.get_ref().as_fd())?];
+        for (at, family) in self.families.iter().enumerate() {
+            if let Some(family) = family {
+                copies.push(copy(LISTEN[at], family.listener.as_fd())?);
+                copies.push(copy(INJECT[at], family.inject.as_fd())?);
+            }
+        }
+        Ok(copies)
+    }
+
+    /// The sockets that were handed in.
+    pub(crate) fn take(handed: &mut Handed) -> Result<Sockets, String> {
         let family = AddressFamily::NETLINK;
         let log = Wanted { family, kind: SocketType::DGRAM, protocol: NETLINK_NETFILTER, listens: false };
         let log = handed.socket(LOG, log)?;
@@ -142,10 +159,27 @@ impl Sockets {
 #[derive(Debug)]
 pub(crate) struct Serving {
     pub(crate) way: Way,
+    pub(crate) sockets: Arc<Sockets>,
     task: JoinHandle<()>,
 }
 
 impl Serving {
+    /// Serves the localhost of a sandbox in this table.
+    pub(crate) fn of(
+        table: &Weak<Sandboxes>,
+        id: &SandboxId,
+        pod: &str,
+        way: Way,
+        sockets: Sockets,
+        metrics: Arc<Metrics>,
+    ) -> Serving {
+        // Asked for each time: an endpoint that failed is another one afterwards.
+        let (table, sandbox) = (table.clone(), id.clone());
+        let endpoint = move || Some(table.upgrade()?.get(&sandbox)?.endpoint);
+        let span = tracing::info_span!("localhost", pod);
+        Serving::start(id.clone(), way, sockets, endpoint, metrics, &span)
+    }
+
     fn start(
         id: SandboxId,
         way: Way,
@@ -154,16 +188,17 @@ impl Serving {
         metrics: Arc<Metrics>,
         span: &Span,
     ) -> Serving {
+        let sockets = Arc::new(sockets);
         let door = Door {
             id,
             endpoint: Box::new(endpoint),
             metrics,
-            sockets,
+            sockets: sockets.clone(),
             pending: HashMap::new(),
             answered: HashMap::new(),
             asking: JoinSet::new(),
         };
-        Serving { way, task: tokio::spawn(door.stay_open().instrument(span.clone())) }
+        Serving { way, sockets, task: tokio::spawn(door.stay_open().instrument(span.clone())) }
     }
 
     /// Whether it still works.
@@ -204,7 +239,7 @@ struct Door {
     id: SandboxId,
     endpoint: Box<dyn Fn() -> Option<EndpointHandle> + Send>,
     metrics: Arc<Metrics>,
-    sockets: Sockets,
+    sockets: Arc<Sockets>,
     pending: HashMap<Key, Pending>,
     answered: HashMap<Key, Answered>,
     asking: JoinSet<(Syn, Result<Connected, DialError>)>,

@@ -17,14 +17,19 @@ use peerpod_link::{
     net::localhost::Way,
 };
 use thiserror::Error;
-use tokio::task::{AbortHandle, JoinHandle};
+use tokio::{
+    sync::mpsc,
+    task::{AbortHandle, JoinHandle},
+};
 
+pub(crate) use self::handed::{Handed, Prepared};
 use self::{
     guest::{Guest, GuestHandler},
     states::States,
 };
 use crate::{
     agent::{AgentSocket, CONNECTIONS},
+    dials::Order,
     id::SandboxId,
     localhost::Serving,
     metrics::Metrics,
@@ -93,11 +98,16 @@ pub(crate) struct Sandboxes {
     metrics: Arc<Metrics>,
     limits: endpoint::Limits,
     table: Mutex<Table>,
+    /// Whose guests are to be dialled, and who carries that out.
+    dials: mpsc::UnboundedSender<Order>,
+    orders: Mutex<Option<mpsc::UnboundedReceiver<Order>>>,
 }
 
 impl Sandboxes {
     pub(crate) fn new(store: Store, states: Arc<States>, metrics: Arc<Metrics>) -> Arc<Sandboxes> {
         let limits = endpoint::Limits { connections: CONNECTIONS, ..endpoint::Limits::default() };
+        // As many as the node puts and deletes.
+        let (dials, orders) = mpsc::unbounded_channel();
         Arc::new_cyclic(|me| Sandboxes {
             me: me.clone(),
             store,
@@ -105,12 +115,26 @@ impl Sandboxes {
             metrics,
             limits,
             table: Mutex::default(),
+            dials,
+            orders: Mutex::new(Some(orders)),
         })
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
         // Each step leaves the maps usable by themselves.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whose guests are to be dialled, from the first one on; to be taken once.
+    pub(crate) fn orders(&self) -> Option<mpsc::UnboundedReceiver<Order>> {
+        self.orders.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn dial(&self, record: &Record) {
+        let id = record.id.clone();
+        let order =
+            if record.dial.is_empty() { Order::Stop(id) } else { Order::Dial(id, record.dial.clone()) };
+        drop(self.dials.send(order)); // nobody dials in a relay that ends
     }
 
     /// The sandbox of a guest that showed the certificate with this fingerprint.
@@ -144,10 +168,15 @@ impl Sandboxes {
     ///
     /// cancel safety: what was begun is done all the same, under the sandbox's lock: a record that is being written when
     /// the caller leaves must not appear after a delete that came later.
-    pub(crate) async fn put(&self, record: Record) -> Result<(), SandboxError> {
+    /// `open` is kept until then.
+    pub(crate) async fn put(&self, record: Record, open: impl Send + 'static) -> Result<(), SandboxError> {
         let stopping = SandboxError::Stopping(record.id.clone());
         let Some(me) = self.me.upgrade() else { return Err(stopping) };
-        tokio::spawn(async move { me.put_in_slot(record, true).await }).await.unwrap_or(Err(stopping))
+        let put = async move {
+            let _open = open;
+            me.put_in_slot(record, true).await
+        };
+        tokio::spawn(put).await.unwrap_or(Err(stopping))
     }
 
     async fn put_in_slot(&self, record: Record, write: bool) -> Result<(), SandboxError> {
@@ -192,6 +221,9 @@ impl Sandboxes {
                         AgentSocket::open(path, endpoint, guest, self.metrics.clone()).map_err(listen)?;
                 }
                 self.take_certificates(&record, &live.record.guest_certificates)?;
+                if live.record.dial != record.dial {
+                    self.dial(&record);
+                }
                 live.record = record;
             }
             None => *slot = Some(self.start(record, 0)?),
@@ -208,13 +240,26 @@ impl Sandboxes {
             .map_err(|why| SandboxError::Listen { path: path.display().to_string(), why })?;
         self.take_certificates(&record, &[])?;
         self.states.put(&record.id, &record.pod, guest.traffic.clone());
+        Ok(self.run(record, guest, endpoint, handle, socket, panics))
+    }
+
+    fn run(
+        &self,
+        record: Record,
+        guest: Arc<Guest>,
+        endpoint: Endpoint<GuestHandler>,
+        handle: EndpointHandle,
+        socket: AgentSocket,
+        panics: u32,
+    ) -> Live {
+        self.dial(&record);
         let attached = Attached { id: record.id.clone(), endpoint: handle, guest };
         self.table().attached.insert(record.id.clone(), attached.clone());
         self.metrics.sandboxes.inc();
         let task = tokio::spawn(endpoint.run());
         let endpoint = task.abort_handle();
         let running = tokio::spawn(hear_the_end(task, self.me.clone(), attached.clone(), panics));
-        Ok(Live { record, attached, socket, localhost: None, endpoint, running, panics })
+        Live { record, attached, socket, localhost: None, endpoint, running, panics }
     }
 
     /// Makes the endpoint of a sandbox anew, when it is still the one that ended.
@@ -247,6 +292,7 @@ impl Sandboxes {
             table.attached.remove(id);
             table.fingerprints.retain(|_, owner| owner != id);
         }
+        drop(self.dials.send(Order::Stop(id.clone())));
         drop(live.socket);
         self.states.delete(id);
         self.metrics.sandboxes.dec();
@@ -392,5 +438,6 @@ fn check_path(record: &Record) -> Result<(), SandboxError> {
     }
 }
 
+mod handed;
 #[cfg(test)]
 mod tests;

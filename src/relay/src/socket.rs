@@ -31,6 +31,12 @@ pub(crate) struct Bound {
 }
 
 impl Bound {
+    /// The name of a listener that another process bound.
+    pub(crate) fn of(path: &Path) -> io::Result<Bound> {
+        let there = std::fs::symlink_metadata(path)?;
+        Ok(Bound { path: path.to_owned(), device: there.dev(), inode: there.ino() })
+    }
+
     /// Whether the name still leads to the listener.
     pub(crate) fn is_there(&self) -> bool {
         std::fs::symlink_metadata(&self.path)

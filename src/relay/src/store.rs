@@ -4,7 +4,7 @@
 
 use std::{
     fmt, io,
-    net::Ipv4Addr,
+    net::{Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
     time::{SystemTime, UNIX_EPOCH},
 };
@@ -44,6 +44,8 @@ pub(crate) struct Record {
     pub(crate) pod: String,
     /// The guest's end of the encrypted tunnel, where it has one.
     pub(crate) tunnel_peer: Option<TunnelPeer>,
+    /// Where its guest waits to be dialled; empty: it dials.
+    pub(crate) dial: Vec<SocketAddr>,
 }
 
 /// The guest's end of the encrypted tunnel.
@@ -56,15 +58,16 @@ pub(crate) struct TunnelPeer {
     pub(crate) vxlan_port: u16,
 }
 
-mod base64_bytes {
+/// Bytes in text.
+pub(crate) mod base64_bytes {
     use base64::{Engine, prelude::BASE64_STANDARD};
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
-    pub(super) fn serialize<S: Serializer>(bytes: &[u8], to: S) -> Result<S::Ok, S::Error> {
+    pub(crate) fn serialize<S: Serializer>(bytes: &[u8], to: S) -> Result<S::Ok, S::Error> {
         to.serialize_str(&BASE64_STANDARD.encode(bytes))
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<u8>, D::Error> {
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<u8>, D::Error> {
         BASE64_STANDARD.decode(String::deserialize(from)?).map_err(D::Error::custom)
     }
 }
@@ -115,6 +118,8 @@ struct RecordFile {
     pod: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     tunnel_peer: Option<TunnelPeer>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    dial: Vec<SocketAddr>,
 }
 
 /// The folder.
@@ -133,9 +138,16 @@ impl Store {
             Store { sandboxes: folder.join("sandboxes"), quarantine: state_dir.join("quarantine"), folder };
         for folder in [&store.folder, &store.sandboxes] {
             durable::make_folder(folder).map_err(failed("make", folder))?;
-            durable::sweep(folder).map_err(failed("clean", folder))?;
         }
         Ok(store)
+    }
+
+    /// Clears away what a process that died left half-written; not while another one writes.
+    pub(crate) fn sweep(&self) -> Result<(), StoreError> {
+        for folder in [&self.folder, &self.sandboxes] {
+            durable::sweep(folder).map_err(failed("clean", folder))?;
+        }
+        Ok(())
     }
 
     /// Keeps the identity. Blocking.
@@ -177,6 +189,7 @@ impl Store {
             guest_certificates: record.guest_certificates.iter().map(|bytes| hex(bytes)).collect(),
             pod: record.pod.clone(),
             tunnel_peer: record.tunnel_peer.clone(),
+            dial: record.dial.clone(),
         };
         self.write(&self.sandboxes, &format!("{}.json", record.id), &file)
     }
@@ -257,6 +270,7 @@ fn record(path: &Path, file: RecordFile) -> Result<Record, String> {
         guest_certificates: certificates.ok_or("a certificate's fingerprint is not 64 hex digits")?,
         pod: file.pod,
         tunnel_peer: file.tunnel_peer,
+        dial: file.dial,
     })
 }
 
@@ -297,6 +311,7 @@ mod tests {
                 vnis: vec![0x1_0203, 9],
                 vxlan_port: 4789,
             }),
+            dial: if id == "b" { vec!["[fd00::7]:15150".parse().unwrap()] } else { Vec::new() },
         }
     }
 

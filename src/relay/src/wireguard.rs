@@ -4,7 +4,9 @@
 
 use std::{
     collections::HashMap,
-    net::UdpSocket,
+    io,
+    net::{SocketAddr, UdpSocket},
+    os::fd::{AsFd, OwnedFd},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
@@ -49,6 +51,9 @@ struct Plane {
     threads: DataPlane,
     /// Kept for a node that hands in another device: the port is taken, by us.
     socket: UdpSocket,
+    /// Kept for another relay process: the device's copy and the key.
+    tun: OwnedFd,
+    key: Zeroizing<[u8; 32]>,
     port: u16,
     /// Which namespace the device is in, in the node's words.
     inside: String,
@@ -135,6 +140,8 @@ impl WireGuard {
         let socket = socket.or(held).ok_or("there is no UDP socket yet")?;
         let port = peerpod_wireguard::port_of(&socket).map_err(unusable)?;
         let kept = socket.try_clone().map_err(unusable)?;
+        let device = tun.as_fd().try_clone_to_owned().map_err(|error| format!("the TUN device: {error}"))?;
+        let secret = key.expose();
         let same = state.engine.clone().filter(|engine| engine.public_key() == key.public());
         let engine = same.unwrap_or_else(|| Arc::new(Engine::new(key)));
         for (id, config) in &state.peers {
@@ -148,11 +155,57 @@ impl WireGuard {
         let threads = DataPlane::start(engine.clone(), tun, socket, "wireguard")
             .map_err(|error| format!("start the data plane: {error}"))?;
         tracing::info!(port, peers = state.peers.len(), "the encrypted tunnel's data plane runs");
-        let plane = Plane { threads, socket: kept, port, inside };
+        let plane = Plane { threads, socket: kept, tun: device, key: secret, port, inside };
         let detail = describe(&plane);
         (state.engine, state.broken) = (Some(engine), None);
         drop(state.plane.replace(plane));
         Ok(detail)
+    }
+
+    /// What another relay process needs to go on: as the node hands it in, with the places where guests were found.
+    /// Their sessions are not handed over; both ends begin others.
+    pub(crate) fn show(&self) -> io::Result<Option<(Value, Vec<(String, OwnedFd)>)>> {
+        let state = self.lock();
+        let Some(plane) = state.plane.as_ref().filter(|plane| plane.threads.is_running()) else {
+            return Ok(None);
+        };
+        let place = |id: &SandboxId| {
+            let path = plane.threads.engine().path_of(&id.to_string())?;
+            Some((id.to_string(), path.peer.to_string()))
+        };
+        let places: HashMap<String, String> = state.peers.keys().filter_map(place).collect();
+        let key = Zeroizing::new(BASE64_STANDARD.encode(&plane.key[..]));
+        let detail = json!({ "private_key": &*key, "inside": plane.inside, "places": places });
+        let socket = plane.socket.as_fd().try_clone_to_owned()?;
+        let tun = plane.tun.try_clone()?;
+        Ok(Some((detail, vec![("tun".to_owned(), tun), ("udp".to_owned(), socket)])))
+    }
+
+    /// Goes on where another process left off.
+    pub(crate) fn go_on(&self, mut handed: Handed) -> Result<(), String> {
+        let detail = handed.detail.clone();
+        self.take_handed(&mut handed)?;
+        let state = self.lock();
+        let Some(engine) = &state.engine else { return Ok(()) };
+        for (id, place) in detail.get("places").and_then(Value::as_object).into_iter().flatten() {
+            if let Some(place) = place.as_str().and_then(|place| place.parse::<SocketAddr>().ok()) {
+                engine.place(id, place);
+            }
+        }
+        Ok(())
+    }
+
+    fn take_handed(&self, handed: &mut Handed) -> Result<Value, String> {
+        let text = handed.detail.get("private_key").and_then(Value::as_str).unwrap_or_default();
+        let bytes = BASE64_STANDARD.decode(text).map(Zeroizing::new);
+        let bytes = bytes.map_err(|_| "the private key is not base64".to_owned())?;
+        let key = PrivateKey::from_bytes(&bytes).map_err(|error| error.to_string())?;
+        let inside = handed.detail.get("inside").and_then(Value::as_str).unwrap_or_default().to_owned();
+        let tun = handed.descriptor("tun")?;
+        let socket = if handed.has("udp") { Some(handed.descriptor("udp")?.into()) } else { None };
+        handed.finish()?;
+        // Ends threads and starts others: microseconds, and they do not wait for anything.
+        self.start(key, tun.into(), socket, inside)
     }
 
     /// What there is to see, once there was a data plane.
@@ -216,16 +269,7 @@ impl Kind for WireGuard {
         if sandbox.is_some() {
             return Err("the encrypted tunnel is the node's, not a sandbox's".to_owned());
         }
-        let text = handed.detail.get("private_key").and_then(Value::as_str).unwrap_or_default();
-        let bytes = BASE64_STANDARD.decode(text).map(Zeroizing::new);
-        let bytes = bytes.map_err(|_| "the private key is not base64".to_owned())?;
-        let key = PrivateKey::from_bytes(&bytes).map_err(|error| error.to_string())?;
-        let inside = handed.detail.get("inside").and_then(Value::as_str).unwrap_or_default().to_owned();
-        let tun = handed.descriptor("tun")?;
-        let socket = if handed.has("udp") { Some(handed.descriptor("udp")?.into()) } else { None };
-        handed.finish()?;
-        // Ends threads and starts others: microseconds, and they do not wait for anything.
-        self.start(key, tun.into(), socket, inside)
+        self.take_handed(&mut handed)
     }
 }
 

@@ -179,6 +179,46 @@ impl Daemons {
         Ok(())
     }
 
+    /// Another relay beside the one that runs, as an upgrade starts it.
+    pub fn relay_beside(&self) -> anyhow::Result<Child> {
+        self.spawn("relay")
+    }
+
+    /// Makes this process the relay, which is gone by now.
+    pub fn adopt_relay(&mut self, new: Child) -> anyhow::Result<()> {
+        ensure!(self.relay.is_none(), "the relay runs");
+        self.relay = Some(new);
+        Ok(())
+    }
+
+    /// Has another relay take the place of the one that runs; how that ended comes back.
+    pub async fn take_over(&mut self) -> anyhow::Result<ExitStatus> {
+        let new = self.relay_beside()?;
+        self.taken_over_by(new).await
+    }
+
+    /// Waits until this process has taken the place of the relay that runs.
+    pub async fn taken_over_by(&mut self, mut new: Child) -> anyhow::Result<ExitStatus> {
+        let old = self.relay.as_mut().context("the relay does not run")?;
+        let left = eventually("the old relay leaves", START_PATIENCE, async || {
+            if let Some(status) = new.try_wait().ok().flatten() {
+                return Some(Err(anyhow::anyhow!("the new relay ended: {}", explain(status))));
+            }
+            old.try_wait().ok().flatten().map(Ok)
+        });
+        match left.await.and_then(|left| left) {
+            Ok(status) => {
+                self.relay = Some(new);
+                Ok(status)
+            }
+            Err(error) => {
+                new.kill().ok();
+                new.wait().ok();
+                Err(error.context(self.log_tails()))
+            }
+        }
+    }
+
     fn spawn(&self, daemon: &str) -> anyhow::Result<Child> {
         let arguments = [OsStr::new("--config"), self.config.as_os_str()];
         self.world.spawn(&binary(&format!("peerpod-{daemon}"))?, &arguments, &self.log(daemon))

@@ -6,6 +6,7 @@
 
 use std::{
     fmt, io,
+    os::fd::OwnedFd,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll},
@@ -14,6 +15,7 @@ use std::{
 
 use bytes::{Buf, BytesMut};
 use futures_util::future::BoxFuture;
+use serde::{Deserialize, Serialize};
 use socket2::SockRef;
 use tokio::{
     io::AsyncWrite,
@@ -23,6 +25,7 @@ use tokio::{
 };
 
 use super::{
+    freeze,
     handle::{Command, Shared},
     local::READ,
     task::LOOK,
@@ -33,6 +36,7 @@ use crate::{
     session::{
         Session,
         pool::{self, Size},
+        state::base64,
     },
 };
 
@@ -124,7 +128,7 @@ pub(super) struct Dialled {
     look_at: Option<Instant>,
 }
 
-struct Conn {
+pub(super) struct Conn {
     stream: u32,
     state: State,
     /// The session still has the stream.
@@ -135,6 +139,19 @@ struct Conn {
     /// The socket was read to its end.
     read_done: bool,
     /// The peer said Finish; and the socket was told.
+    finished: bool,
+    shut: bool,
+}
+
+/// As data, beside its socket.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct DialledState {
+    stream: u32,
+    alive: bool,
+    #[serde(with = "base64")]
+    out: Vec<u8>,
+    owed: usize,
+    read_done: bool,
     finished: bool,
     shut: bool,
 }
@@ -158,6 +175,16 @@ enum Next {
 impl Dialled {
     pub(super) fn new(bounds: Bounds) -> Dialled {
         Dialled { bounds, conns: Vec::new(), generation: 0, turn: 0, look_at: None }
+    }
+
+    /// All of them.
+    pub(super) fn conns(&self) -> impl Iterator<Item = &Conn> {
+        self.conns.iter()
+    }
+
+    /// Goes on with those of another process, ordered by stream.
+    pub(super) fn resume(&mut self, conns: Vec<Conn>) {
+        self.conns = conns;
     }
 
     /// How many there are.
@@ -387,6 +414,40 @@ impl Conn {
             read_done: false,
             finished: false,
             shut: false,
+        }
+    }
+
+    /// 0: none that could be asked for.
+    pub(super) fn stream(&self) -> u32 {
+        self.stream
+    }
+
+    /// As data; the socket goes to `sockets`. `None`: none stands yet, and its caller will hear that it failed.
+    pub(super) fn state(&self, sockets: &mut Vec<OwnedFd>) -> io::Result<Option<DialledState>> {
+        let State::Open(socket) = &self.state else { return Ok(None) };
+        sockets.push(freeze::copy(socket)?);
+        Ok(Some(DialledState {
+            stream: self.stream,
+            alive: self.alive,
+            out: self.out.to_vec(),
+            owed: self.owed,
+            read_done: self.read_done,
+            finished: self.finished,
+            shut: self.shut,
+        }))
+    }
+
+    /// The inverse of [`Conn::state`].
+    pub(super) fn restore(socket: TcpStream, state: DialledState) -> Conn {
+        Conn {
+            stream: state.stream,
+            state: State::Open(socket),
+            alive: state.alive,
+            out: BytesMut::from(&state.out[..]),
+            owed: state.owed,
+            read_done: state.read_done,
+            finished: state.finished,
+            shut: state.shut,
         }
     }
 

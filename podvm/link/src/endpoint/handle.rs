@@ -21,7 +21,7 @@ use tokio::{
 };
 
 use super::{
-    Stats, Transport,
+    Frozen, NotFrozen, Stats, Transport,
     dialled::{Answer, Call, Connected, DialError},
     stats::Counters,
 };
@@ -96,6 +96,22 @@ impl EndpointHandle {
         Ok(())
     }
 
+    /// Makes the endpoint stand still and say what it is. It does until [`EndpointHandle::thaw`]; also when the returned
+    /// future is dropped, unless that is before it stands.
+    ///
+    /// # Errors
+    /// It goes on then.
+    pub async fn freeze(&self) -> Result<Frozen, NotFrozen> {
+        let (answer, answered) = oneshot::channel();
+        self.shared.push(Command::Freeze(answer));
+        answered.await.unwrap_or(Err(NotFrozen::Ended))
+    }
+
+    /// Lets it go on where it stood. Without effect on one that does not stand still.
+    pub fn thaw(&self) {
+        self.shared.go_on();
+    }
+
     /// Ends the endpoint: its `run` returns soon after.
     pub fn close(&self) {
         self.shared.close();
@@ -122,6 +138,7 @@ pub(super) enum Command {
     Dial(Target, Answer),
     Join(Call, TcpStream),
     Hang(Call),
+    Freeze(oneshot::Sender<Result<Frozen, NotFrozen>>),
 }
 
 pub(super) struct Shared {
@@ -129,6 +146,7 @@ pub(super) struct Shared {
     /// Lets the task skip the lock while nothing was queued.
     queued: AtomicBool,
     closed: AtomicBool,
+    frozen: AtomicBool,
     waker: AtomicWaker,
     control_waiting: AtomicUsize,
     control_limit: usize,
@@ -163,6 +181,7 @@ pub(super) fn pair(control_limit: usize) -> (Ended, EndpointHandle) {
         queue: Mutex::default(),
         queued: AtomicBool::new(false),
         closed: AtomicBool::new(false),
+        frozen: AtomicBool::new(false),
         waker: AtomicWaker::new(),
         control_waiting: AtomicUsize::new(0),
         control_limit,
@@ -213,6 +232,25 @@ impl Shared {
         } else {
             VecDeque::new()
         }
+    }
+
+    /// Whether the task stands still. Only the task itself begins that.
+    pub(super) fn is_frozen(&self) -> bool {
+        self.frozen.load(Acquire)
+    }
+
+    pub(super) fn stand_still(&self) {
+        self.frozen.store(true, Release);
+    }
+
+    pub(super) fn go_on(&self) {
+        self.frozen.store(false, Release);
+        self.waker.wake();
+    }
+
+    /// Bytes that wait already when the endpoint begins.
+    pub(super) fn control_waits(&self, bytes: usize) {
+        self.control_waiting.fetch_add(bytes, AcqRel);
     }
 
     pub(super) fn is_closed(&self) -> bool {

@@ -2,16 +2,22 @@
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
+    os::fd::OwnedFd,
     pin::Pin,
     task::{Context, Poll, ready},
 };
 
 use bytes::BytesMut;
 use futures_util::future::BoxFuture;
-use tokio::{io::AsyncWrite, net::UnixStream, time::Instant};
+use serde::{Deserialize, Serialize};
+use tokio::{
+    io::AsyncWrite,
+    net::UnixStream,
+    time::{Duration, Instant},
+};
 
-use super::{Filter, transport::poll_read};
-use crate::session::CHUNK;
+use super::{Filter, NotFrozen, freeze, transport::poll_read};
+use crate::session::{CHUNK, state::base64};
 
 /// Undelivered answers of our own above which nothing more is read from a socket. (Bytes of the stream do not count,
 /// the window bounds them: an agent that writes before it reads on must be read.)
@@ -40,6 +46,20 @@ pub(super) struct Local {
     deaf: bool,
     /// The last read ended in the middle of a large frame: the next one may go straight into the log.
     pub(super) bulk: bool,
+}
+
+/// As data, beside its socket.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct LocalState {
+    filter: serde_json::Value,
+    stream: Option<u32>,
+    #[serde(with = "base64")]
+    out: Vec<u8>,
+    owed: usize,
+    answered: usize,
+    /// How long it may still take to be closed.
+    leaving_ms: Option<u64>,
+    deaf: bool,
 }
 
 enum Socket {
@@ -73,6 +93,48 @@ impl Local {
             deaf: false,
             bulk: false,
         }
+    }
+
+    /// As data; the socket goes to `sockets`. `None`: it has none yet.
+    pub(super) fn state(
+        &self,
+        now: Instant,
+        sockets: &mut Vec<OwnedFd>,
+    ) -> Result<Option<LocalState>, NotFrozen> {
+        let Socket::Open(socket) = &self.socket else { return Ok(None) };
+        let filter = self.filter.state().ok_or(NotFrozen::State("a filter cannot be handed over"))?;
+        sockets.push(freeze::copy(socket)?);
+        Ok(Some(LocalState {
+            filter,
+            stream: self.stream,
+            out: self.out.to_vec(),
+            owed: self.owed,
+            answered: self.answered,
+            leaving_ms: self
+                .leaving
+                .map(|at| u64::try_from(at.saturating_duration_since(now).as_millis()).unwrap_or(u64::MAX)),
+            deaf: self.deaf,
+        }))
+    }
+
+    /// The inverse of [`Local::state`].
+    pub(super) fn restore(
+        socket: UnixStream,
+        mut filter: Box<dyn Filter>,
+        state: LocalState,
+    ) -> Result<Local, NotFrozen> {
+        if !filter.restore(&state.filter) {
+            return Err(NotFrozen::State("a filter does not know where it stood"));
+        }
+        Ok(Local {
+            stream: state.stream,
+            out: BytesMut::from(&state.out[..]),
+            owed: state.owed,
+            answered: state.answered,
+            leaving: state.leaving_ms.map(|ms| Instant::now() + Duration::from_millis(ms.min(10_000))),
+            deaf: state.deaf,
+            ..Local::accepted(socket, filter)
+        })
     }
 
     /// Bytes that wait for the socket.

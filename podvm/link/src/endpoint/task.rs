@@ -7,12 +7,16 @@ use std::{
 };
 
 use bytes::BytesMut;
-use tokio::time::{Duration, Instant, Sleep, sleep_until};
+use tokio::{
+    sync::oneshot,
+    time::{Duration, Instant, Sleep, sleep_until},
+};
 use tracing::debug;
 
 use super::{
-    Handler, Limits, LinkEvent, Role, Transport,
+    Frozen, Handler, Limits, LinkEvent, NotFrozen, Role, Transport,
     dialled::{self, Dialled},
+    freeze::Restored,
     handle::{Command, Ended},
     join::Joining,
     local::Local,
@@ -105,15 +109,20 @@ impl Scratch {
     }
 }
 
+/// The session's bounds under these of the endpoint.
+pub(super) fn bounds(limits: &Limits) -> session::Limits {
+    session::Limits {
+        replay: limits.replay,
+        ahead: limits.ahead,
+        streams: limits.connections + limits.dialled,
+        control_message: limits.control_message,
+    }
+}
+
 impl<H: Handler> Task<H> {
     pub(super) fn new(role: Role, handler: H, limits: Limits, shared: Ended) -> Task<H> {
         let id = (role == Role::Guest).then(random_id);
-        let bounds = session::Limits {
-            replay: limits.replay,
-            ahead: limits.ahead,
-            streams: limits.connections + limits.dialled,
-            control_message: limits.control_message,
-        };
+        let bounds = bounds(&limits);
         let dialled = Dialled::new(dialled::Bounds {
             connections: limits.dialled,
             call: limits.call,
@@ -142,12 +151,40 @@ impl<H: Handler> Task<H> {
         }
     }
 
+    /// Goes on in the place of another process.
+    pub(super) fn resume(&mut self, Restored { session, locals, dialled }: Restored) {
+        self.session = session;
+        for local in locals {
+            let stream = local.stream;
+            let at = self.insert(local);
+            if let Some(stream) = stream {
+                self.by_stream.insert(stream, at);
+            }
+        }
+        self.dialled.resume(dialled);
+    }
+
+    /// Stands still and says what it is. Who asked may be gone: then nobody would let it go on.
+    fn freeze(&self, asked: oneshot::Sender<Result<Frozen, NotFrozen>>) {
+        let frozen = Frozen::take(&self.session, self.locals.iter().flatten(), self.dialled.conns());
+        let stands = frozen.is_ok();
+        if stands {
+            self.shared.stand_still();
+        }
+        if asked.send(frozen).is_err() && stands {
+            self.shared.go_on();
+        }
+    }
+
     pub(super) fn into_handler(self) -> H {
         self.handler
     }
 
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         self.shared.register(cx);
+        if self.shared.is_frozen() {
+            return Poll::Pending;
+        }
         let mut scratch = Scratch::lend();
         let mut moved = true;
         for _ in 0..ROUNDS {
@@ -156,11 +193,14 @@ impl<H: Handler> Task<H> {
                 return Poll::Ready(());
             }
             moved = self.round(cx, &mut scratch);
-            if !moved {
+            if !moved || self.shared.is_frozen() {
                 break;
             }
         }
         scratch.give_back();
+        if self.shared.is_frozen() {
+            return Poll::Pending;
+        }
         self.tell();
         self.poll_timer(cx);
         if moved {
@@ -171,6 +211,9 @@ impl<H: Handler> Task<H> {
 
     fn round(&mut self, cx: &mut Context<'_>, scratch: &mut Scratch) -> bool {
         let mut moved = self.commands();
+        if self.shared.is_frozen() {
+            return false;
+        }
         moved |= self.poll_joining(cx);
         moved |= self.poll_receive(cx, scratch);
         // They share the session's room, so they take turns.
@@ -207,12 +250,14 @@ impl<H: Handler> Task<H> {
     fn commands(&mut self) -> bool {
         let commands = self.shared.take();
         let any = !commands.is_empty();
+        let mut freezing = None;
         for command in commands {
             match command {
                 Command::Attach(transport, hello) => self.attach(transport, hello),
                 Command::Control(message) => self.session.control(message),
                 Command::Dial(target, answer) => self.dialled.call(&mut self.session, target, answer),
                 Command::Join(call, socket) => self.dialled.join(call, socket),
+                Command::Freeze(asked) => freezing = Some(asked),
                 Command::Hang(call) => self.dialled.hang(&mut self.session, call),
                 Command::Adopt(socket) => {
                     if self.open < self.limits.connections {
@@ -226,6 +271,10 @@ impl<H: Handler> Task<H> {
                     }
                 }
             }
+        }
+        // After everything that was queued with it.
+        if let Some(asked) = freezing {
+            self.freeze(asked);
         }
         any
     }

@@ -1,5 +1,7 @@
 //! The incremental splitter.
 
+use serde::{Deserialize, Serialize};
+
 use super::{HEADER_LEN, Header};
 
 /// A part of the frame under way.
@@ -15,12 +17,12 @@ pub enum Piece<'a> {
 
 /// Splits a byte stream into frames as the bytes come, whatever the cuts. Its size is constant: it keeps at most an
 /// incomplete header.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FrameReader {
     state: State,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum State {
     Header { bytes: [u8; HEADER_LEN], have: usize },
     Body { left: u32 },
@@ -96,6 +98,11 @@ impl FrameReader {
             }
             State::Body { .. } | State::Header { .. } => false,
         }
+    }
+
+    /// Whether this can be where a reader stands: one that was read from elsewhere may not be.
+    pub fn is_sound(&self) -> bool {
+        !matches!(self.state, State::Header { have: HEADER_LEN.., .. })
     }
 
     /// Whether the stream is between two frames, so that ending it here cuts nothing.

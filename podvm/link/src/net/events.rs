@@ -1,5 +1,5 @@
 //! Hears what changes in a network namespace: links, addresses, routes, rules and permanent neighbours, of both
-//! families. It says only that something changed; who hears it looks again (`look`), because a lost or merged event must
+//! families, and in a pod's the qdiscs and filters. It says only that something changed; who hears it looks again (`look`), because a lost or merged event must
 //! not matter. Reads one multicast netlink socket, changes nothing.
 
 use std::io;
@@ -20,6 +20,7 @@ use crate::reactor;
 // rtnetlink's multicast groups (linux/rtnetlink.h).
 const LINK: u32 = 1;
 const NEIGHBOUR: u32 = 3;
+const TRAFFIC: u32 = 4;
 const V4_ADDRESS: u32 = 5;
 const V4_ROUTE: u32 = 7;
 const V4_RULE: u32 = 8;
@@ -28,7 +29,7 @@ const V6_ROUTE: u32 = 11;
 const V6_RULE: u32 = 19;
 
 /// What decides how packets of a namespace travel.
-const ALL: &[u32] = &[LINK, NEIGHBOUR, V4_ADDRESS, V4_ROUTE, V4_RULE, V6_ADDRESS, V6_ROUTE, V6_RULE];
+const ALL: &[u32] = &[LINK, NEIGHBOUR, TRAFFIC, V4_ADDRESS, V4_ROUTE, V4_RULE, V6_ADDRESS, V6_ROUTE, V6_RULE];
 /// The same for an underlay: its neighbours come and go with every conversation.
 const UNDERLAY: &[u32] = &[LINK, V4_ADDRESS, V4_ROUTE, V4_RULE, V6_ADDRESS, V6_ROUTE, V6_RULE];
 
@@ -149,8 +150,12 @@ mod tests {
     const QUIET: Duration = Duration::from_millis(30);
 
     fn ip(netns: &Netns, arguments: &str) {
-        let run = || Command::new("ip").args(arguments.split(' ')).status();
-        assert!(netns.run(run).unwrap().unwrap().success(), "ip {arguments}");
+        run(netns, "ip", arguments);
+    }
+
+    fn run(netns: &Netns, program: &str, arguments: &str) {
+        let run = || Command::new(program).args(arguments.split(' ')).status();
+        assert!(netns.run(run).unwrap().unwrap().success(), "{program} {arguments}");
     }
 
     #[tokio::test]
@@ -169,8 +174,13 @@ mod tests {
             "neigh add 10.1.0.9 lladdr 02:00:00:00:00:09 dev a0 nud permanent",
             "link set a0 mtu 1400",
             "link set a0 down",
+            "tc qdisc add dev a0 ingress",
+            "tc filter add dev a0 ingress prio 9 protocol all u32 match u32 0 0",
         ] {
-            ip(&netns, change);
+            match change.strip_prefix("tc ") {
+                Some(change) => run(&netns, "tc", change),
+                None => ip(&netns, change),
+            }
             let heard = tokio::time::timeout(LONG, events.settled(QUIET, LONG)).await;
             heard.unwrap_or_else(|_| panic!("not heard: {change}")).unwrap();
         }

@@ -19,6 +19,7 @@ use nix::errno::Errno;
 
 mod bpf;
 mod filter;
+pub mod tcx;
 mod undo;
 
 pub use filter::{Classifier, Classifiers};

@@ -10,7 +10,7 @@ use super::{
     CHUNK,
     pool::{self, Size},
 };
-use crate::record::{HEADER_LEN, Header};
+use crate::record::{self, HEADER_LEN, Header};
 
 /// A record never crosses from one chunk to the next.
 struct Chunk {
@@ -68,6 +68,33 @@ impl Log {
             high_sent: 0,
             spaces_at: 0,
         }
+    }
+
+    /// Everything that is kept, as it goes on the wire.
+    pub(super) fn records(&self) -> Vec<u8> {
+        let mut all = Vec::with_capacity(self.bytes);
+        self.chunks.iter().for_each(|chunk| all.extend_from_slice(&chunk.buffer[chunk.start..chunk.end]));
+        all
+    }
+
+    /// The log of before, ready for a new transport. `None` = those are not its records.
+    pub(super) fn restore(first: u64, high_sent: u64, records: &[u8]) -> Option<Log> {
+        let mut log = Log::new();
+        (log.first, log.next) = (first, first);
+        let mut rest = records;
+        while !rest.is_empty() {
+            let (header, payload) = record::split(&mut rest).ok()??;
+            if header.seq != log.next || payload.len() > CHUNK {
+                return None;
+            }
+            log.push(header, payload);
+        }
+        log.high_sent = high_sent;
+        let plausible = first > 0 && (log.acked()..log.next).contains(&high_sent);
+        plausible.then(|| {
+            log.rewind();
+            log
+        })
     }
 
     /// Bytes kept.

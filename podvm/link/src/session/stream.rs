@@ -1,6 +1,9 @@
 //! One stream of a session, as its own end sees it.
 
-use super::{CREDIT_STEP, WINDOW};
+use super::{
+    CREDIT_STEP, WINDOW,
+    state::{BadState, StreamState},
+};
 use crate::record::{CloseReason, StreamKind};
 
 /// What was sent is moved away when so many bytes of it stand in front of what waits.
@@ -67,6 +70,55 @@ impl Stream {
             finished: false,
             calling: false,
         }
+    }
+
+    /// As data.
+    pub(super) fn state(&self, id: u32) -> StreamState {
+        StreamState {
+            id,
+            open: self.open.map(|kind| {
+                let (payload, length) = kind.encode();
+                payload[..length].to_vec()
+            }),
+            credit: self.credit,
+            window: self.window,
+            owed: self.owed,
+            waiting: self.waiting[self.gone..].to_vec(),
+            close: self.close.map(|reason| reason as u8),
+            close_sent: self.close_sent,
+            ended: self.ended,
+            finish: self.finish,
+            finish_sent: self.finish_sent,
+            finished: self.finished,
+            calling: self.calling,
+        }
+    }
+
+    /// The inverse of [`Stream::state`]; in no list of its session yet.
+    pub(super) fn restore(state: StreamState) -> Result<Stream, BadState> {
+        Stream::check(&state)?;
+        Ok(Stream {
+            open: state.open.as_deref().map(Stream::read_kind).transpose()?,
+            credit: state.credit,
+            queued: false,
+            window: state.window,
+            owed: state.owed,
+            credit_queued: false,
+            waiting: state.waiting,
+            gone: 0,
+            close: state.close.map(Stream::read_close).transpose()?,
+            close_sent: state.close_sent,
+            ended: state.ended,
+            finish: state.finish,
+            finish_sent: state.finish_sent,
+            finished: state.finished,
+            calling: state.calling,
+        })
+    }
+
+    /// It stands in the list of those with an Open or a Credit to send.
+    pub(super) fn signalled(&mut self) {
+        self.credit_queued = self.owed >= CREDIT_STEP;
     }
 
     /// Neither side has closed it.

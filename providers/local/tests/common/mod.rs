@@ -112,6 +112,7 @@ pub fn config(dir: &Path) -> LocalConfig {
         mtu: 1500,
         ipv4: true,
         boot_delay: Duration::ZERO,
+        max_batch: 8,
     }
 }
 

@@ -12,25 +12,33 @@ use std::{
 };
 
 use nix::fcntl::Flock;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use super::{Error, MAX_FILE, Record, VERSION};
+use super::{BATCH_VERSION, Batch, Error, MAX_FILE, Record, VERSION};
 use crate::spec::SandboxId;
 
 /// The records of this node's sandboxes.
 #[derive(Clone, Debug)]
 pub struct Ledger {
     records: PathBuf,
+    batches: PathBuf,
     quarantine: PathBuf,
     /// Held until the last clone is gone, and with it the last write.
     _guard: Option<Arc<Flock<File>>>,
 }
+
+/// What a batch's file is called in quarantine, behind its id; no sandbox's record is called so there.
+const ASIDE: &str = ".batch";
 
 /// What was found at start.
 #[derive(Debug, Default)]
 pub struct Loaded {
     /// Every record that could be read, tombstones included.
     pub records: Vec<Record>,
+    /// Every batch that could be read.
+    pub batches: Vec<Batch>,
+    /// Ids of batches that cannot be read, now or since an earlier start: their VMs may be somebody's.
+    pub unread_batches: Vec<String>,
     /// What could not, and is out of the way now.
     pub quarantined: Vec<Quarantined>,
 }
@@ -56,10 +64,11 @@ impl Ledger {
     pub fn open(state_dir: &Path) -> Result<Ledger, Error> {
         let ledger = Ledger {
             records: state_dir.join("sandboxes"),
+            batches: state_dir.join("batches"),
             quarantine: state_dir.join("quarantine"),
             _guard: None,
         };
-        for dir in [state_dir, &ledger.records, &ledger.quarantine] {
+        for dir in [state_dir, &ledger.records, &ledger.batches, &ledger.quarantine] {
             make_dir(dir)?;
         }
         let probe = ledger.records.join(".probe");
@@ -79,23 +88,24 @@ impl Ledger {
     /// # Errors
     /// When it could not be; the old record (or none) stands then, except that a failing disk may have kept the new.
     pub fn save(&self, record: &Record) -> Result<(), Error> {
-        let path = self.path(&record.id);
         // An id never begins with a dot, so no record's name is another one's temporary name.
-        let temporary = self.records.join(format!(".{}.tmp", record.id));
-        let written = serde_json::to_vec(record)
-            .map_err(io::Error::other)
-            .and_then(|bytes| match bytes.len() as u64 {
-                // What could not be read again is not kept.
-                too_long @ MAX_FILE.. => Err(io::Error::other(format!("the record has {too_long} bytes"))),
-                _ => write_new(&temporary, &bytes),
-            })
-            .and_then(|()| fs::rename(&temporary, &path))
-            .and_then(|()| sync_dir(&self.records));
-        written.map_err(|source| {
-            // Best effort: what is left of it is swept at the next start.
-            drop(fs::remove_file(&temporary));
-            Error::Write { path, source }
-        })
+        write(&self.records, record.id.as_str(), record)
+    }
+
+    /// Makes the batch durable, as [`Ledger::save`] does a record.
+    ///
+    /// # Errors
+    /// When it could not be.
+    pub fn save_batch(&self, batch: &Batch) -> Result<(), Error> {
+        write(&self.batches, &batch.ticket.id, batch)
+    }
+
+    /// Removes the batch, durably. No such batch is fine.
+    ///
+    /// # Errors
+    /// When it is still there.
+    pub fn remove_batch(&self, id: &str) -> Result<(), Error> {
+        remove(&self.batches, id)
     }
 
     /// One record as it is now; `None`: there is none.
@@ -118,12 +128,7 @@ impl Ledger {
     /// # Errors
     /// When it is still there.
     pub fn remove(&self, id: &SandboxId) -> Result<(), Error> {
-        let path = self.path(id);
-        let removed = match fs::remove_file(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            other => other,
-        };
-        removed.and_then(|()| sync_dir(&self.records)).map_err(|source| Error::Remove { path, source })
+        remove(&self.records, id.as_str())
     }
 
     /// Reads every record; what cannot be understood is moved to quarantine. Sweeps temporary files.
@@ -131,31 +136,53 @@ impl Ledger {
     /// # Errors
     /// When the folder itself cannot be read.
     pub fn load(&self) -> Result<Loaded, Error> {
-        let unreadable = |source| Error::Directory { path: self.records.clone(), source };
         let mut loaded = Loaded::default();
-        for entry in fs::read_dir(&self.records).map_err(unreadable)? {
-            let path = entry.map_err(unreadable)?.path();
-            let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default().to_owned();
-            if name.starts_with('.') {
-                // Of a write that a crash cut short: the record it would have replaced stands.
-                drop(fs::remove_file(&path));
-                continue;
-            }
+        for (path, name) in files(&self.records)? {
             let id = name.strip_suffix(".json").and_then(|id| id.parse::<SandboxId>().ok());
             match read_record(&path, id.as_ref()) {
                 Ok(record) => loaded.records.push(record),
-                Err(Unread::Io(error)) if error.kind() == io::ErrorKind::NotFound => {}
-                // The disk's fault, perhaps for a moment: the file stays where the next start finds it.
-                Err(Unread::Io(error)) => loaded.quarantined.push(Quarantined {
-                    id,
-                    moved_to: path.clone(),
-                    file: path,
-                    why: format!("it cannot be read now, and stays: {error}"),
-                }),
-                Err(Unread::Content(why)) => loaded.quarantined.push(self.set_aside(path, id, why)),
+                Err(unread) => loaded.quarantined.extend(self.unread(path, id, &name, unread)),
             }
         }
+        for (path, name) in files(&self.batches)? {
+            let id = name.strip_suffix(".json").unwrap_or(&name);
+            match read_batch(&path, id) {
+                Ok(batch) => loaded.batches.push(batch),
+                Err(unread) => {
+                    loaded.unread_batches.push(id.to_owned());
+                    let aside = format!("{id}{ASIDE}");
+                    loaded.quarantined.extend(self.unread(path, None, &aside, unread));
+                }
+            }
+        }
+        for name in self.set_aside_names()? {
+            let id = name.rsplit_once('.').and_then(|(name, _)| name.strip_suffix(ASIDE));
+            loaded.unread_batches.extend(id.map(str::to_owned));
+        }
+        loaded.unread_batches.sort();
+        loaded.unread_batches.dedup();
         Ok(loaded)
+    }
+
+    fn unread(&self, file: PathBuf, id: Option<SandboxId>, name: &str, why: Unread) -> Option<Quarantined> {
+        match why {
+            Unread::Io(error) if error.kind() == io::ErrorKind::NotFound => None,
+            // The disk's fault, perhaps for a moment: the file stays where the next start finds it.
+            Unread::Io(error) => {
+                let why = format!("it cannot be read now, and stays: {error}");
+                Some(Quarantined { id, moved_to: file.clone(), file, why })
+            }
+            Unread::Content(why) => Some(set_aside_as(&self.quarantine, name, file, id, why)),
+        }
+    }
+
+    fn set_aside_names(&self) -> Result<Vec<String>, Error> {
+        let unreadable = |source| Error::Directory { path: self.quarantine.clone(), source };
+        let mut names = Vec::new();
+        for entry in fs::read_dir(&self.quarantine).map_err(unreadable)? {
+            names.extend(entry.map_err(unreadable)?.file_name().into_string().ok());
+        }
+        Ok(names)
     }
 
     /// Whose records were ever set aside, by the names of the files in quarantine: until a person takes the files away,
@@ -164,20 +191,13 @@ impl Ledger {
     /// # Errors
     /// When the folder cannot be read.
     pub fn in_quarantine(&self) -> Result<Vec<SandboxId>, Error> {
-        let unreadable = |source| Error::Directory { path: self.quarantine.clone(), source };
         let mut ids = Vec::new();
-        for entry in fs::read_dir(&self.quarantine).map_err(unreadable)? {
-            let name = entry.map_err(unreadable)?.file_name();
+        for name in self.set_aside_names()? {
             // `<id>.json.<when>`; an id may have dots of its own.
-            let id = name.to_str().and_then(|name| name.rsplit_once(".json.")).map(|(id, _)| id);
+            let id = name.rsplit_once(".json.").map(|(id, _)| id);
             ids.extend(id.and_then(|id| id.parse::<SandboxId>().ok()));
         }
         Ok(ids)
-    }
-
-    /// Moves a file that is not ours to read out of the way, without losing it.
-    pub(super) fn set_aside(&self, file: PathBuf, id: Option<SandboxId>, why: String) -> Quarantined {
-        set_aside(&self.quarantine, file, id, why)
     }
 
     fn path(&self, id: &SandboxId) -> PathBuf {
@@ -198,23 +218,84 @@ impl From<String> for Unread {
 }
 
 fn read_record(path: &Path, id: Option<&SandboxId>) -> Result<Record, Unread> {
-    #[derive(Deserialize)]
-    struct Versioned {
-        version: u32,
-    }
     let id = id.ok_or_else(|| "the file's name is not a sandbox id with .json behind it".to_owned())?;
-    let bytes = read_bounded(path, MAX_FILE)?;
-    let Versioned { version } =
-        serde_json::from_slice(&bytes).map_err(|error| format!("not a versioned record: {error}"))?;
-    if version == 0 || version > VERSION {
-        let why = format!("version {version} is unknown to this program, which reads up to {VERSION}");
-        return Err(Unread::Content(why));
-    }
-    let record: Record = serde_json::from_slice(&bytes).map_err(|error| format!("not a record: {error}"))?;
+    let record: Record = read_versioned(path, VERSION)?;
     if record.id != *id {
         return Err(Unread::Content(format!("it is the record of {}", record.id)));
     }
     Ok(record)
+}
+
+fn read_batch(path: &Path, id: &str) -> Result<Batch, Unread> {
+    let batch: Batch = read_versioned(path, BATCH_VERSION)?;
+    if batch.ticket.id != id {
+        return Err(Unread::Content(format!("it is the record of batch {}", batch.ticket.id)));
+    }
+    if batch.members.is_empty() || batch.made.as_ref().is_some_and(|made| made.len() > batch.members.len()) {
+        return Err(Unread::Content("it has no members, or more VMs than members".to_owned()));
+    }
+    Ok(batch)
+}
+
+fn read_versioned<T: DeserializeOwned>(path: &Path, newest: u32) -> Result<T, Unread> {
+    #[derive(Deserialize)]
+    struct Versioned {
+        version: u32,
+    }
+    let bytes = read_bounded(path, MAX_FILE)?;
+    let Versioned { version } =
+        serde_json::from_slice(&bytes).map_err(|error| format!("not a versioned record: {error}"))?;
+    if version == 0 || version > newest {
+        let why = format!("version {version} is unknown to this program, which reads up to {newest}");
+        return Err(Unread::Content(why));
+    }
+    Ok(serde_json::from_slice(&bytes).map_err(|error| format!("not a record: {error}"))?)
+}
+
+/// Files of a folder by name, without the temporary ones: those are swept. Of a write that a crash cut short the record
+/// it would have replaced stands.
+fn files(dir: &Path) -> Result<Vec<(PathBuf, String)>, Error> {
+    let unreadable = |source| Error::Directory { path: dir.to_owned(), source };
+    let mut files = Vec::new();
+    for entry in fs::read_dir(dir).map_err(unreadable)? {
+        let path = entry.map_err(unreadable)?.path();
+        let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default().to_owned();
+        if name.starts_with('.') {
+            drop(fs::remove_file(&path));
+        } else {
+            files.push((path, name));
+        }
+    }
+    Ok(files)
+}
+
+/// Writes `<name>.json`: whole or not at all, and durable.
+fn write(dir: &Path, name: &str, record: &impl Serialize) -> Result<(), Error> {
+    let path = dir.join(format!("{name}.json"));
+    let temporary = dir.join(format!(".{name}.tmp"));
+    let written = serde_json::to_vec(record)
+        .map_err(io::Error::other)
+        .and_then(|bytes| match bytes.len() as u64 {
+            // What could not be read again is not kept.
+            too_long @ MAX_FILE.. => Err(io::Error::other(format!("the record has {too_long} bytes"))),
+            _ => write_new(&temporary, &bytes),
+        })
+        .and_then(|()| fs::rename(&temporary, &path))
+        .and_then(|()| sync_dir(dir));
+    written.map_err(|source| {
+        // Best effort: what is left of it is swept at the next start.
+        drop(fs::remove_file(&temporary));
+        Error::Write { path, source }
+    })
+}
+
+fn remove(dir: &Path, name: &str) -> Result<(), Error> {
+    let path = dir.join(format!("{name}.json"));
+    let removed = match fs::remove_file(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    };
+    removed.and_then(|()| sync_dir(dir)).map_err(|source| Error::Remove { path, source })
 }
 
 pub(super) fn read_bounded(path: &Path, limit: u64) -> Result<Vec<u8>, Unread> {
@@ -231,8 +312,12 @@ pub(super) fn read_bounded(path: &Path, limit: u64) -> Result<Vec<u8>, Unread> {
 }
 
 pub(super) fn set_aside(dir: &Path, file: PathBuf, id: Option<SandboxId>, why: String) -> Quarantined {
+    let name = file.file_name().and_then(OsStr::to_str).unwrap_or("unnamed").to_owned();
+    set_aside_as(dir, &name, file, id, why)
+}
+
+fn set_aside_as(dir: &Path, name: &str, file: PathBuf, id: Option<SandboxId>, why: String) -> Quarantined {
     let stamp = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
-    let name = file.file_name().and_then(OsStr::to_str).unwrap_or("unnamed");
     let target = dir.join(format!("{name}.{stamp}"));
     let moved = fs::rename(&file, &target).and_then(|()| sync_dir(dir));
     match moved {

@@ -51,6 +51,10 @@ pub struct Record {
     /// What the VM shows in order to join.
     #[serde(default)]
     pub ticket: Option<Ticket>,
+    /// Its number in the batch that its VM was made in. The ticket is the batch's then: many VMs have it, and whose a VM
+    /// is shows by its address.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seat: Option<u32>,
     /// The key that used the ticket.
     #[serde(default)]
     pub binding: Option<Binding>,
@@ -152,6 +156,7 @@ impl Record {
             request: None,
             initdata: None,
             ticket: None,
+            seat: None,
             binding: None,
             trust: None,
             addresses: Vec::new(),

@@ -205,3 +205,54 @@ proptest! {
         prop_assert_eq!(loaded.records.len() + loaded.quarantined.len(), 1);
     }
 }
+
+const BATCHES: [(&str, &str); 2] = [
+    ("0102030405060708090a0b0c0d0e0f10", include_str!("../../tests/samples/batch-v1-asked.json")),
+    ("1102030405060708090a0b0c0d0e0f10", include_str!("../../tests/samples/batch-v1-answered.json")),
+];
+
+#[test]
+fn what_version_1_wrote_of_a_batch_is_read_and_written_back_the_same() {
+    let dir = Dir::new();
+    let ledger = Ledger::open(&dir.0).unwrap();
+    let file = |id: &str| dir.0.join(format!("batches/{id}.json"));
+    for (id, text) in BATCHES {
+        fs::write(file(id), text).unwrap();
+    }
+    let mut loaded = ledger.load().unwrap();
+    assert_eq!((loaded.quarantined, loaded.unread_batches), (vec![], Vec::<String>::new()));
+    loaded.batches.sort_by(|one, other| one.ticket.id.cmp(&other.ticket.id));
+    let [asked, answered] = loaded.batches.as_slice() else { panic!("{:?}", loaded.batches) };
+    assert_eq!(asked.members[1], Member { sandbox: id("web_1.a-b"), attempt: 0 });
+    assert!(asked.made.is_none() && asked.request.placement.is_some());
+    assert_eq!(answered.made.as_ref().unwrap()[0].as_str(), "i-0a1b2c");
+    assert!(answered.rest.as_ref().unwrap().again);
+    for (batch, (id, text)) in loaded.batches.iter().zip(BATCHES) {
+        ledger.save_batch(batch).unwrap();
+        assert_eq!(fs::read_to_string(file(id)).unwrap(), text);
+        assert_eq!(mode(&file(id)), 0o600, "it holds a ticket");
+        ledger.remove_batch(id).unwrap();
+        ledger.remove_batch(id).unwrap();
+        assert!(!file(id).exists());
+    }
+}
+
+#[test]
+fn a_batch_that_cannot_be_understood_is_set_aside_and_its_id_stays_known() {
+    let dir = Dir::new();
+    let ledger = Ledger::open(&dir.0).unwrap();
+    let (torn, text) = BATCHES[0];
+    let (newer, other) = BATCHES[1];
+    fs::write(dir.0.join(format!("batches/{torn}.json")), &text[..text.len() / 2]).unwrap();
+    let later = other.replacen(r#""version":1"#, r#""version":9"#, 1);
+    fs::write(dir.0.join(format!("batches/{newer}.json")), later).unwrap();
+    fs::write(dir.0.join("batches/.half.tmp"), "x").unwrap();
+    for quarantined in [2, 0] {
+        // Also at the next start, until a person takes the files away.
+        let loaded = ledger.load().unwrap();
+        assert_eq!((loaded.batches.len(), loaded.quarantined.len()), (0, quarantined));
+        assert_eq!(loaded.unread_batches, [torn, newer]);
+    }
+    assert_eq!(ledger.in_quarantine().unwrap(), [], "no sandbox is called so");
+    assert_eq!(fs::read_dir(dir.0.join("batches")).unwrap().count(), 0);
+}

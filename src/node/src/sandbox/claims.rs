@@ -27,6 +27,8 @@ pub struct Claim {
     pub guest_version: String,
     /// The public half of its tunnel key; empty: it has none.
     pub tunnel_key: Vec<u8>,
+    /// The sandbox whose VM was dialled; empty: the guest dialled.
+    pub dialled: String,
 }
 
 impl Claim {
@@ -35,7 +37,7 @@ impl Claim {
         (self.tunnel_key.len() == TUNNEL_KEY).then(|| to_hex(&self.tunnel_key))
     }
 
-    fn from(&self) -> Option<IpAddr> {
+    pub(super) fn from(&self) -> Option<IpAddr> {
         self.peer.parse().ok()
     }
 }
@@ -117,6 +119,9 @@ impl Task {
         };
         if !ticket.matches(&claim.secret.0) {
             return refused(ClaimRefused::WrongSecret);
+        }
+        if !claim.dialled.is_empty() && claim.dialled != self.record.id.as_str() {
+            return refused(ClaimRefused::OtherVm);
         }
         let Ok(key) = self.fx.csr_key(&claim.csr) else { return refused(ClaimRefused::BadRequest) };
         let key = to_hex(&key);

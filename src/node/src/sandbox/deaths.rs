@@ -78,10 +78,11 @@ impl Deaths {
         let Some(away) = self.away.get_mut(&id) else { return };
         let now = Instant::now();
         let pod = table.pod(&id);
-        let lives = owned
-            .iter()
-            .any(|other| other.id == *vm && matches!(other.state, OwnedState::Pending | OwnedState::Running));
-        if lives {
+        let alive = |other: &&Owned| {
+            other.id == *vm && matches!(other.state, OwnedState::Pending | OwnedState::Running)
+        };
+        if let Some(vm) = owned.iter().find(alive) {
+            table.moved(&id, vm.addresses.clone());
             // Its guest may come back; it has its lease for that.
             (away.ask, away.missing) = (now + grace, None);
             return;

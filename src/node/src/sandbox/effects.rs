@@ -3,7 +3,7 @@
 //! Tests put a world of their own behind it, stop time, and fail or kill at every call. The real one is
 //! [`crate::effects`]. No method retries: when and whether to try again is the task's decision.
 
-use std::{net::IpAddr, path::Path, sync::Arc, time::Duration};
+use std::{net::IpAddr, num::NonZeroU32, path::Path, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use peerpod_proto::{
@@ -15,7 +15,7 @@ use tokio::sync::watch;
 
 use super::follow::{Heard, Homes};
 use crate::{
-    ledger::{self, NetnsRef, Network, Record},
+    ledger::{self, Batch, NetnsRef, Network, Record},
     spec::SandboxId,
     trust::Ticket,
 };
@@ -45,6 +45,15 @@ pub struct Followed {
     pub left: Vec<String>,
     /// What may keep the pod's traffic from the VM although all stands, in words.
     pub obstacles: Vec<String>,
+}
+
+/// What one call for several VMs made.
+#[derive(Clone, Debug)]
+pub struct Made {
+    /// The VMs.
+    pub vms: Vec<InstanceId>,
+    /// Why there are fewer than asked for.
+    pub rest: Option<CloudError>,
 }
 
 /// What went wrong between us and the relay, or behind it.
@@ -100,11 +109,11 @@ pub trait Effects: Send + Sync + 'static {
     /// When the kernel gives no randomness.
     fn ticket(&self, ttl: Duration) -> Result<Ticket, String>;
 
-    /// What the VM finds when it boots.
+    /// What each of `claims` VMs that share the ticket finds when it boots.
     ///
     /// # Errors
     /// When it is not known where guests can reach this node.
-    fn user_data(&self, ticket: &Ticket) -> Result<String, String>;
+    fn user_data(&self, ticket: &Ticket, claims: u32) -> Result<String, String>;
 
     /// Makes the record durable.
     async fn save(&self, record: &Record) -> Result<(), ledger::Error>;
@@ -115,6 +124,12 @@ pub trait Effects: Send + Sync + 'static {
     /// The record as it is on the disk; `None`: there is none.
     async fn recall(&self, id: &SandboxId) -> Result<Option<Record>, ledger::Error>;
 
+    /// Makes the batch durable.
+    async fn save_batch(&self, batch: &Batch) -> Result<(), ledger::Error>;
+
+    /// Removes the batch's file.
+    async fn forget_batch(&self, id: &str) -> Result<(), ledger::Error>;
+
     /// Has the provider choose where the next attempt is to be made; `None`: it has no choice. Makes nothing.
     async fn place(&self, _request: &CreateRequest) -> Result<Option<Placement>, CloudError> {
         Ok(None)
@@ -122,6 +137,14 @@ pub trait Effects: Send + Sync + 'static {
 
     /// Asks the cloud for the VM; the same key gets the same VM.
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError>;
+
+    /// Asks the cloud for several VMs by one call; the same key and count get the same VMs.
+    async fn create_many(
+        &self,
+        request: &CreateRequest,
+        count: NonZeroU32,
+        key: &IdempotencyKey,
+    ) -> Result<Made, CloudError>;
 
     /// The VM that a create with this key made, if the cloud shows one.
     async fn find(&self, key: &IdempotencyKey) -> Result<Option<InstanceId>, CloudError>;

@@ -104,9 +104,16 @@ pub enum ClaimRefused {
     /// The sandbox is on its way out.
     #[error("unknown ticket")]
     NotWanted,
+    /// The ticket is a batch's, and no one member's VM is known to have the address that the guest comes from. It may be
+    /// soon.
+    #[error("whose VM comes from this address is not known (yet)")]
+    NotYet,
     /// The ticket was used by another key: somebody read the user-data, or the VM lost its memory.
     #[error("the ticket was used by another key")]
     OtherKey,
+    /// It was shown where another sandbox's VM was dialled.
+    #[error("the ticket is not that of the sandbox whose VM was dialled")]
+    OtherVm,
     /// It came too late.
     #[error("the ticket has expired")]
     Expired,
@@ -122,7 +129,9 @@ impl ClaimRefused {
             ClaimRefused::UnknownTicket => "unknown_ticket",
             ClaimRefused::WrongSecret => "wrong_secret",
             ClaimRefused::NotWanted => "not_wanted",
+            ClaimRefused::NotYet => "address",
             ClaimRefused::OtherKey => "other_key",
+            ClaimRefused::OtherVm => "other_vm",
             ClaimRefused::Expired => "expired",
             ClaimRefused::BadRequest => "bad_request",
         }

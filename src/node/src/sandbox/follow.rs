@@ -229,6 +229,7 @@ impl Task {
         }
         record.addresses = addresses;
         self.save(record).await.map_err(Unapplied::Disk)?;
+        self.redial();
         info!(before, now = %from, "the VM has another address; its tunnel follows");
         Ok(())
     }

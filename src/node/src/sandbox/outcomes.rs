@@ -7,6 +7,7 @@ use protobuf::Message;
 use tracing::{error, info, warn};
 
 use super::{
+    batch::{Seat, Way},
     clear::Pass,
     effects::{CloudError, Retry},
     error::Error,
@@ -20,6 +21,7 @@ impl Task {
     pub(super) async fn outcome(&mut self, which: Which, outcome: Outcome) {
         let result = match outcome.clone() {
             Outcome::Rested => Ok(()),
+            Outcome::Seated(seat) => self.seated(seat).await,
             Outcome::Placed(Ok(placement)) => self.placed(placement).await,
             Outcome::Placed(Err(error)) => self.not_placed(error).await,
             Outcome::Created(Ok(vm)) | Outcome::Found { result: Ok(Some(vm)), .. } => self.made(vm).await,
@@ -30,7 +32,9 @@ impl Task {
                 let mut record = self.record.clone();
                 record.addresses = addresses;
                 record.reached("address_known", self.fx.now_ms());
-                self.save(record).await.map_err(Unapplied::Disk)
+                let saved = self.save(record).await.map_err(Unapplied::Disk);
+                self.redial();
+                saved
             }
             Outcome::Located(Err(error)) => self.not_located(error).await,
             Outcome::Reserved(Ok(network)) => {
@@ -94,6 +98,20 @@ impl Task {
         }
     }
 
+    /// It has a place in a batch, or has none and goes on by itself.
+    async fn seated(&mut self, seat: Option<Seat>) -> Result<(), Unapplied> {
+        if let Some(seat) = seat {
+            self.way = Way::Seated(seat);
+            self.reached("batched");
+            return Ok(());
+        }
+        if !self.record.phase.is_live() {
+            return self.never_sent().await;
+        }
+        self.way = Way::Alone;
+        Ok(())
+    }
+
     /// The provider chose where the attempt is to be made: recorded before the cloud hears of it, so that a repeated
     /// create names the same.
     async fn placed(&mut self, placement: Option<Placement>) -> Result<(), Unapplied> {
@@ -128,14 +146,27 @@ impl Task {
         self.not_to_be_had(Event::Refused, error.to_string()).await
     }
 
-    /// A provider that chooses places had not chosen one yet when the sandbox was stopped: no create was ever sent.
+    /// A provider that chooses places had not chosen one yet when the sandbox was stopped, or it still waited for others:
+    /// no create was ever sent.
     async fn never_sent(&mut self) -> Result<(), Unapplied> {
         self.apply(Event::Refused, |_| {}).await.map(drop)
     }
 
     async fn made(&mut self, vm: InstanceId) -> Result<(), Unapplied> {
         let now = self.fx.now_ms();
-        self.apply(Event::Made(vm), |record| record.reached("vm_made", now)).await?;
+        let seat = match &self.way {
+            Way::Seated(seat) => seat.batch().map(|batch| (seat.number(), batch)),
+            Way::Open | Way::Joining | Way::Alone => None,
+        };
+        self.apply(Event::Made(vm), |record| {
+            if let Some((number, batch)) = seat {
+                record.seat = Some(number);
+                record.ticket = Some(batch.ticket.clone());
+                record.trust = Some(batch.trust.clone());
+            }
+            record.reached("vm_made", now);
+        })
+        .await?;
         self.worked(Which::Cloud);
         info!(vm = self.record.phase.vm().map(InstanceId::as_str), phase = %self.record.phase, "VM made");
         Ok(())
@@ -151,6 +182,10 @@ impl Task {
             }
             Retry::NextOffering | Retry::Never => {
                 self.trouble(Which::Cloud, error.to_string());
+                if let Way::Seated(_) = self.way {
+                    // The batch has looked.
+                    return self.nothing_found(Some(error)).await;
+                }
                 self.find(Some(error));
             }
         }
@@ -379,12 +414,22 @@ impl Task {
                     after(Which::Network)
                 ),
             ),
+            _ if self.record.binding.is_none() && self.settings.dial.is_some() => (
+                "boot",
+                format!(
+                    "{name} was not reached by this node within {limit:?} and so did not join: it did not boot, its image has no \
+                     peerpod-guest that waits, or a firewall between them is closed (TCP to {}){}",
+                    self.dial().join(", "),
+                    after(Which::Relay)
+                ),
+            ),
             _ if self.record.binding.is_none() => (
                 "boot",
                 format!(
                     "{name} did not call this node within {limit:?} and so did not join: it did not boot, its image has no peerpod-guest, or \
-                     a firewall between them is closed (TCP to {}){}",
+                     a firewall between them is closed (TCP to {}){}{}",
                     self.settings.guest_addresses,
+                    self.stranger(),
                     after(Which::Relay)
                 ),
             ),
@@ -416,6 +461,20 @@ impl Task {
             text.push_str(&console);
         }
         (stage, text)
+    }
+}
+
+impl Task {
+    /// A VM of its batch that came from an address which is nobody's: what that usually means.
+    fn stranger(&self) -> String {
+        let ticket = self.record.ticket.as_ref().filter(|_| self.record.seat.is_some());
+        let Some(from) = ticket.and_then(|ticket| self.tickets.stranger(&ticket.id)) else {
+            return String::new();
+        };
+        format!(
+            "; a VM that was made by the same call came from {from}, which is not the address of any: VMs that are made \
+             together must reach the node from their own addresses (set node.batch to off where they are translated)"
+        )
     }
 }
 

@@ -12,17 +12,32 @@ use tracing::{info, warn};
 
 use super::{
     Sandboxes,
+    batch::Claimed,
     error::Error,
     phase::{Event, MAX_ATTEMPTS, Phase, next},
 };
 use crate::{
-    ledger::{Note, Record},
+    ledger::{Batch, Note, Record},
     spec::SandboxId,
 };
 
+/// What is found on the disk at the start.
+#[derive(Debug, Default)]
+pub struct Kept {
+    /// Every record that can be read.
+    pub records: Vec<Record>,
+    /// Every batch that can be read.
+    pub batches: Vec<Batch>,
+    /// Sandboxes whose record cannot be read, now or since an earlier start.
+    pub unread: Vec<SandboxId>,
+    /// The inbox.
+    pub notes: Vec<Note>,
+}
+
 /// Takes every record into the table, with the stops of the inbox carried out first: no sandbox makes one more step
 /// towards running after its stop. Returns the notes that are durable now and may be removed.
-pub async fn recover(table: &Sandboxes, records: Vec<Record>, notes: Vec<Note>) -> Vec<Note> {
+pub async fn recover(table: &Sandboxes, kept: Kept) -> Vec<Note> {
+    let Kept { records, batches, unread, notes } = kept;
     let mut by_id: HashMap<SandboxId, Record> =
         records.into_iter().map(|record| (record.id.clone(), record)).collect();
     let mut done = Vec::new();
@@ -40,6 +55,8 @@ pub async fn recover(table: &Sandboxes, records: Vec<Record>, notes: Vec<Note>) 
             }
         }
     }
+    // The batches first: a record does not say that its VM is one of theirs until it has it.
+    table.0.batches.adopt(batches, &by_id, &unread.into_iter().collect());
     // Those that leave first: one that lives in the same network namespace must know whom to wait for.
     let (live, rest): (Vec<_>, Vec<_>) = by_id.into_values().partition(|record| record.phase.is_live());
     for record in rest.into_iter().chain(live) {
@@ -71,13 +88,21 @@ pub struct Orphans {
     suspects: HashMap<InstanceId, Instant>,
     /// Sandboxes whose record cannot be read: their VMs are somebody's.
     protected: Vec<SandboxId>,
+    /// Batches whose file cannot be read, the same.
+    batches: Vec<String>,
     grace: Duration,
 }
 
 impl Orphans {
     /// `protected`: sandboxes in quarantine. `grace`: how long a VM must have been unclaimed.
     pub fn new(protected: Vec<SandboxId>, grace: Duration) -> Orphans {
-        Orphans { suspects: HashMap::new(), protected, grace }
+        Orphans { suspects: HashMap::new(), protected, batches: Vec::new(), grace }
+    }
+
+    /// With these batches in quarantine.
+    #[must_use]
+    pub fn sparing(self, batches: Vec<String>) -> Orphans {
+        Orphans { batches, ..self }
     }
 
     /// Looks now and then, for ever.
@@ -135,7 +160,18 @@ impl Orphans {
         for id in &protected {
             keys.extend((0..MAX_ATTEMPTS).map(|attempt| key(id, attempt)));
         }
-        let mut open = !protected.is_empty();
+        let mut open = !protected.is_empty() || !self.batches.is_empty();
+        keys.extend(self.batches.iter().map(|id| table.0.batches.key(id)));
+        for claimed in table.0.batches.claimed() {
+            open = true;
+            match claimed {
+                Claimed::Key(key) => drop(keys.insert(key)),
+                Claimed::Vm(id, vm) => {
+                    let gone = table.view(&id).is_some_and(|view| view.borrow().phase == Phase::Gone);
+                    vms.extend((!gone).then_some(vm));
+                }
+            }
+        }
         for view in table.views() {
             vms.extend(view.vm().cloned());
             if let Phase::Booting { attempt } | Phase::Unwanted { attempt } = view.phase {

@@ -11,6 +11,7 @@ use peerpod_proto::guest::{NetworkPlan, Reply};
 use peerpod_provider_api::{InstanceId, Placement};
 
 use super::{
+    batch::Seat,
     effects::{CloudError, Followed, NetworkError, RelayError, Trusted},
     follow::Heard,
 };
@@ -21,6 +22,8 @@ use crate::ledger::Network;
 pub(super) enum Outcome {
     /// Nothing: a pause is over.
     Rested,
+    /// Whether it gets its VM with others; `None`: it does not, and nobody was asked for one yet.
+    Seated(Option<Seat>),
     /// Where the attempt is to be made.
     Placed(Result<Option<Placement>, CloudError>),
     Created(Result<InstanceId, CloudError>),

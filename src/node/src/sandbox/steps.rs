@@ -1,22 +1,29 @@
 //! What a phase obliges its task to: starts every effect that is due and does not run yet.
 
-use std::{net::IpAddr, time::Duration};
+use std::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
 
 use peerpod_proto::{
     guest::{Personalise, Request},
     relay::{PutSandboxRequest, TunnelPeer},
 };
 use peerpod_provider_api::CreateRequest;
-use tracing::warn;
+use tracing::{info, warn};
 
 use super::{
+    batch::{Seat, Way},
     claims::fingerprints,
     clear::{self, Left, Undo},
     phase::{Action, Phase, duty},
     slots::Outcome,
     task::Task,
 };
-use crate::ledger::{Network, Record};
+use crate::ledger::{Member, Network, Record};
+
+/// Addresses at which a guest is dialled.
+const MOST_DIALLED: usize = 8;
 
 impl Task {
     /// Starts what is due. Cheap and without waiting: called after everything that happens.
@@ -56,10 +63,37 @@ impl Task {
         if !self.slots.cloud.is_idle() {
             return;
         }
-        match self.record.request.clone() {
-            Some(request) => self.create(request, attempt),
-            None => self.find(None),
+        let Some(request) = self.record.request.clone() else { return self.find(None) };
+        match self.way.clone() {
+            Way::Alone => self.create(request, attempt),
+            Way::Seated(seat) => self.sit(seat),
+            Way::Open | Way::Joining => match self.batches.withdraw(&self.record.id) {
+                Some(seat) => {
+                    self.way = Way::Seated(seat.clone());
+                    self.sit(seat);
+                }
+                None => self.join(&request, attempt),
+            },
         }
+    }
+
+    /// Waits for others that want the same.
+    fn join(&mut self, request: &CreateRequest, attempt: u32) {
+        let member = Member { sandbox: self.record.id.clone(), attempt };
+        let seated = self.batches.join(member, request);
+        self.way = Way::Joining;
+        // Never answered: the node is closing, and so are we.
+        self.slots.cloud.start(async move { Outcome::Seated(seated.await.unwrap_or(None)) });
+    }
+
+    /// Waits for what the batch comes to.
+    fn sit(&mut self, seat: Seat) {
+        self.slots.cloud.start(async move {
+            match seat.outcome().await {
+                Some(result) => Outcome::Created(result),
+                None => Outcome::Seated(None),
+            }
+        });
     }
 
     /// Has the attempt's place chosen and recorded, then the VM made there. A create that may have been sent before is
@@ -74,10 +108,19 @@ impl Task {
     }
 
     /// Learns what the cloud made for a sandbox nobody wants any more: looks for it, and where nothing is shown asks
-    /// for it again with the same key, because a list may lag behind a create that nobody heard the answer of.
+    /// for it again with the same key, because a list may lag behind a create that nobody heard the answer of. One with
+    /// a seat in a batch hears it from the batch.
     fn learn(&mut self) {
-        if self.slots.cloud.is_idle() {
-            self.find(None);
+        if !self.slots.cloud.is_idle() {
+            return;
+        }
+        match self.way.clone() {
+            Way::Alone => self.find(None),
+            Way::Seated(seat) => self.sit(seat),
+            Way::Open | Way::Joining => {
+                let seat = self.batches.withdraw(&self.record.id);
+                self.slots.cloud.start(async move { Outcome::Seated(seat) });
+            }
         }
     }
 
@@ -174,6 +217,39 @@ impl Task {
         self.fx.tunnel_peer(network, &peerpod_link::birth::from_hex(key)?)
     }
 
+    /// Where the relay is to dial: every address that anybody ever named, the likeliest first.
+    pub(super) fn dial(&self) -> Vec<String> {
+        let Some(port) = self.settings.dial else { return Vec::new() };
+        let addresses = self.moved.iter().chain(&self.record.addresses);
+        let mut dial: Vec<String> = Vec::new();
+        for address in addresses.map(|address| SocketAddr::new(*address, port).to_string()) {
+            if dial.len() < MOST_DIALLED && !dial.contains(&address) {
+                dial.push(address);
+            }
+        }
+        dial
+    }
+
+    /// The VM has other addresses than those where its guest is dialled in vain, the cloud says. Its tunnel follows when
+    /// the guest was reached there.
+    pub(super) fn moved(&mut self, addresses: Vec<IpAddr>) {
+        let new = addresses.iter().any(|address| !self.record.addresses.contains(address));
+        if self.settings.dial.is_none() || !new || self.moved == addresses {
+            return;
+        }
+        info!(?addresses, "the cloud names other addresses of the VM; its guest is dialled there, too");
+        self.moved = addresses;
+        self.redial();
+    }
+
+    /// The relay is to hear where the guest is dialled now.
+    pub(super) fn redial(&mut self) {
+        if self.settings.dial.is_some() {
+            self.put_wanted += 1;
+            self.slots.relay.wake();
+        }
+    }
+
     /// Tells the relay what it must know, whenever that changed or the relay is another one.
     fn tell_relay(&mut self) {
         if self.put_done >= self.put_wanted || !self.slots.relay.is_idle() {
@@ -186,6 +262,7 @@ impl Task {
             guest_certificates: fingerprints(&self.record),
             pod: self.record.pod_name(),
             tunnel_peer: self.tunnel_peer().into(),
+            dial: self.dial(),
             ..Default::default()
         };
         self.slots.relay.start(async move { Outcome::Put { version, result: fx.put(request).await } });

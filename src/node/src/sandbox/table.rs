@@ -15,13 +15,14 @@ use tokio::{
     sync::{mpsc, oneshot, watch},
     time::{Instant, timeout_at},
 };
-use tracing::{Instrument, error, info, info_span, warn};
+use tracing::{Instrument, debug, error, info, info_span, warn};
 
 use state::State;
 pub(super) use state::{Entry, Running};
 
 use super::{
     Settings,
+    batch::Batches,
     claims::{Claim, Claims},
     effects::Effects,
     error::{ClaimRefused, Error, Granted},
@@ -31,6 +32,7 @@ use super::{
     revive::Mourner,
     slots::Slots,
     task::{Command, Stop, Task},
+    tickets::{Owner, Tickets},
     view::View,
 };
 use crate::{
@@ -58,6 +60,8 @@ pub(super) struct Inner {
     pub(super) fx: Arc<dyn Effects>,
     pub(super) settings: Arc<Settings>,
     pub(super) metrics: Metrics,
+    pub(super) batches: Batches,
+    tickets: Arc<Tickets>,
     state: Mutex<State>,
     /// Held while a tombstone of an unknown id is written: one at a time, they are rare.
     burying: tokio::sync::Mutex<()>,
@@ -73,11 +77,14 @@ const ANOTHER: Duration = Duration::from_secs(5);
 impl Sandboxes {
     /// An empty table.
     pub fn new(fx: Arc<dyn Effects>, settings: Settings, metrics: Metrics) -> Sandboxes {
+        let (settings, tickets) = (Arc::new(settings), Arc::<Tickets>::default());
         Sandboxes(Arc::new(Inner {
+            batches: Batches::new(fx.clone(), settings.clone(), metrics.clone(), tickets.clone()),
             fx,
-            settings: Arc::new(settings),
+            settings,
             metrics,
-            state: Mutex::default(),
+            state: Mutex::new(State::new(tickets.clone())),
+            tickets,
             burying: tokio::sync::Mutex::default(),
             inserted: watch::Sender::new(0),
         }))
@@ -196,8 +203,16 @@ impl Sandboxes {
     /// # Errors
     /// Why it gets nothing.
     pub async fn claim(&self, ticket: &str, claim: Claim) -> Result<Granted, Error> {
-        let owner = self.state().tickets.get(ticket).cloned();
-        let found = owner.and_then(|id| self.find(&id));
+        let found = match self.0.tickets.owner(ticket, claim.from()) {
+            Owner::Sandbox(id) => self.find(&id),
+            Owner::Unknown => None,
+            Owner::NotYet => {
+                // Asked many times a second until the cloud has told the VMs' addresses.
+                debug!(peer = claim.peer, "a claim with a batch's ticket waits: whose VM it is is not known");
+                self.0.metrics.claim_refused(ClaimRefused::NotYet.reason());
+                return Err(Error::Claim(ClaimRefused::NotYet));
+            }
+        };
         let Some(Found::Task(running)) = found else {
             // Any id may be sent; only what looks like one goes into a log line.
             self.0.metrics.claim_refused(ClaimRefused::UnknownTicket.reason());
@@ -211,6 +226,14 @@ impl Sandboxes {
             let view = running.view.borrow();
             Err(if view.phase.is_live() { broken(&view.id) } else { Error::Claim(ClaimRefused::NotWanted) })
         })
+    }
+
+    /// The provider names these addresses of a VM whose guest is away.
+    pub(super) fn moved(&self, id: &SandboxId, addresses: Vec<std::net::IpAddr>) {
+        if let Some(Found::Task(running)) = self.find(id) {
+            // Full: it will be said again.
+            drop(running.commands.try_send(Command::Moved(addresses)));
+        }
     }
 
     /// The provider is sure that a running sandbox's VM is gone. `false`: the sandbox is not running any more, or its
@@ -296,6 +319,7 @@ impl Sandboxes {
             std::mem::take(&mut state.tasks)
         };
         tasks.shutdown().await;
+        self.0.batches.close().await;
     }
 
     /// The record of a new sandbox. Everything that a repeated cloud call must repeat is in it.
@@ -303,7 +327,7 @@ impl Sandboxes {
         let Inner { fx, settings, .. } = &*self.0;
         let now = fx.now_ms();
         let ticket = fx.ticket(settings.ticket_ttl).map_err(Error::Unavailable)?;
-        let user_data = fx.user_data(&ticket).map_err(Error::Unavailable)?;
+        let user_data = fx.user_data(&ticket, 1).map_err(Error::Unavailable)?;
         let mut labels = BTreeMap::new();
         for (key, value) in [
             ("peerpod.cluster", settings.cluster_id.as_str()),
@@ -419,10 +443,9 @@ impl Sandboxes {
             commands,
             view: view.clone(),
             netns: record.netns.clone(),
-            ticket: record.ticket.as_ref().map(|ticket| ticket.id.clone()),
             pod: record.pod.as_ref().map(|pod| (pod.namespace.clone(), pod.name.clone())),
         };
-        let is_live = record.phase.is_live();
+        state.link(&record, running);
         let epoch = fx.relay_epoch();
         let epoch_seen = *epoch.borrow();
         let task = Box::new(Task {
@@ -445,7 +468,11 @@ impl Sandboxes {
             following: Following::default(),
             reports: Reports::default(),
             network_given_up: false,
+            way: self.0.batches.way(&record),
+            batches: self.0.batches.clone(),
+            tickets: self.0.tickets.clone(),
             placed: None,
+            moved: Vec::new(),
             put_wanted: 1,
             put_done: 0,
             localhost_of: 0,
@@ -455,7 +482,6 @@ impl Sandboxes {
             trouble: Vec::new(),
             record,
         });
-        state.link(&id, running, is_live);
         let table = self.clone();
         while state.tasks.try_join_next().is_some() {} // ended ones; their panics were heard below
         let life = table.live(id, task);

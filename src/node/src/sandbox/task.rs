@@ -4,7 +4,7 @@
 //! after everything that happened, `pump` looks at the phase and starts what the phase obliges it to and does not run
 //! yet. A task that recovers from the ledger therefore does the same as one that never stopped.
 
-use std::{sync::Arc, time::Duration};
+use std::{net::IpAddr, sync::Arc, time::Duration};
 
 use peerpod_provider_api::{IdempotencyKey, InstanceId};
 use tokio::{
@@ -15,6 +15,7 @@ use tracing::{debug, error, info, warn};
 
 use super::{
     Settings,
+    batch::{Batches, Way},
     claims::{Claim, Claims},
     clear::Left,
     effects::{Effects, Guest, Trusted},
@@ -24,6 +25,7 @@ use super::{
     renew::Renewal,
     reports::Reports,
     slots::{Outcome, Slots, Which},
+    tickets::Tickets,
     view::View,
 };
 use crate::{ledger::Record, metrics::Metrics};
@@ -34,6 +36,8 @@ pub(super) enum Command {
     Start(oneshot::Sender<Result<(), Error>>),
     /// It is not wanted any more. Answered when that is durable.
     Stop(Stop, oneshot::Sender<Result<(), Error>>),
+    /// The provider says that the VM, whose guest is away, has these addresses.
+    Moved(Vec<IpAddr>),
     /// The provider is sure that this VM of it is gone. Answers whether it has failed by that.
     Lost(InstanceId, oneshot::Sender<Result<bool, Error>>),
     /// Its guest shows the ticket.
@@ -112,8 +116,14 @@ pub(super) struct Task {
     pub(super) reports: Reports,
     /// The pod network of a running sandbox cannot be mended; do not try for ever.
     pub(super) network_given_up: bool,
+    /// How it gets its VM.
+    pub(super) way: Way,
+    pub(super) batches: Batches,
+    pub(super) tickets: Arc<Tickets>,
     /// The attempt whose place the provider was asked for, and had none to choose.
     pub(super) placed: Option<u32>,
+    /// Addresses where the guest is dialled besides the VM's own, until it was reached there.
+    pub(super) moved: Vec<IpAddr>,
     /// What the relay must have been told, and what it was told.
     pub(super) put_wanted: u64,
     pub(super) put_done: u64,
@@ -210,6 +220,9 @@ impl Task {
             if matches!(self.record.phase, Phase::Leaving { .. }) {
                 // Only a look for addresses, or a pause, can be there: creates end in Unwanted.
                 self.slots.cloud.cancel();
+            } else if matches!(self.way, Way::Joining) {
+                // The window is left; whether it has closed meanwhile is asked of the batches.
+                self.slots.cloud.cancel();
             } else {
                 self.slots.cloud.wake();
             }
@@ -227,6 +240,7 @@ impl Task {
                 drop(answer.send(stopped));
             }
             Command::Claim(claim, answer) => self.claim(claim, answer).await,
+            Command::Moved(addresses) => self.moved(addresses),
             Command::Lost(vm, answer) => {
                 let lost = self.lost(&vm).await;
                 drop(answer.send(lost));
@@ -362,6 +376,15 @@ impl Task {
             self.metrics.stage(&stage.name, stage.at_ms);
         }
         self.record = record;
+        if self.record.seat.is_some() {
+            self.tickets.enter(&self.record);
+        }
+        if let Way::Seated(seat) = &self.way
+            && !seat.is_needed(&self.record)
+        {
+            seat.settle();
+            self.way = Way::Alone;
+        }
         self.publish();
         Ok(())
     }

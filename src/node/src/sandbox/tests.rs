@@ -1,6 +1,7 @@
 //! Sandboxes against a world of our own: time stands still unless somebody sleeps, every effect can fail, and the
 //! node can be killed before and after each.
 
+mod batch;
 mod calls;
 mod crash;
 mod deaths;

@@ -16,6 +16,7 @@ use peerpod_link::{
     frame::{self, FrameReader, Header, MAX_PAYLOAD, PEEK_LIMIT, Peek, Piece},
     ids::IdMap,
 };
+use serde::{Deserialize, Serialize};
 
 use crate::{door::code, metrics::Totals};
 
@@ -68,7 +69,7 @@ impl Default for Bounds {
 }
 
 /// What becomes of the frame under way.
-#[derive(Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 enum Fate {
     /// None is under way.
     None,
@@ -77,7 +78,18 @@ enum Fate {
     /// It is dropped.
     Skip,
     /// It is collected and handed on whole (answers only).
-    Hold(BytesMut),
+    Hold(Vec<u8>),
+}
+
+/// Where a filter stands, for another process.
+#[derive(Debug, Serialize, Deserialize)]
+struct Standing {
+    pending: Vec<(u32, bool)>,
+    requests: FrameReader,
+    request: Fate,
+    answers: FrameReader,
+    answer: Fate,
+    naming: Option<(u32, Vec<u8>)>,
 }
 
 /// The filter of one connection.
@@ -201,7 +213,7 @@ impl AgentFilter {
             return Fate::Skip;
         }
         if length <= HOLD {
-            return Fate::Hold(BytesMut::from(&header.encode()[..]));
+            return Fate::Hold(header.encode().to_vec());
         }
         local.extend_from_slice(&header.encode());
         Fate::Pass
@@ -332,6 +344,32 @@ impl Filter for AgentFilter {
     fn finish(&mut self, local: &mut BytesMut) {
         // A connection that can say nothing more is closed all the same.
         let _whole = self.answer_pending(true, "the sandbox is over", local);
+    }
+
+    fn state(&self) -> Option<serde_json::Value> {
+        let standing = Standing {
+            pending: self.pending.iter().map(|(stream, long_poll)| (*stream, *long_poll)).collect(),
+            requests: self.requests.clone(),
+            request: self.request.clone(),
+            answers: self.answers.clone(),
+            answer: self.answer.clone(),
+            naming: self.naming.clone(),
+        };
+        serde_json::to_value(standing).ok()
+    }
+
+    fn restore(&mut self, state: &serde_json::Value) -> bool {
+        let Ok(standing) = Standing::deserialize(state) else { return false };
+        let sound = standing.requests.is_sound() && standing.answers.is_sound();
+        if !sound || standing.pending.len() > self.bounds.per_connection {
+            return false;
+        }
+        self.pending = standing.pending.into_iter().collect();
+        self.shared.pending.fetch_add(self.pending.len(), Relaxed);
+        (self.requests, self.request) = (standing.requests, standing.request);
+        (self.answers, self.answer) = (standing.answers, standing.answer);
+        self.naming = standing.naming;
+        true
     }
 }
 

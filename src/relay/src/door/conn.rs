@@ -1,18 +1,19 @@
 //! One connection of a shim to `hypervisor.sock`: frames in, answers out. A connection that says something that is
 //! not ttrpc is closed; what is ttrpc and may not pass is answered, and the connection goes on, because the Rust shim
 //! never opens another one.
+//!
+//! Whatever it has read or written a part of is in [`Conn`], never in a future: so it can stand still anywhere, and another
+//! process can go on from there.
 
-use std::{io, sync::Arc, time::Duration};
+use std::{io, os::fd::OwnedFd, sync::Arc, time::Duration};
 
-use bytes::{Bytes, BytesMut};
+use bytes::{Buf, BufMut, Bytes, BytesMut};
 use peerpod_link::frame::{self, HEADER_LEN, Header, MAX_PAYLOAD};
+use serde::{Deserialize, Serialize};
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::{
-        UnixStream,
-        unix::{OwnedReadHalf, OwnedWriteHalf},
-    },
-    sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc},
+    net::UnixStream,
+    sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot},
+    time::Instant,
 };
 
 use super::{
@@ -20,6 +21,7 @@ use super::{
     call::{self, Refused, code},
     queue::ConnId,
 };
+use crate::store::base64_bytes as base64;
 
 /// A frame that began must be whole in this time.
 const FRAME_WITHIN: Duration = Duration::from_secs(60);
@@ -34,7 +36,23 @@ pub(super) struct Peer {
     pub(super) answers: mpsc::Sender<Bytes>,
     /// Closes the connection.
     pub(super) close: Arc<Notify>,
+    /// Without a bound: there are three for each takeover that is tried.
+    pub(super) orders: mpsc::UnboundedSender<Order>,
 }
+
+/// How a connection is made to stand still.
+#[derive(Debug)]
+pub(super) enum Order {
+    /// Nothing more is read.
+    Hold(oneshot::Sender<()>),
+    /// Nothing more is written, and this is what it is.
+    Show(oneshot::Sender<Shown>),
+    /// As before.
+    Go,
+}
+
+/// A connection that stands still, with a copy of its socket.
+pub(super) type Shown = io::Result<(ConnState, OwnedFd)>;
 
 /// Why a connection ended, for the log.
 #[derive(Debug, thiserror::Error)]
@@ -53,97 +71,275 @@ pub(super) enum End {
     Stopping,
 }
 
-/// Serves the connection until it ends. `budget` counts [`PIECE`]s of half-read bodies over all connections.
-pub(super) async fn serve(
-    stream: UnixStream,
-    conn: ConnId,
-    events: mpsc::Sender<Event>,
-    budget: Arc<Semaphore>,
-) -> End {
-    let (answers, outgoing) = mpsc::channel(ANSWERS);
-    let peer = Peer { answers: answers.clone(), close: Arc::new(Notify::new()) };
-    let close = peer.close.clone();
-    if events.send(Event::Opened { conn, peer }).await.is_err() {
-        return End::Stopping;
-    }
-    let (reader, writer) = stream.into_split();
-    let end = tokio::select! {
-        end = read(reader, conn, &events, answers, budget) => end,
-        end = write(writer, outgoing) => end,
-        () = close.notified() => End::DoesNotRead,
-    };
-    // When the door is gone there is nobody to tell.
-    drop(events.send(Event::Closed { conn }).await);
-    end
+/// As data, beside its socket.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct ConnState {
+    /// What was read of the frame under way, its header first.
+    #[serde(with = "base64")]
+    input: Vec<u8>,
+    /// Of a frame that is skipped, what is still to come; its header is in `input`.
+    skip: Option<usize>,
+    /// Answers that were not written yet.
+    #[serde(with = "base64")]
+    out: Vec<u8>,
 }
 
-async fn write(mut writer: OwnedWriteHalf, mut outgoing: mpsc::Receiver<Bytes>) -> End {
-    while let Some(answer) = outgoing.recv().await {
-        if let Err(error) = writer.write_all(&answer).await {
-            return error.into();
+/// The frame under way.
+#[derive(Debug)]
+enum Input {
+    Header { bytes: [u8; HEADER_LEN], have: usize },
+    Body { header: Header, body: BytesMut },
+    Skip { header: Header, left: usize },
+}
+
+const START: Input = Input::Header { bytes: [0; HEADER_LEN], have: 0 };
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    Running,
+    Held,
+    Shown,
+}
+
+/// A connection that is not served yet.
+pub(super) struct Conn {
+    stream: UnixStream,
+    input: Input,
+    /// When the frame under way began.
+    began: Option<Instant>,
+    /// [`PIECE`]s of the body under way.
+    memory: Vec<OwnedSemaphorePermit>,
+    out: Bytes,
+    outgoing: mpsc::Receiver<Bytes>,
+    orders: mpsc::UnboundedReceiver<Order>,
+    close: Arc<Notify>,
+}
+
+/// What a complete frame is.
+enum Frame {
+    Request(u32, BytesMut),
+    Refused(u32, Refused),
+}
+
+impl Conn {
+    /// A connection, and the door's end of it.
+    pub(super) fn new(stream: UnixStream) -> (Conn, Peer) {
+        let (answers, outgoing) = mpsc::channel(ANSWERS);
+        let (order, orders) = mpsc::unbounded_channel();
+        let close = Arc::new(Notify::new());
+        let peer = Peer { answers, close: close.clone(), orders: order };
+        let (began, memory, out) = (None, Vec::new(), Bytes::new());
+        (Conn { stream, input: START, began, memory, out, outgoing, orders, close }, peer)
+    }
+
+    /// One that another process served until now.
+    ///
+    /// # Errors
+    /// What the socket is not, or why the state makes no sense.
+    pub(super) fn restore(socket: OwnedFd, state: ConnState) -> io::Result<(Conn, Peer)> {
+        let stream = std::os::unix::net::UnixStream::from(socket);
+        stream.set_nonblocking(true)?;
+        let (mut conn, peer) = Conn::new(UnixStream::from_std(stream)?);
+        conn.out = state.out.into();
+        let have = state.input.len();
+        if have > 0 {
+            conn.began = Some(Instant::now());
+        }
+        conn.input = match state.input.split_first_chunk::<HEADER_LEN>() {
+            None => {
+                let mut bytes = [0; HEADER_LEN];
+                bytes[..have].copy_from_slice(&state.input);
+                Input::Header { bytes, have }
+            }
+            Some((header, body)) => {
+                let header = Header::decode(header);
+                let whole = header.length as usize;
+                match state.skip {
+                    Some(left) if left <= whole && left > 0 => Input::Skip { header, left },
+                    None if body.len() < whole && whole <= MAX_PAYLOAD => {
+                        Input::Body { header, body: BytesMut::from(body) }
+                    }
+                    _ => {
+                        return Err(io::Error::new(io::ErrorKind::InvalidData, "a frame longer than itself"));
+                    }
+                }
+            }
+        };
+        Ok((conn, peer))
+    }
+
+    fn show(&mut self) -> Shown {
+        let mut out = self.out.to_vec();
+        while let Ok(answer) = self.outgoing.try_recv() {
+            out.extend_from_slice(&answer);
+        }
+        // Written from here, should the connection go on.
+        self.out = Bytes::from(out.clone());
+        let (input, skip) = match &self.input {
+            Input::Header { bytes, have } => (bytes[..*have].to_vec(), None),
+            Input::Body { header, body } => ([&header.encode()[..], body].concat(), None),
+            Input::Skip { header, left } => (header.encode().to_vec(), Some(*left)),
+        };
+        let socket = std::os::fd::AsFd::as_fd(&self.stream).try_clone_to_owned()?;
+        Ok((ConnState { input, skip, out }, socket))
+    }
+
+    /// Whether the next bytes of a body need memory that was not asked for yet.
+    fn wants_memory(&self) -> bool {
+        matches!(&self.input, Input::Body { body, .. } if body.len() / PIECE > self.memory.len())
+    }
+
+    /// Reads what is there, up to the end of a frame.
+    fn read(&mut self) -> Result<Option<Frame>, End> {
+        let read = match &mut self.input {
+            Input::Header { bytes, have } => self.stream.try_read(&mut bytes[*have..]),
+            Input::Body { header, body } => {
+                let piece = PIECE.min(header.length as usize - body.len());
+                self.stream.try_read_buf(&mut body.limit(piece))
+            }
+            Input::Skip { left, .. } => {
+                let mut nothing = [0; 8 << 10];
+                let most = (*left).min(nothing.len());
+                self.stream.try_read(&mut nothing[..most])
+            }
+        };
+        let n = match read {
+            Ok(0) => return Err(End::Closed),
+            Ok(n) => n,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        self.began.get_or_insert_with(Instant::now);
+        self.took(n)
+    }
+
+    fn took(&mut self, n: usize) -> Result<Option<Frame>, End> {
+        match &mut self.input {
+            Input::Header { bytes, have } => {
+                *have += n;
+                if *have < HEADER_LEN {
+                    return Ok(None);
+                }
+                let header = Header::decode(bytes);
+                let left = header.length as usize;
+                self.input = match refusal(&header)? {
+                    None => Input::Body { header, body: BytesMut::new() },
+                    Some(_) => Input::Skip { header, left },
+                };
+            }
+            Input::Body { .. } => {}
+            Input::Skip { left, .. } => *left -= n,
+        }
+        let frame = match &mut self.input {
+            Input::Body { header, body } if body.len() == header.length as usize => {
+                Frame::Request(header.stream, std::mem::take(body))
+            }
+            Input::Skip { header, left: 0 } => {
+                let message = refusal(header)?.unwrap_or_default();
+                Frame::Refused(header.stream, Refused { code: code::INVALID_ARGUMENT, message })
+            }
+            _ => return Ok(None),
+        };
+        (self.input, self.began) = (START, None);
+        Ok(Some(frame))
+    }
+
+    /// Serves the connection until it ends. `budget` counts [`PIECE`]s of half-read bodies over all connections.
+    pub(super) async fn serve(
+        mut self,
+        conn: ConnId,
+        events: mpsc::Sender<Event>,
+        budget: Arc<Semaphore>,
+    ) -> End {
+        let end = self.run(conn, &events, &budget).await;
+        // When the door is gone there is nobody to tell.
+        drop(events.send(Event::Closed { conn }).await);
+        end
+    }
+
+    async fn run(&mut self, conn: ConnId, events: &mpsc::Sender<Event>, budget: &Arc<Semaphore>) -> End {
+        let mut mode = Mode::Running;
+        loop {
+            let late = self.began.map(|began| began + FRAME_WITHIN);
+            let (writes, hungry) = (mode != Mode::Shown && !self.out.is_empty(), self.wants_memory());
+            // Who does not read its answers is not read.
+            let reads = mode == Mode::Running && self.out.len() < PIECE;
+            let more = mode != Mode::Shown && self.out.is_empty();
+            tokio::select! {
+                biased;
+                order = self.orders.recv() => match order {
+                    // Who asked may have left; then it is told to go on.
+                    Some(Order::Hold(held)) => {
+                        mode = Mode::Held;
+                        held.send(()).ok();
+                    }
+                    Some(Order::Show(shown)) => { mode = Mode::Shown; drop(shown.send(self.show())); }
+                    Some(Order::Go) => mode = Mode::Running,
+                    None => return End::Stopping,
+                },
+                () = self.close.notified() => return End::DoesNotRead,
+                answer = self.outgoing.recv(), if more => match answer {
+                    Some(answer) => self.out = answer,
+                    None => return End::Stopping,
+                },
+                ready = self.stream.writable(), if writes => {
+                    match ready.and_then(|()| self.stream.try_write(&self.out)) {
+                        Ok(n) => self.out.advance(n),
+                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                        Err(error) => return error.into(),
+                    }
+                },
+                memory = budget.clone().acquire_owned(), if hungry && reads => match memory {
+                    Ok(memory) => self.memory.push(memory),
+                    // Fails only when the semaphore is closed, and nobody closes it.
+                    Err(_) => return End::Stopping,
+                },
+                ready = self.stream.readable(), if !hungry && reads => {
+                    let frame = match ready.map_err(End::from).and_then(|()| self.read()) {
+                        Ok(Some(frame)) => frame,
+                        Ok(None) => continue,
+                        Err(end) => return end,
+                    };
+                    if let Err(end) = self.handle(conn, frame, events).await {
+                        return end;
+                    }
+                },
+                () = sleep_until(late), if mode == Mode::Running => return End::Stalled,
+            }
         }
     }
-    End::Stopping
-}
 
-async fn read(
-    mut reader: OwnedReadHalf,
-    conn: ConnId,
-    events: &mpsc::Sender<Event>,
-    answers: mpsc::Sender<Bytes>,
-    budget: Arc<Semaphore>,
-) -> End {
-    loop {
-        // A silent connection is normal and costs this array.
-        let mut header = [0; HEADER_LEN];
-        let have = match reader.read(&mut header).await {
-            Ok(0) => return End::Closed,
-            Ok(have) => have,
-            Err(error) => return error.into(),
-        };
-        let frame = tokio::time::timeout(FRAME_WITHIN, read_frame(&mut reader, header, have, &budget)).await;
-        let (header, body) = match frame {
-            Err(_) => return End::Stalled,
-            Ok(Err(end)) => return end,
-            Ok(Ok(frame)) => frame,
-        };
-        let refused = match body {
-            Body::Refused(refused) => refused,
-            Body::Whole(body, memory) => match call::read(&body) {
+    async fn handle(&mut self, conn: ConnId, frame: Frame, events: &mpsc::Sender<Event>) -> Result<(), End> {
+        let (stream, refused) = match frame {
+            Frame::Refused(stream, refused) => (stream, refused),
+            Frame::Request(stream, body) => match call::read(&body) {
                 Ok(incoming) => {
-                    drop((body, memory)); // From here on the queue counts it.
-                    let request = Event::Request { conn, stream: header.stream, incoming };
-                    if events.send(request).await.is_err() {
-                        return End::Stopping;
-                    }
-                    continue;
+                    drop(body);
+                    self.memory.clear(); // From here on the queue counts it.
+                    let request = Event::Request { conn, stream, incoming };
+                    return events.send(request).await.map_err(|_| End::Stopping);
                 }
-                Err(refused) => refused,
+                Err(refused) => (stream, refused),
             },
         };
-        let answer = frame::error_response(header.stream, refused.code, &refused.message);
-        if answers.send(answer.into()).await.is_err() {
-            return End::Stopping;
-        }
+        self.memory.clear();
+        let answer = frame::error_response(stream, refused.code, &refused.message);
+        self.out = [&self.out[..], &answer].concat().into();
+        Ok(())
     }
 }
 
-enum Body {
-    Whole(BytesMut, Vec<OwnedSemaphorePermit>),
-    /// It was skipped.
-    Refused(Refused),
+async fn sleep_until(at: Option<Instant>) {
+    match at {
+        Some(at) => tokio::time::sleep_until(at).await,
+        None => std::future::pending().await,
+    }
 }
 
-async fn read_frame(
-    reader: &mut OwnedReadHalf,
-    mut header: [u8; HEADER_LEN],
-    have: usize,
-    budget: &Arc<Semaphore>,
-) -> Result<(Header, Body), End> {
-    reader.read_exact(&mut header[have..]).await?;
-    let header = Header::decode(&header);
+/// Why a frame is skipped and answered.
+fn refusal(header: &Header) -> Result<Option<String>, End> {
     let length = header.length as usize;
-    let refused = match header.kind {
+    Ok(match header.kind {
         frame::REQUEST if length > MAX_PAYLOAD => {
             Some(format!("message length {length} exceed maximum message size of {MAX_PAYLOAD}"))
         }
@@ -151,27 +347,5 @@ async fn read_frame(
         frame::REQUEST => None,
         frame::DATA => Some("no method of this socket streams".to_owned()),
         other => return Err(End::Garbage(other)),
-    };
-    if let Some(message) = refused {
-        skip(reader, length).await?;
-        return Ok((header, Body::Refused(Refused { code: code::INVALID_ARGUMENT, message })));
-    }
-    let mut body = BytesMut::new();
-    let mut memory = Vec::new();
-    while body.len() < length {
-        if body.len() / PIECE > memory.len() {
-            // Fails only when the semaphore is closed, and nobody closes it.
-            memory.push(budget.clone().acquire_owned().await.map_err(|_| End::Stopping)?);
-        }
-        let piece = PIECE.min(length - body.len()) as u64;
-        if reader.take(piece).read_buf(&mut body).await? == 0 {
-            return Err(End::Closed);
-        }
-    }
-    Ok((header, Body::Whole(body, memory)))
-}
-
-async fn skip(reader: &mut OwnedReadHalf, length: usize) -> Result<(), End> {
-    let skipped = tokio::io::copy(&mut reader.take(length as u64), &mut tokio::io::sink()).await?;
-    if skipped < length as u64 { Err(End::Closed) } else { Ok(()) }
+    })
 }

@@ -15,6 +15,7 @@ use std::{
 use bytes::Bytes;
 use peerpod_proto::ttrpc_frame::Request;
 
+pub(crate) use self::state::QueueState;
 use super::call::{self, Kind, code};
 use crate::id::SandboxId;
 
@@ -194,7 +195,7 @@ impl Queue {
             self.answer_to(Some(caller), call::status(code::RESOURCE_EXHAUSTED, &full));
             return;
         }
-        let call = self.insert(caller, kind, request, now);
+        let call = self.insert(Some(caller), kind, request, now);
         let Some(entry) = self.calls.get(&call) else { return };
         if matches!(entry.kind, Kind::Stop(_)) {
             self.timers.insert((now + self.limits.stop_grace, Timer::StopGrace(call)));
@@ -235,7 +236,7 @@ impl Queue {
         None
     }
 
-    fn insert(&mut self, caller: Caller, kind: Kind, request: Request, now: Instant) -> CallId {
+    fn insert(&mut self, caller: Option<Caller>, kind: Kind, request: Request, now: Instant) -> CallId {
         let id = self.next_call;
         self.next_call += 1;
         let deadline = u64::try_from(request.timeout_nano)
@@ -248,12 +249,12 @@ impl Queue {
         if let Some(sandbox) = kind.id() {
             self.lanes.entry(sandbox.clone()).or_default().push_back(id);
         }
-        if let Caller::Shim { conn, .. } = caller {
+        if let Some(Caller::Shim { conn, .. }) = caller {
             self.by_connection.entry(conn).or_default().insert(id);
         }
         let size = request.payload.len();
         self.bytes += size;
-        let call = Call { kind, request, size, caller: Some(caller), deadline, sent: None, in_inbox: false };
+        let call = Call { kind, request, size, caller, deadline, sent: None, in_inbox: false };
         self.calls.insert(id, call);
         id
     }
@@ -408,6 +409,7 @@ impl Queue {
 }
 
 mod node;
+mod state;
 mod stop;
 #[cfg(test)]
 mod tests;

@@ -53,7 +53,8 @@ impl Place {
         let path = folder.join("relay-fds.sock");
         let (listener, bound) = bind(&path).unwrap();
         let kind = Arc::new(Listening::default());
-        let serving = tokio::spawn(serve_within(listener, vec![kind.clone() as Arc<dyn Kind>], SHORT));
+        let serving =
+            tokio::spawn(serve_within(listener, vec![kind.clone() as Arc<dyn Kind>], Gate::default(), SHORT));
         Place { path, kind, _bound: bound, serving }
     }
 

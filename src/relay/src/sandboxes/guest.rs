@@ -6,7 +6,7 @@ use std::{
     io,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
+        atomic::{AtomicUsize, Ordering::Relaxed},
     },
     time::Instant,
 };
@@ -20,7 +20,10 @@ use peerpod_link::{
 use peerpod_proto::guest::Reply;
 use protobuf::Message;
 use thiserror::Error;
-use tokio::{net::UnixStream, sync::oneshot};
+use tokio::{
+    net::UnixStream,
+    sync::{oneshot, watch},
+};
 
 use super::states::States;
 use crate::{
@@ -79,6 +82,13 @@ struct Calls {
     waiting: HashMap<u64, oneshot::Sender<Result<Bytes, Gone>>>,
 }
 
+/// Whether a guest's link is up, and how often that, or an attempt at it, changed.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Link {
+    pub(crate) up: bool,
+    pub(crate) changes: u64,
+}
+
 /// Shared by the endpoint's task and whoever speaks for the node.
 #[derive(Debug)]
 pub(crate) struct Guest {
@@ -89,7 +99,7 @@ pub(crate) struct Guest {
     pod: Mutex<String>,
     pub(crate) traffic: Arc<Shared>,
     pub(crate) connections: AtomicUsize,
-    up: AtomicBool,
+    link: watch::Sender<Link>,
     calls: Mutex<Calls>,
     unasked: Mutex<Allowance>,
     log: GuestLog,
@@ -121,7 +131,7 @@ impl Guest {
             pod: Mutex::default(),
             traffic,
             connections: AtomicUsize::new(0),
-            up: AtomicBool::new(false),
+            link: watch::Sender::default(),
             calls: Mutex::default(),
             unasked: Mutex::new(Allowance { left: Allowance::MOST, at: Instant::now() }),
             probes: Mutex::default(),
@@ -131,6 +141,16 @@ impl Guest {
     fn calls(&self) -> MutexGuard<'_, Calls> {
         // A map and a number: whole after every step.
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The number of the last call.
+    pub(crate) fn last_call(&self) -> u64 {
+        self.calls().last
+    }
+
+    /// Calls are counted on from here, so that no late answer is taken for another call's.
+    pub(crate) fn count_calls_from(&self, last: u64) {
+        self.calls().last = last;
     }
 
     /// The guest's path probes are answered, until its next connection brings its own pass or the sandbox ends.
@@ -146,10 +166,15 @@ impl Guest {
         self.pod.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// Tells of every change of its link.
+    pub(crate) fn watch(&self) -> watch::Receiver<Link> {
+        self.link.subscribe()
+    }
+
     /// Registers a call, before its bytes are sent.
     pub(crate) fn call(&self) -> Result<Waiting<'_>, Gone> {
         let mut calls = self.calls();
-        if !self.up.load(Relaxed) {
+        if !self.link.borrow().up {
             return Err(Gone::NotConnected(self.id.clone()));
         }
         if calls.waiting.len() >= CALLS {
@@ -170,7 +195,12 @@ impl Guest {
     }
 
     fn set_up(&self, up: bool) {
-        if self.up.swap(up, Relaxed) != up {
+        let mut before = up;
+        self.link.send_modify(|link| {
+            before = std::mem::replace(&mut link.up, up);
+            link.changes += 1;
+        });
+        if before != up {
             if up {
                 self.metrics.guests_connected.inc()
             } else {

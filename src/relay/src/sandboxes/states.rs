@@ -8,9 +8,11 @@ use std::{
 };
 
 use peerpod_proto::relay::{SandboxState, WatchResponse};
+use protobuf::Message;
+use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
-use crate::{agent::filter::Shared, id::SandboxId};
+use crate::{agent::filter::Shared, id::SandboxId, store::base64_bytes};
 
 /// An answer ends when it has this many bytes of guests' words; the rest comes with the next one.
 const ANSWER_BYTES: usize = 1 << 20;
@@ -107,6 +109,15 @@ impl Core {
     }
 }
 
+/// One sandbox's state as data.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct StateState {
+    #[serde(with = "base64_bytes")]
+    state: Vec<u8>,
+    /// Bytes to and from the guest, frames to and from it.
+    traffic: [u64; 4],
+}
+
 /// The states, shared: changed by the sandboxes and the door, watched by the node.
 #[derive(Debug)]
 pub(crate) struct States {
@@ -119,6 +130,46 @@ impl States {
     /// `epoch` is unlike that of every other relay process.
     pub(crate) fn new(epoch: String) -> States {
         States { epoch, core: Mutex::default(), changed: watch::Sender::new(0) }
+    }
+
+    /// Those of another process, whose epoch and count of versions go on: the node does not notice.
+    pub(crate) fn go_on(epoch: String, version: u64) -> States {
+        let states = States::new(epoch);
+        states.lock().version = version;
+        states.changed.send_replace(version);
+        states
+    }
+
+    /// How many changes there were.
+    pub(crate) fn version(&self) -> u64 {
+        self.lock().version
+    }
+
+    /// A sandbox's state as data.
+    pub(crate) fn show(&self, id: &SandboxId) -> Option<StateState> {
+        let core = self.lock();
+        let entry = core.entries.get(id)?;
+        let Shared { bytes_to_guest, bytes_from_guest, frames_to_guest, frames_from_guest, .. } =
+            &*entry.counters;
+        let traffic = [bytes_to_guest, bytes_from_guest, frames_to_guest, frames_from_guest];
+        Some(StateState {
+            state: entry.state.write_to_bytes().ok()?,
+            traffic: traffic.map(|count| count.load(Relaxed)),
+        })
+    }
+
+    /// The state that another process had. Its guest is not connected here yet.
+    pub(crate) fn put_shown(&self, id: &SandboxId, pod: &str, counters: Arc<Shared>, shown: &StateState) {
+        let [to, from, frames_to, frames_from] = shown.traffic;
+        counters.bytes_to_guest.store(to, Relaxed);
+        counters.bytes_from_guest.store(from, Relaxed);
+        counters.frames_to_guest.store(frames_to, Relaxed);
+        counters.frames_from_guest.store(frames_from, Relaxed);
+        let mut core = self.lock();
+        core.put(id, pod, counters);
+        let Ok(state) = SandboxState::parse_from_bytes(&shown.state) else { return self.announce(core) };
+        core.change(id, |now| *now = SandboxState { guest_connected: false, id: id.to_string(), ..state });
+        self.announce(core);
     }
 
     /// The process's name for this life of it.

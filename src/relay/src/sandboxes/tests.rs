@@ -35,6 +35,7 @@ impl World {
             guest_certificates: vec![[certificate; 32]],
             pod: "shop/web".into(),
             tunnel_peer: None,
+            dial: Vec::new(),
         }
     }
 }
@@ -49,8 +50,8 @@ impl Drop for World {
 async fn a_put_sandbox_listens_and_a_deleted_one_leaves_nothing() {
     let world = World::new("put");
     let record = world.record("a", 1);
-    world.sandboxes.put(record.clone()).await.unwrap();
-    world.sandboxes.put(record.clone()).await.unwrap();
+    world.sandboxes.put(record.clone(), ()).await.unwrap();
+    world.sandboxes.put(record.clone(), ()).await.unwrap();
     let folder = record.agent_socket.parent().unwrap();
     assert_eq!(folder.metadata().unwrap().permissions().mode() & 0o777, 0o700);
     UnixStream::connect(&record.agent_socket).await.unwrap();
@@ -60,7 +61,7 @@ async fn a_put_sandbox_listens_and_a_deleted_one_leaves_nothing() {
     assert!(!folder.exists());
     assert!(world.sandboxes.of_certificate(&[1; 32]).is_none());
     assert_eq!(std::fs::read_dir(world.base.join("relay/sandboxes")).unwrap().count(), 0);
-    world.sandboxes.put(record.clone()).await.unwrap();
+    world.sandboxes.put(record.clone(), ()).await.unwrap();
     UnixStream::connect(&record.agent_socket).await.unwrap();
 }
 
@@ -68,26 +69,26 @@ async fn a_put_sandbox_listens_and_a_deleted_one_leaves_nothing() {
 async fn a_socket_that_somebody_removed_is_there_again_after_the_next_put() {
     let world = World::new("removed");
     let record = world.record("a", 1);
-    world.sandboxes.put(record.clone()).await.unwrap();
+    world.sandboxes.put(record.clone(), ()).await.unwrap();
     std::fs::remove_dir_all(world.base.join("pods")).unwrap();
-    world.sandboxes.put(record.clone()).await.unwrap();
+    world.sandboxes.put(record.clone(), ()).await.unwrap();
     UnixStream::connect(&record.agent_socket).await.unwrap();
     std::fs::remove_file(&record.agent_socket).unwrap();
-    world.sandboxes.put(record.clone()).await.unwrap();
+    world.sandboxes.put(record.clone(), ()).await.unwrap();
     UnixStream::connect(&record.agent_socket).await.unwrap();
 }
 
 #[tokio::test]
 async fn a_certificate_has_one_sandbox_and_the_later_put_wins() {
     let world = World::new("certificates");
-    world.sandboxes.put(world.record("a", 1)).await.unwrap();
-    let stolen = world.sandboxes.put(world.record("b", 1)).await;
+    world.sandboxes.put(world.record("a", 1), ()).await.unwrap();
+    let stolen = world.sandboxes.put(world.record("b", 1), ()).await;
     assert!(matches!(stolen, Err(SandboxError::Certificate(..))));
     assert!(world.sandboxes.get(&SandboxId::parse("b").unwrap()).is_none());
-    world.sandboxes.put(world.record("a", 2)).await.unwrap();
+    world.sandboxes.put(world.record("a", 2), ()).await.unwrap();
     assert!(world.sandboxes.of_certificate(&[1; 32]).is_none());
     assert_eq!(world.sandboxes.of_certificate(&[2; 32]).unwrap().id.as_str(), "a");
-    world.sandboxes.put(world.record("b", 1)).await.unwrap();
+    world.sandboxes.put(world.record("b", 1), ()).await.unwrap();
 }
 
 #[tokio::test]
@@ -95,7 +96,7 @@ async fn paths_that_lead_elsewhere_are_refused() {
     let world = World::new("paths");
     for path in ["agent.ttrpc", "/run/x/../a/agent.ttrpc", "/run/peerpod/b/agent.ttrpc", "/"] {
         let record = Record { agent_socket: path.into(), ..world.record("a", 1) };
-        assert!(matches!(world.sandboxes.put(record).await, Err(SandboxError::Path(..))), "{path}");
+        assert!(matches!(world.sandboxes.put(record, ()).await, Err(SandboxError::Path(..))), "{path}");
     }
 }
 
@@ -103,7 +104,7 @@ async fn paths_that_lead_elsewhere_are_refused() {
 async fn a_new_process_serves_the_same_sandboxes() {
     let world = World::new("again");
     let record = world.record("a", 1);
-    world.sandboxes.put(record.clone()).await.unwrap();
+    world.sandboxes.put(record.clone(), ()).await.unwrap();
     world.sandboxes.stop().await;
     assert!(!record.agent_socket.exists());
     let next = World::sandboxes(&world.base);
@@ -117,7 +118,7 @@ async fn a_put_whose_caller_left_leaves_no_record_behind_a_later_delete() {
     let world = World::new("left");
     let record = world.record("a", 1);
     for _ in 0..50 {
-        let mut put = Box::pin(world.sandboxes.put(record.clone()));
+        let mut put = Box::pin(world.sandboxes.put(record.clone(), ()));
         // It is writing its record when the caller leaves.
         while world.sandboxes.table().slots.get(&record.id).is_none_or(|slot| slot.try_lock().is_ok()) {
             assert!(futures_util::poll!(&mut put).is_pending());
@@ -141,7 +142,7 @@ async fn puts_and_deletes_at_once_end_consistent() {
             if n % 3 == 0 {
                 world.sandboxes.delete(&record.id).await
             } else {
-                world.sandboxes.put(record).await
+                world.sandboxes.put(record, ()).await
             }
         });
     }
@@ -149,7 +150,7 @@ async fn puts_and_deletes_at_once_end_consistent() {
         done.unwrap().unwrap();
     }
     let record = world.record("a", 1);
-    world.sandboxes.put(record.clone()).await.unwrap();
+    world.sandboxes.put(record.clone(), ()).await.unwrap();
     UnixStream::connect(&record.agent_socket).await.unwrap();
     world.sandboxes.delete(&record.id).await.unwrap();
     assert!(!record.agent_socket.exists());
@@ -161,7 +162,7 @@ async fn puts_and_deletes_at_once_end_consistent() {
 async fn a_sandbox_whose_endpoint_ends_early_is_served_by_another_one() {
     let world = World::new("panic");
     let record = world.record("a", 1);
-    world.sandboxes.put(record.clone()).await.unwrap();
+    world.sandboxes.put(record.clone(), ()).await.unwrap();
     for round in 1..=3 {
         let mut shim = UnixStream::connect(&record.agent_socket).await.unwrap();
         let before = world.sandboxes.get(&record.id).unwrap();
@@ -191,7 +192,7 @@ async fn a_sandbox_whose_endpoint_ends_early_is_served_by_another_one() {
 async fn an_endpoint_that_panics_is_counted_and_served_by_another_one() {
     let world = World::new("bug");
     let record = world.record("a", 1);
-    world.sandboxes.put(record.clone()).await.unwrap();
+    world.sandboxes.put(record.clone(), ()).await.unwrap();
     let before = world.sandboxes.get(&record.id).unwrap();
     // A number that cannot be: the endpoint's own task panics where it tells the next one (overflow checks).
     before.guest.connections.store(1 << 63, std::sync::atomic::Ordering::Relaxed);
@@ -218,7 +219,7 @@ async fn an_endpoint_that_panics_is_counted_and_served_by_another_one() {
 async fn a_deleted_sandbox_does_not_come_back_when_its_endpoint_ended_early() {
     let world = World::new("late");
     let record = world.record("a", 1);
-    world.sandboxes.put(record.clone()).await.unwrap();
+    world.sandboxes.put(record.clone(), ()).await.unwrap();
     let slot = world.sandboxes.table().slots[&record.id].clone();
     let ended = {
         let live = slot.lock().await;
@@ -229,7 +230,7 @@ async fn a_deleted_sandbox_does_not_come_back_when_its_endpoint_ended_early() {
     world.sandboxes.renew(&ended).await;
     assert!(world.sandboxes.get(&record.id).is_none() && !record.agent_socket.exists());
     // And one that was put again meanwhile is not touched.
-    world.sandboxes.put(record.clone()).await.unwrap();
+    world.sandboxes.put(record.clone(), ()).await.unwrap();
     let now = world.sandboxes.get(&record.id).unwrap();
     world.sandboxes.renew(&ended).await;
     assert!(Arc::ptr_eq(&world.sandboxes.get(&record.id).unwrap().guest, &now.guest));

@@ -109,13 +109,19 @@ impl Handler for Ours {
 impl Guest {
     /// A guest program, connected.
     pub async fn start(to: SocketAddr, ca: [u8; 32], identity: &Identity) -> Guest {
+        let mut guest = Guest::waiting(ca);
+        guest.to = to;
+        guest.connect(identity).await;
+        guest
+    }
+
+    /// A guest program that waits for a connection.
+    pub fn waiting(ca: [u8; 32]) -> Guest {
         let seen = Arc::new(Seen::default());
         let (endpoint, handle) = Endpoint::new(Role::Guest, Ours(seen.clone()), Limits::default());
         assert!(seen.handle.set(handle.clone()).is_ok());
         tokio::spawn(endpoint.run());
-        let guest = Guest { seen, handle, to, ca };
-        guest.connect(identity).await;
-        guest
+        Guest { seen, handle, to: SocketAddr::from(([0; 4], 0)), ca }
     }
 
     /// Dials (again) until the link is up once more.

@@ -118,6 +118,9 @@ impl PodVmInfo for Service {
 impl NodeService for Service {
     async fn claim(&self, _: &TtrpcContext, request: ClaimRequest) -> ttrpc::Result<ClaimResponse> {
         self.0.seen("Claim", &request.peer_address).await;
+        if !request.dialled.is_empty() {
+            self.0.seen("Dialled", &request.dialled).await;
+        }
         if request.ticket_secret != b"secret" {
             let status = ttrpc::get_status(Code::PERMISSION_DENIED, "the ticket is used");
             return Err(ttrpc::Error::RpcStatus(status));

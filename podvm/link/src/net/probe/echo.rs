@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::net::SocketAddr;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -109,6 +109,24 @@ impl Echo {
             setsockopt(&socket, Ipv4PacketInfo, &true)?;
         }
         Ok(Echo { socket, known })
+    }
+
+    /// On a socket that another process bound with [`Echo::bind`].
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn go_on(socket: OwnedFd, known: Known) -> io::Result<Echo> {
+        let socket = std::net::UdpSocket::from(socket);
+        socket.set_nonblocking(true)?;
+        Ok(Echo { socket: UdpSocket::from_std(socket)?, known })
+    }
+
+    /// A copy of the socket, for [`Echo::go_on`].
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn copy(&self) -> io::Result<OwnedFd> {
+        self.socket.as_fd().try_clone_to_owned()
     }
 
     /// Answers until it is dropped.

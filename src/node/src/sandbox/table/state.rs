@@ -2,6 +2,7 @@
 
 use std::{
     collections::{HashMap, HashSet, hash_map},
+    sync::Arc,
     time::Duration,
 };
 
@@ -12,14 +13,14 @@ use tokio::{
 
 use crate::{
     ledger::{NetnsRef, Record},
-    sandbox::{revive::Panics, task::Command, view::View},
+    sandbox::{revive::Panics, task::Command, tickets::Tickets, view::View},
     spec::SandboxId,
 };
 
 #[derive(Default)]
 pub(in crate::sandbox) struct State {
     pub(in crate::sandbox) entries: HashMap<SandboxId, Entry>,
-    pub(super) tickets: HashMap<String, SandboxId>,
+    tickets: Arc<Tickets>,
     pods: HashMap<(String, String), Vec<SandboxId>>,
     pub(super) netns: HashMap<(u64, u64), SandboxId>,
     /// Tombstones that are not on disk yet.
@@ -47,16 +48,19 @@ pub(in crate::sandbox) struct Running {
     pub(in crate::sandbox) commands: mpsc::Sender<Command>,
     pub(in crate::sandbox) view: watch::Receiver<View>,
     pub(in crate::sandbox) netns: Option<NetnsRef>,
-    pub(super) ticket: Option<String>,
     pub(super) pod: Option<(String, String)>,
 }
 
 impl State {
+    /// An empty one that enters sandboxes' tickets there.
+    pub(super) fn new(tickets: Arc<Tickets>) -> State {
+        State { tickets, ..State::default() }
+    }
+
     /// Enters a task under its id, ticket, pod and network namespace.
-    pub(super) fn link(&mut self, id: &SandboxId, running: Running, is_live: bool) {
-        if let Some(ticket) = &running.ticket {
-            self.tickets.insert(ticket.clone(), id.clone());
-        }
+    pub(super) fn link(&mut self, record: &Record, running: Running) {
+        let (id, is_live) = (&record.id, record.phase.is_live());
+        self.tickets.enter(record);
         if let Some(pod) = &running.pod {
             self.pods.entry(pod.clone()).or_default().push(id.clone());
         }
@@ -76,9 +80,7 @@ impl State {
         let Some(Entry::Task(running)) = self.entries.get(id) else { return };
         let running = running.clone();
         self.count -= 1;
-        if let Some(ticket) = &running.ticket {
-            self.tickets.remove(ticket);
-        }
+        self.tickets.leave(id);
         if let Some(pod) = running.pod
             && let hash_map::Entry::Occupied(mut ids) = self.pods.entry(pod)
         {

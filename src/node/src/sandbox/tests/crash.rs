@@ -4,7 +4,10 @@
 use std::{collections::BTreeSet, sync::atomic::Ordering, time::Duration};
 
 use super::{node::*, world::*};
-use crate::sandbox::{Stop, phase::Phase};
+use crate::{
+    ledger::Batch,
+    sandbox::{Stop, phase::Phase},
+};
 
 /// What the shim of one sandbox wants to do next. It repeats what was not answered, as the relay does for it.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -80,6 +83,9 @@ async fn life(seed: u64, late: bool) {
     world.late_creates.store(late, Ordering::Relaxed);
     // Every other world's provider chooses where its VMs are made, each time anew.
     world.places.store(seed % 2 == 1, Ordering::Relaxed);
+    // And every third node makes one call for several, whose guests come from addresses of their own.
+    let settings = || if seed % 3 == 2 { batching(3) } else { settings() };
+    world.own_addresses.store(seed % 3 == 2, Ordering::Relaxed);
     let mut dice = Dice::new(seed ^ 0xdead_beef);
     world.faults.store(dice.below(25), Ordering::Relaxed);
     let mut shims: Vec<Shim> = (0..3)
@@ -135,7 +141,7 @@ async fn life(seed: u64, late: bool) {
 
     // The storm is over: every shim gets its answers, and the dust settles.
     world.faults.store(0, Ordering::Relaxed);
-    let node = Node::start(&world, &dir).await;
+    let node = Node::start_with(&world, &dir, Fuse::after(None), settings()).await.unwrap();
     for shim in &mut shims {
         while !matches!(shim.next, Next::Done | Next::Stays) {
             shim.step(&node).await;
@@ -168,6 +174,9 @@ async fn life(seed: u64, late: bool) {
             }
         }
     }
+    let kept = node.fx.ledger().load().unwrap();
+    let live = |batch: &Batch| batch.members.iter().any(|member| names.contains(member.sandbox.as_str()));
+    assert!(kept.batches.iter().all(live), "seed {seed}: a batch's file goes with its last member");
     assert_eq!(node.metrics.panics.get(), 0, "seed {seed}");
     node.kill().await;
 }

@@ -346,3 +346,27 @@ async fn wrong_used_up_and_late_tickets_are_refused() {
     assert!(node.table.claim(&b.ticket.id, claim(&b, b"key")).await.is_err());
     node.kill().await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_node_that_dials_tells_the_relay_where_and_takes_the_dialled_vm_s_ticket_alone() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let dials = Settings { dial: Some(15150), ..settings() };
+    let node = Node::start_with(&world, &dir, Fuse::after(None), dials).await.unwrap();
+    let birth = waiting(&world, &node, "a").await;
+    let dialled =
+        || world.state().relay.get(id("a").as_str()).map(|put| put.dial.clone()).unwrap_or_default();
+    node.until("the relay knows where", |_| !dialled().is_empty()).await;
+    assert!(dialled().iter().all(|address| address.ends_with(":15150")), "{:?}", dialled());
+    let shown_at = |sandbox: &str| crate::sandbox::Claim { dialled: sandbox.into(), ..claim(&birth, b"key") };
+    let other = node.table.claim(&birth.ticket.id, shown_at("b")).await;
+    assert_eq!(other, Err(Error::Claim(ClaimRefused::OtherVm)));
+    node.table.claim(&birth.ticket.id, shown_at(id("a").as_str())).await.unwrap();
+
+    // The cloud names another address while the guest is away: it is dialled there first, and where it was, too.
+    let before = dialled();
+    node.table.moved(&id("a"), vec!["10.99.0.77".parse().unwrap()]);
+    node.until("the relay knows where else", |_| dialled() != before).await;
+    assert_eq!(dialled()[0], "10.99.0.77:15150");
+    assert_eq!(dialled()[1..], before);
+    node.kill().await;
+}

@@ -15,7 +15,7 @@ use crate::{
     metrics::Metrics,
     sandbox::{
         Claim, Deaths, Reaper, Sandboxes, Secret, Settings, Wish,
-        recover::{Orphans, recover},
+        recover::{Kept, Orphans, recover},
     },
     spec::{PodRef, Size, Wanted},
 };
@@ -38,6 +38,8 @@ pub(super) fn settings() -> Settings {
         vm_gone_grace: Duration::from_secs(24),
         max_sandboxes: 1000,
         second_nic: false,
+        dial: None,
+        max_batch: 0,
     }
 }
 
@@ -68,11 +70,13 @@ impl Node {
         assert_eq!(bad, []);
         let loaded = ledger.load().unwrap();
         assert_eq!(loaded.quarantined, [], "our own crashes must not leave a file that cannot be read");
+        let ledger_unread = ledger.in_quarantine().unwrap();
         let fx = Fake::new(world.clone(), ledger, fuse.clone());
         let metrics = Metrics::default();
+        let kept = Kept { records: loaded.records, batches: loaded.batches, unread: ledger_unread, notes };
         let table = Sandboxes::new(fx.clone(), settings, metrics.clone());
         tokio::select! {
-            done = recover(&table, loaded.records, notes) => {
+            done = recover(&table, kept) => {
                 for note in done { inbox.done(&note).unwrap() }
             }
             () = fuse.blown.notified() => {
@@ -125,6 +129,11 @@ impl Node {
     }
 }
 
+/// Settings of a node that makes batches of so many at most.
+pub(super) fn batching(max_batch: u32) -> Settings {
+    Settings { max_batch, ..settings() }
+}
+
 pub(super) fn wish(name: &str) -> Wish {
     let pod = PodRef { namespace: "default".into(), name: format!("pod-{name}"), uid: None };
     let wanted = Wanted {
@@ -150,7 +159,8 @@ async fn play_guests(table: Sandboxes, fx: Arc<Fake>) {
             if fx.world.state().links.values().any(|session| session == vm.as_str()) {
                 continue;
             }
-            let claim = claim(&birth, vm.as_str().as_bytes());
+            let claim =
+                Claim { peer: fx.world.home_of(&vm).to_string(), ..claim(&birth, vm.as_str().as_bytes()) };
             let granted =
                 tokio::time::timeout(Duration::from_secs(5), table.claim(&birth.ticket.id, claim)).await;
             let Ok(Ok(granted)) = granted else { continue };
@@ -172,5 +182,6 @@ pub(super) fn claim(birth: &BirthData, csr: &[u8]) -> Claim {
         peer: "10.99.0.7".into(),
         guest_version: "test".into(),
         tunnel_key: vec![7; 32],
+        dialled: String::new(),
     }
 }

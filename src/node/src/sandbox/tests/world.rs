@@ -3,6 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
     net::{IpAddr, Ipv4Addr},
+    num::NonZeroU32,
     path::{Path, PathBuf},
     sync::{
         Arc, Mutex, MutexGuard,
@@ -23,9 +24,9 @@ use sha2::{Digest, Sha256};
 use tokio::{sync::watch, time::Instant};
 
 use crate::{
-    ledger::{Error as LedgerError, Ledger, NetnsRef, Network, Record},
+    ledger::{Batch, Error as LedgerError, Ledger, NetnsRef, Network, Record},
     sandbox::effects::{
-        Certificate, CloudError, Effects, Followed, Guest, NetworkError, RelayError, Trusted,
+        Certificate, CloudError, Effects, Followed, Guest, Made, NetworkError, RelayError, Trusted,
     },
     sandbox::follow::Homes,
     spec::SandboxId,
@@ -79,6 +80,8 @@ pub(super) struct Vm {
     pub key: IdempotencyKey,
     pub made: Instant,
     pub birth: BirthData,
+    /// Of this VM alone, where VMs have their own.
+    pub address: IpAddr,
 }
 
 /// What exists besides the node.
@@ -88,6 +91,13 @@ pub(super) struct State {
     /// A key that made a VM once never makes another one, as with a cloud's client token.
     pub tokens: HashMap<IdempotencyKey, InstanceId>,
     pub create_calls: u64,
+    /// The VMs that a call for several made, by its key; also when they are gone.
+    pub batches: HashMap<IdempotencyKey, Vec<InstanceId>>,
+    /// How many each call for several asked for, repeated ones too.
+    pub many_calls: Vec<u32>,
+    /// Writes of batches' files, and writes of all kinds.
+    pub batch_saves: u64,
+    pub saves: u64,
     /// Digest of the request that each key came with first.
     pub asked: HashMap<IdempotencyKey, String>,
     /// Creates whose key had come with another request.
@@ -117,6 +127,13 @@ pub(super) struct World {
     /// The provider chooses places.
     pub places: AtomicBool,
     pub scripted_places: Mutex<VecDeque<CloudError>>,
+    pub scripted_batches: Mutex<VecDeque<CloudError>>,
+    /// The next call for several makes only so many.
+    pub shortage: Mutex<Option<u32>>,
+    /// Each VM has an address of its own, and its guest comes from there.
+    pub own_addresses: AtomicBool,
+    /// Addresses of VMs are not known to the cloud yet.
+    pub hides_addresses: AtomicBool,
     pub create_takes: Mutex<Duration>,
     pub delete_takes: Mutex<Duration>,
     pub delete_fails: Mutex<Option<CloudError>>,
@@ -182,6 +199,10 @@ impl World {
                 made: 0,
                 tokens: HashMap::new(),
                 create_calls: 0,
+                batches: HashMap::new(),
+                many_calls: Vec::new(),
+                batch_saves: 0,
+                saves: 0,
                 asked: HashMap::new(),
                 reused: 0,
                 placed: 0,
@@ -199,6 +220,10 @@ impl World {
             scripted_creates: Mutex::default(),
             places: AtomicBool::new(false),
             scripted_places: Mutex::default(),
+            scripted_batches: Mutex::default(),
+            shortage: Mutex::default(),
+            own_addresses: AtomicBool::new(false),
+            hides_addresses: AtomicBool::new(false),
             create_takes: Mutex::new(Duration::from_millis(50)),
             delete_takes: Mutex::new(Duration::from_millis(20)),
             delete_fails: Mutex::default(),
@@ -239,6 +264,21 @@ impl World {
         self.state().create_calls
     }
 
+    /// How many VMs each call for several asked for.
+    pub(super) fn many_calls(&self) -> Vec<u32> {
+        self.state().many_calls.clone()
+    }
+
+    pub(super) fn placed(&self) -> u64 {
+        self.state().placed
+    }
+
+    /// Writes of batches' files, and of all kinds.
+    pub(super) fn writes(&self) -> (u64, u64) {
+        let state = self.state();
+        (state.batch_saves, state.saves)
+    }
+
     pub(super) fn greetings(&self) -> usize {
         self.state().greeted.len()
     }
@@ -248,9 +288,9 @@ impl World {
     }
 
     /// As a cloud does with a client token that comes with other parameters.
-    fn reused(&self, request: &CreateRequest, key: &IdempotencyKey) -> Option<CloudError> {
+    fn reused(&self, request: &CreateRequest, key: &IdempotencyKey, count: u32) -> Option<CloudError> {
         let mut state = self.state();
-        let digest = request.digest();
+        let digest = format!("{count} {}", request.digest());
         let known = state.asked.entry(key.clone()).or_insert_with(|| digest.clone());
         if *known == digest {
             return None;
@@ -265,12 +305,37 @@ impl World {
         if let Some(id) = state.tokens.get(key) {
             return id.clone();
         }
-        state.made += 1;
-        let id = InstanceId::new(format!("i-{}", state.made)).unwrap();
-        let birth = BirthData::parse(request.user_data.as_bytes()).unwrap();
-        state.vms.insert(id.clone(), Vm { key: key.clone(), made: Instant::now(), birth });
+        let id = state.boot(request, key);
         state.tokens.insert(key.clone(), id.clone());
         id
+    }
+
+    /// Makes the VMs of this key, or finds them, gone ones too.
+    fn make_many(&self, request: &CreateRequest, count: u32, key: &IdempotencyKey) -> Vec<InstanceId> {
+        let most = self.shortage.lock().unwrap().take();
+        let mut state = self.state();
+        if let Some(made) = state.batches.get(key) {
+            return made.clone();
+        }
+        let made: Vec<_> = (0..count.min(most.unwrap_or(count))).map(|_| state.boot(request, key)).collect();
+        state.batches.insert(key.clone(), made.clone());
+        made
+    }
+
+    /// A VM with the key of another one, as a cloud makes that breaks its promise.
+    pub(super) fn double(&self, of: &str) {
+        let mut state = self.state();
+        let vm = &state.vms[&InstanceId::new(of).unwrap()];
+        let twin = Vm { key: vm.key.clone(), made: vm.made, birth: vm.birth.clone(), address: vm.address };
+        state.vms.insert(InstanceId::new(format!("{of}-double")).unwrap(), twin);
+    }
+
+    /// Where the guest in a VM comes from.
+    pub(super) fn home_of(&self, vm: &InstanceId) -> IpAddr {
+        if !self.own_addresses.load(Ordering::Relaxed) {
+            return self.addresses.lock().unwrap()[0];
+        }
+        self.state().vms.get(vm).map_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED), |vm| vm.address)
     }
 
     /// Panics as an effect of ours that has a bug.
@@ -287,6 +352,17 @@ impl World {
         let chance = self.faults.load(Ordering::Relaxed);
         let mut state = self.state();
         state.dice.percent(chance).then(|| state.dice.percent(50))
+    }
+}
+
+impl State {
+    fn boot(&mut self, request: &CreateRequest, key: &IdempotencyKey) -> InstanceId {
+        self.made += 1;
+        let id = InstanceId::new(format!("i-{}", self.made)).unwrap();
+        let birth = BirthData::parse(request.user_data.as_bytes()).unwrap();
+        let address = Ipv4Addr::from_bits(Ipv4Addr::new(10, 98, 0, 0).to_bits() + self.made as u32).into();
+        self.vms.insert(id.clone(), Vm { key: key.clone(), made: Instant::now(), birth, address });
+        id
     }
 }
 
@@ -338,6 +414,10 @@ impl Fake {
         let age = world.state().vms.values().map(|vm| vm.made.elapsed().as_millis() as u64).max();
         let start_ms = 1_700_000_000_000 + age.unwrap_or(0);
         Arc::new(Fake { world, ledger, fuse, guests: Mutex::default(), start: Instant::now(), start_ms })
+    }
+
+    pub(super) fn ledger(&self) -> &Ledger {
+        &self.ledger
     }
 
     fn guest_sender(&self, id: &str) -> watch::Sender<Guest> {
@@ -396,6 +476,19 @@ impl Fake {
 struct OnTheWire {
     world: Arc<World>,
     request: Option<(CreateRequest, IdempotencyKey)>,
+    /// Of a call for several.
+    count: Option<u32>,
+}
+
+impl OnTheWire {
+    fn new(
+        world: &Arc<World>,
+        request: &CreateRequest,
+        key: &IdempotencyKey,
+        count: Option<u32>,
+    ) -> OnTheWire {
+        OnTheWire { world: world.clone(), request: Some((request.clone(), key.clone())), count }
+    }
 }
 
 impl Drop for OnTheWire {
@@ -407,10 +500,13 @@ impl Drop for OnTheWire {
             (state.dice.percent(50), Duration::from_millis(state.dice.below(3000)))
         };
         if arrives {
-            let world = self.world.clone();
+            let (world, count) = (self.world.clone(), self.count);
             tokio::spawn(async move {
                 tokio::time::sleep(after).await;
-                world.make(&request, &key);
+                match count {
+                    None => drop(world.make(&request, &key)),
+                    Some(count) => drop(world.make_many(&request, count, &key)),
+                }
             });
         }
     }
@@ -427,9 +523,9 @@ impl Effects for Fake {
         Ticket::new_at(now, ttl).map_err(|error| error.to_string())
     }
 
-    fn user_data(&self, ticket: &Ticket) -> Result<String, String> {
+    fn user_data(&self, ticket: &Ticket, claims: u32) -> Result<String, String> {
         let addresses = ["10.99.0.1:15151".parse().unwrap()];
-        Ok(crate::birth::user_data(ticket, &addresses, &[[7; 32]], Duration::from_secs(900)))
+        Ok(crate::birth::user_data(ticket, claims, &addresses, None, &[[7; 32]], Duration::from_secs(900)))
     }
 
     async fn save(&self, record: &Record) -> Result<(), LedgerError> {
@@ -447,6 +543,31 @@ impl Effects for Fake {
             return Err(full());
         }
         self.ledger.save(record)?;
+        self.world.state().saves += 1;
+        self.fuse.boundary().await;
+        Ok(())
+    }
+
+    async fn save_batch(&self, batch: &Batch) -> Result<(), LedgerError> {
+        self.fuse.boundary().await;
+        let full =
+            || LedgerError::Write { path: "batches".into(), source: std::io::ErrorKind::StorageFull.into() };
+        if self.world.disk_full.load(Ordering::Relaxed) {
+            return Err(full());
+        }
+        if self.world.fault().is_some() && self.world.state().dice.percent(20) {
+            return Err(full());
+        }
+        self.ledger.save_batch(batch)?;
+        self.world.state().batch_saves += 1;
+        self.world.state().saves += 1;
+        self.fuse.boundary().await;
+        Ok(())
+    }
+
+    async fn forget_batch(&self, id: &str) -> Result<(), LedgerError> {
+        self.fuse.boundary().await;
+        self.ledger.remove_batch(id)?;
         self.fuse.boundary().await;
         Ok(())
     }
@@ -480,7 +601,7 @@ impl Effects for Fake {
     }
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError> {
-        let mut wire = OnTheWire { world: self.world.clone(), request: Some((request.clone(), key.clone())) };
+        let mut wire = OnTheWire::new(&self.world, request, key, None);
         self.fuse.boundary().await;
         let takes = *self.world.create_takes.lock().unwrap();
         tokio::time::sleep(takes / 2).await;
@@ -500,7 +621,7 @@ impl Effects for Fake {
             return Err(error);
         }
         self.world.state().create_calls += 1;
-        if let Some(error) = self.world.reused(request, key) {
+        if let Some(error) = self.world.reused(request, key, 1) {
             wire.request = None;
             return Err(error);
         }
@@ -520,6 +641,56 @@ impl Effects for Fake {
         Ok(id)
     }
 
+    async fn create_many(
+        &self,
+        request: &CreateRequest,
+        count: NonZeroU32,
+        key: &IdempotencyKey,
+    ) -> Result<Made, CloudError> {
+        let count = count.get();
+        let written = self.ledger.load().unwrap().batches;
+        let ours = written.iter().find(|batch| batch.key == *key).expect("asked for before it was written");
+        assert_eq!((ours.members.len(), &ours.request), (count as usize, request), "as it was written");
+        let mut wire = OnTheWire::new(&self.world, request, key, Some(count));
+        self.fuse.boundary().await;
+        self.world.bug();
+        let takes = *self.world.create_takes.lock().unwrap();
+        tokio::time::sleep(takes / 2).await;
+        self.world.state().many_calls.push(count);
+        let fault = self.world.fault();
+        if fault == Some(false) {
+            wire.request = None;
+            let which = self.world.state().dice.below(4);
+            return Err(match which {
+                0 => CloudError::capacity("m", "none left"),
+                1 => CloudError::Auth { text: "the token ended".into() },
+                _ => transient("before"),
+            });
+        }
+        if let Some(error) = self.world.scripted_batches.lock().unwrap().pop_front() {
+            wire.request = None;
+            return Err(error);
+        }
+        if let Some(error) = self.world.reused(request, key, count) {
+            wire.request = None;
+            return Err(error);
+        }
+        let vms = self.world.make_many(request, count, key);
+        wire.request = None;
+        self.fuse.boundary().await;
+        tokio::time::sleep(takes / 2).await;
+        if fault == Some(true) {
+            let auth = self.world.state().dice.percent(20);
+            return Err(if auth {
+                CloudError::Auth { text: "the token ended meanwhile".into() }
+            } else {
+                transient("after")
+            });
+        }
+        let rest = (vms.len() < count as usize).then(|| CloudError::capacity("m", "no more of them"));
+        Ok(Made { vms, rest })
+    }
+
     async fn find(&self, key: &IdempotencyKey) -> Result<Option<InstanceId>, CloudError> {
         self.fuse.boundary().await;
         if let Some(error) = self.world.find_fails.lock().unwrap().clone() {
@@ -536,6 +707,9 @@ impl Effects for Fake {
         self.fuse.boundary().await;
         if let Some(error) = self.world.owned_fails.lock().unwrap().clone() {
             return Err(error);
+        }
+        if self.world.fault().is_some() {
+            return Err(transient("list"));
         }
         let state = self.world.state();
         let owned = state.vms.iter().map(|(id, vm)| Owned {
@@ -557,6 +731,12 @@ impl Effects for Fake {
         }
         if !self.world.state().vms.contains_key(vm) {
             return Err(CloudError::not_found(format!("VM {vm} is gone")));
+        }
+        while self.world.hides_addresses.load(Ordering::Relaxed) {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        if self.world.own_addresses.load(Ordering::Relaxed) {
+            return Ok(vec![self.world.home_of(vm)]);
         }
         Ok(self.world.addresses.lock().unwrap().clone())
     }

@@ -79,12 +79,21 @@ proptest! {
             requests.extend(request(2 * n as u32 + 1, "ReadStdout", *size));
             answers.extend(answer(2 * n as u32 + 1, *size));
         }
+        // Every piece meets another process's filter.
+        let pass_on = |filter: &mut AgentFilter| {
+            let text = serde_json::to_string(&filter.state().unwrap()).unwrap();
+            let mut next = self::filter();
+            assert!(next.restore(&serde_json::from_str(&text).unwrap()));
+            *filter = next;
+        };
         for part in requests.chunks(cut) {
             seen.shim(&mut filter, part);
+            pass_on(&mut filter);
         }
         prop_assert_eq!(filter.shared.pending.load(Relaxed), sizes.len());
         for part in answers.chunks(cut) {
             seen.guest(&mut filter, part);
+            pass_on(&mut filter);
         }
         prop_assert_eq!(&seen.peer[..], &requests[..]);
         prop_assert_eq!(&seen.local[..], &answers[..]);
@@ -120,6 +129,20 @@ fn a_lost_guest_answers_all_but_the_long_poll_until_the_sandbox_ends() {
     filter.finish(&mut seen.local);
     assert_eq!(codes(&seen.local), [(3, code::UNAVAILABLE)]);
     assert_eq!(filter.shared.pending.load(Relaxed), 0);
+}
+
+#[test]
+fn a_filter_that_makes_no_sense_is_refused() {
+    let good = filter().state().unwrap();
+    assert!(filter().restore(&good));
+    for bad in ["null", "{}", r#"{"state":{"Header":{"bytes":[0,0,0,0,0,0,0,0,0,0],"have":10}}}"#] {
+        let mut state = good.clone();
+        state["requests"] = serde_json::from_str(bad).unwrap();
+        assert!(!filter().restore(&state), "{bad}");
+    }
+    let mut many = good.clone();
+    many["pending"] = serde_json::json!([[1, false], [3, false], [5, true], [7, false], [9, false]]);
+    assert!(!filter().restore(&many));
 }
 
 #[test]

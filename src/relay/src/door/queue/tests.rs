@@ -109,6 +109,68 @@ fn calls_wait_for_the_node_and_leave_in_order() {
     assert_eq!(world.answers(), [(start, 0)]);
 }
 
+impl World {
+    /// Another process goes on with the queue.
+    fn pass_on(&mut self) {
+        let text = serde_json::to_string(&self.queue.state(self.now)).unwrap();
+        self.queue = Queue::new(Limits::default(), self.now);
+        self.queue.restore(serde_json::from_str(&text).unwrap(), self.now).unwrap();
+    }
+}
+
+#[test]
+fn another_process_goes_on_with_calls_in_their_order_and_with_what_is_left_of_their_time() {
+    let mut world = World::ready();
+    let create = world.call_within(1, Kind::Create(id("a")), 10_000_000_000);
+    let start = world.call(1, Kind::Start(id("a")));
+    assert_eq!(methods(&world.sent()), ["CreateVM"], "the node has it");
+    world.pass(Duration::from_secs(4));
+    world.pass_on();
+    assert_eq!(world.queue.len(), 2);
+    world.connect();
+    let sent = world.sent();
+    assert_eq!(methods(&sent), ["CreateVM"], "the node gets it again, and the start waits");
+    assert_eq!(sent[0].1.timeout_nano, 6_000_000_000);
+    world.queue.answer(sent[0].0, call::done(), world.now);
+    let outputs = world.outputs();
+    assert!(matches!(&outputs[0], Output::Answer { caller, .. } if *caller == create));
+    let Output::Send { stream, .. } = outputs[1] else { panic!("{outputs:?}") };
+    world.queue.answer(stream, call::done(), world.now);
+    assert_eq!(world.answers(), [(start, 0)]);
+
+    world.queue.node_lost();
+    world.call_within(1, Kind::Create(id("b")), 1_000_000_000);
+    world.pass_on();
+    world.pass(Duration::from_millis(1500));
+    assert_eq!(world.answers().len(), 1, "its deadline passes there");
+}
+
+#[test]
+fn a_stop_is_a_stop_in_the_next_process_too() {
+    let mut world = World::new();
+    let create = world.call(1, Kind::Create(id("a")));
+    let stop = world.call(2, Kind::Stop(id("a")));
+    let outputs = world.outputs();
+    assert!(matches!(&outputs[0], Output::Answer { caller, .. } if *caller == create), "cancelled");
+    assert_eq!(outputs[1], Output::WriteInbox(id("a")));
+    // Before the old process heard that it is written.
+    world.pass_on();
+    assert_eq!(world.outputs(), []);
+    world.pass(Duration::from_millis(250));
+    assert_eq!(world.outputs(), [Output::WriteInbox(id("a"))]);
+    world.queue.inbox_written(&id("a"), Ok(()), world.now);
+    assert_eq!(world.answers(), [(stop, 0)]);
+    // And after that: nobody creates it before the node has read the inbox.
+    world.pass_on();
+    world.call(1, Kind::Create(id("a")));
+    world.queue.node_connected(world.now);
+    assert_eq!(methods(&world.sent()), ["ReadInbox"]);
+    world.call(3, Kind::Create(id("c")));
+    world.pass_on();
+    world.queue.keep_connections(|conn| conn != 3, world.now);
+    assert_eq!(world.queue.len(), 1, "who called on a connection that is gone waits no more");
+}
+
 #[test]
 fn unanswered_calls_are_sent_again_after_the_node_was_away() {
     let mut world = World::ready();

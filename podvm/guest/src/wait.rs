@@ -1,0 +1,252 @@
+//! Waits to be dialled, where the network does not let this VM reach the node: whoever connects must prove by TLS, as the
+//! server, to be our node; here too we are the client. Anybody in the network may connect, so what has not proved that yet
+//! has little time and few places, and the oldest leaves for the newest: one who only stalls cannot keep the node out.
+
+use std::{
+    collections::VecDeque,
+    future::Future,
+    io,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::{Duration, Instant},
+};
+
+use peerpod_link::{endpoint, tls};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    sync::Notify,
+    task::{AbortHandle, Id, JoinSet},
+    time::{sleep, timeout},
+};
+use tokio_rustls::{TlsConnector, client::TlsStream};
+
+/// Who has not shown the node's certificate in this time is not the node.
+const HANDSHAKE: Duration = Duration::from_secs(5);
+/// Connections that have not, at once, of everybody and of one address.
+const MOST: usize = 256;
+const MOST_OF_ONE: usize = 128;
+/// So often strangers are a line of the log.
+const SAID_EVERY: Duration = Duration::from_secs(60);
+/// Before a listener that failed is tried again.
+const AGAIN: Duration = Duration::from_secs(1);
+
+/// What a new connection is greeted with: with our certificate, or without one for a claim.
+pub(crate) type Greeting = Arc<dyn Fn(bool) -> Option<Arc<rustls::ClientConfig>> + Send + Sync>;
+
+/// The newest connection of the node's, and whether it has our certificate.
+#[derive(Default)]
+struct Arrived {
+    newest: Mutex<Option<(bool, TlsStream<TcpStream>)>>,
+    changed: Notify,
+    with_certificate: AtomicBool,
+}
+
+/// The listener.
+pub(crate) struct Waiter {
+    arrived: Arc<Arrived>,
+    task: AbortHandle,
+}
+
+impl Drop for Waiter {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Waiter {
+    /// Listens on the port of every address of the VM, in a task of its own.
+    pub(crate) fn new(port: u16, greeting: Greeting) -> Waiter {
+        let arrived = Arc::<Arrived>::default();
+        let task = tokio::spawn(listen(port, greeting, arrived.clone())).abort_handle();
+        Waiter { arrived, task }
+    }
+
+    /// The next connection that proved to be the node's, to which our certificate was shown, or not.
+    ///
+    /// cancel safety: none is lost.
+    pub(crate) async fn next(&self, with_certificate: bool) -> TlsStream<TcpStream> {
+        self.arrived.with_certificate.store(with_certificate, Relaxed);
+        loop {
+            let newest = self.arrived.newest.lock().unwrap_or_else(PoisonError::into_inner).take();
+            match newest {
+                Some((shown, stream)) if shown == with_certificate => return stream,
+                // Begun before we had one, or while we had one that nobody knew.
+                Some(_) => {}
+                None => self.arrived.changed.notified().await,
+            }
+        }
+    }
+}
+
+async fn listen(port: u16, greeting: Greeting, arrived: Arc<Arrived>) {
+    let mut said = String::new();
+    loop {
+        let error = match bind(port).await {
+            Ok(listener) => {
+                tracing::info!(port, "waiting for the node to dial");
+                accept(&listener, &greeting, &arrived).await
+            }
+            Err(error) => error,
+        };
+        if error.to_string() != said {
+            said = error.to_string();
+            tracing::error!(port, %error, "cannot wait for the node");
+        }
+        sleep(AGAIN).await;
+    }
+}
+
+/// Both families, where the kernel has both.
+async fn bind(port: u16) -> io::Result<TcpListener> {
+    match TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)).await {
+        Ok(listener) => Ok(listener),
+        Err(_) => TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).await,
+    }
+}
+
+/// Until the listener fails.
+async fn accept(listener: &TcpListener, greeting: &Greeting, arrived: &Arc<Arrived>) -> io::Error {
+    let mut crowd = Crowd::default();
+    loop {
+        tokio::select! {
+            accepted = listener.accept() => match accepted {
+                Ok((stream, peer)) => {
+                    let with_certificate = arrived.with_certificate.load(Relaxed);
+                    let Some(config) = greeting(with_certificate) else { continue };
+                    let arrived = arrived.clone();
+                    crowd.add(peer.ip().to_canonical(), async move {
+                        let stream = shake(stream, config).await.map_err(|error| (peer, error))?;
+                        *arrived.newest.lock().unwrap_or_else(PoisonError::into_inner) =
+                            Some((with_certificate, stream));
+                        arrived.changed.notify_one();
+                        Ok(())
+                    });
+                }
+                // Of one connection, mostly; and of a lack of descriptors, which passes.
+                Err(error) if is_passing(&error) => sleep(Duration::from_millis(50)).await,
+                Err(error) => return error,
+            },
+            () = crowd.leave() => {}
+        }
+    }
+}
+
+fn is_passing(error: &io::Error) -> bool {
+    !matches!(error.raw_os_error(), Some(nix::libc::EBADF | nix::libc::EINVAL | nix::libc::ENOTSOCK))
+}
+
+async fn shake(stream: TcpStream, config: Arc<rustls::ClientConfig>) -> io::Result<TlsStream<TcpStream>> {
+    endpoint::tune(&stream)?;
+    timeout(HANDSHAKE, TlsConnector::from(config).connect(tls::server_name(), stream)).await?
+}
+
+type Shaken = Result<(), (SocketAddr, io::Error)>;
+
+/// Those who have not proved anything yet.
+#[derive(Default)]
+struct Crowd {
+    open: JoinSet<Shaken>,
+    /// The oldest first.
+    places: VecDeque<(Id, IpAddr, AbortHandle)>,
+    strangers: u64,
+    said: Option<Instant>,
+}
+
+impl Crowd {
+    /// One more; where there are too many, the oldest of its address, or of all, makes room.
+    fn add(&mut self, address: IpAddr, shaking: impl Future<Output = Shaken> + Send + 'static) {
+        let of_it = |(_, other, _): &&(Id, IpAddr, AbortHandle)| *other == address;
+        let leaves = if self.places.iter().filter(of_it).count() >= MOST_OF_ONE {
+            self.places.iter().position(|place| place.1 == address)
+        } else {
+            (self.places.len() >= MOST).then_some(0)
+        };
+        if let Some((.., shaking)) = leaves.and_then(|at| self.places.remove(at)) {
+            shaking.abort();
+            self.stranger(address, "it was the oldest of too many that prove nothing");
+        }
+        let shaking = self.open.spawn(shaking);
+        self.places.push_back((shaking.id(), address, shaking));
+    }
+
+    /// Waits until one is done, however it is.
+    async fn leave(&mut self) {
+        let (id, shaken) = match self.open.join_next_with_id().await {
+            Some(Ok((id, shaken))) => (id, Some(shaken)),
+            Some(Err(error)) => (error.id(), None),
+            None => return std::future::pending().await,
+        };
+        self.places.retain(|(other, ..)| *other != id);
+        if let Some(Err((peer, error))) = shaken {
+            self.stranger(peer.ip().to_canonical(), &error.to_string());
+        }
+    }
+
+    fn stranger(&mut self, address: IpAddr, why: &str) {
+        self.strangers += 1;
+        tracing::debug!(%address, why, "somebody connected who is not our node");
+        if self.said.is_none_or(|said| said.elapsed() >= SAID_EVERY) {
+            self.said = Some(Instant::now());
+            let times = std::mem::take(&mut self.strangers);
+            tracing::warn!(%address, why, times, "somebody connected who is not our node");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn held() -> impl Future<Output = Shaken> + Send + 'static {
+        std::future::pending()
+    }
+
+    #[tokio::test]
+    async fn a_crowd_is_bounded_and_the_newest_always_gets_in() {
+        let mut crowd = Crowd::default();
+        let (loud, ours) = (IpAddr::from([10, 0, 0, 9]), IpAddr::from([10, 0, 0, 1]));
+        for _ in 0..3 * MOST_OF_ONE {
+            crowd.add(loud, held());
+        }
+        assert_eq!(crowd.places.len(), MOST_OF_ONE, "of one address");
+        for n in 0..4 * MOST_OF_ONE as u32 {
+            crowd.add(IpAddr::V4(std::net::Ipv4Addr::from_bits(0x0a00_0100 + n)), held());
+        }
+        assert_eq!(crowd.places.len(), MOST);
+        assert!(crowd.places.iter().all(|(_, address, _)| *address != loud), "the oldest left");
+        crowd.add(ours, async { Ok(()) });
+        while crowd.places.iter().any(|(_, address, _)| *address == ours) {
+            timeout(Duration::from_secs(5), crowd.leave()).await.unwrap();
+        }
+        assert!(crowd.places.len() < MOST);
+    }
+
+    #[tokio::test]
+    async fn who_stalls_or_is_not_the_node_does_not_keep_others_out() {
+        let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let config = tls::client_config(&[[1; 32]], None).unwrap();
+        let waiter = Waiter::new(free.port(), Arc::new(move |_| Some(config.clone())));
+        // Far more than have a place: each is taken, greeted with a ClientHello, and the oldest are let go.
+        let mut strangers = Vec::new();
+        for n in 0..3 * MOST_OF_ONE {
+            let mut stream = loop {
+                match TcpStream::connect(free).await {
+                    Ok(stream) => break stream,
+                    Err(_) => sleep(Duration::from_millis(5)).await,
+                }
+            };
+            let mut first = [0];
+            let greeted = tokio::io::AsyncReadExt::read_exact(&mut stream, &mut first);
+            timeout(Duration::from_secs(2), greeted)
+                .await
+                .unwrap_or_else(|_| panic!("stranger {n}"))
+                .unwrap();
+            assert_eq!(first, [0x16], "a TLS handshake");
+            strangers.push(stream);
+        }
+        assert!(timeout(Duration::from_millis(50), waiter.next(false)).await.is_err());
+    }
+}

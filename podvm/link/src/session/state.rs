@@ -1,0 +1,191 @@
+//! The session as data, for another process that goes on with it: everything but what belongs to a transport, because
+//! transports are not handed over. The peer meets the other process as it meets a new transport, and both replay.
+
+use std::collections::VecDeque;
+
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+
+use super::{Counts, Limits, Session, WINDOW, log::Log, stream::Stream};
+use crate::{
+    endpoint::Role,
+    record::{CloseReason, SessionId, StreamKind, VERSION},
+};
+
+/// Bytes in text.
+pub(crate) mod base64 {
+    use base64::{Engine, prelude::BASE64_STANDARD};
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub(crate) fn serialize<S: Serializer>(bytes: &[u8], to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(&BASE64_STANDARD.encode(bytes))
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<u8>, D::Error> {
+        let text = std::borrow::Cow::<'de, str>::deserialize(from)?;
+        BASE64_STANDARD.decode(&*text).map_err(D::Error::custom)
+    }
+}
+
+/// Bytes that stand in a list.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+struct Blob(#[serde(with = "base64")] Vec<u8>);
+
+/// A session; made by [`Session::state`], read by [`Session::restore`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SessionState {
+    id: Option<[u8; 16]>,
+    epoch: u64,
+    version: u16,
+    recv: u64,
+    first: u64,
+    high_sent: u64,
+    #[serde(with = "base64")]
+    records: Vec<u8>,
+    control: Vec<Blob>,
+    #[serde(with = "base64")]
+    assembly: Vec<u8>,
+    streams: Vec<StreamState>,
+    signals: Vec<u32>,
+    ready: Vec<u32>,
+    next_own: u32,
+    next_peer: u32,
+    sent: u64,
+    received: u64,
+    replayed: u64,
+}
+
+/// One stream of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct StreamState {
+    pub(super) id: u32,
+    /// As in the payload of an Open.
+    pub(super) open: Option<Vec<u8>>,
+    pub(super) credit: u32,
+    pub(super) window: u32,
+    pub(super) owed: u32,
+    #[serde(with = "base64")]
+    pub(super) waiting: Vec<u8>,
+    pub(super) close: Option<u8>,
+    pub(super) close_sent: bool,
+    pub(super) ended: bool,
+    pub(super) finish: bool,
+    pub(super) finish_sent: bool,
+    pub(super) finished: bool,
+    pub(super) calling: bool,
+}
+
+/// Why a state is not taken.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the session's state makes no sense: {0}")]
+pub struct BadState(pub(crate) &'static str);
+
+impl Session {
+    /// What another process needs to go on with it.
+    pub fn state(&self) -> SessionState {
+        let mut streams: Vec<StreamState> =
+            self.streams.iter().map(|(id, stream)| stream.state(*id)).collect();
+        streams.sort_unstable_by_key(|stream| stream.id);
+        SessionState {
+            id: self.id.map(|id| id.0),
+            epoch: self.epoch,
+            version: self.version,
+            recv: self.recv,
+            first: self.log.acked() + 1,
+            high_sent: self.log.high_sent(),
+            records: self.log.records(),
+            control: self.control.iter().map(|message| Blob(message.to_vec())).collect(),
+            assembly: self.assembly.clone(),
+            streams,
+            signals: self.those_that_are(&self.signals),
+            ready: self.those_that_are(&self.ready),
+            next_own: self.next_own,
+            next_peer: self.next_peer,
+            sent: self.counts.sent,
+            received: self.counts.received,
+            replayed: self.counts.replayed,
+        }
+    }
+
+    /// Streams that have ended meanwhile stay in a list until their turn.
+    fn those_that_are(&self, list: &VecDeque<u32>) -> Vec<u32> {
+        list.iter().copied().filter(|id| self.streams.contains_key(id)).collect()
+    }
+
+    /// The session of another process, without a transport.
+    ///
+    /// # Errors
+    /// What is wrong with the state.
+    pub fn restore(role: Role, limits: Limits, state: SessionState) -> Result<Session, BadState> {
+        let mut session = Session::new(role, state.id.map(SessionId), limits);
+        if state.version > VERSION {
+            return Err(BadState("its link protocol is newer than this program"));
+        }
+        session.log = Log::restore(state.first, state.high_sent, &state.records)
+            .ok_or(BadState("its records are not in order"))?;
+        if state.streams.len() > session.limits.streams || state.assembly.len() > limits.control_message {
+            return Err(BadState("it is larger than the limits"));
+        }
+        if state.next_own % 2 != session.next_own % 2 || state.next_peer % 2 != session.next_peer % 2 {
+            return Err(BadState("it is the other end's"));
+        }
+        for stream in state.streams {
+            let id = stream.id;
+            session.streams.insert(id, Stream::restore(stream)?);
+        }
+        (session.epoch, session.version, session.recv) = (state.epoch, state.version, state.recv);
+        (session.next_own, session.next_peer) = (state.next_own, state.next_peer);
+        session.control = state.control.into_iter().map(|Blob(bytes)| Bytes::from(bytes)).collect();
+        session.assembly = state.assembly;
+        session.counts = Counts { sent: state.sent, received: state.received, replayed: state.replayed };
+        for id in state.ready {
+            if let Some(stream) = session.streams.get_mut(&id)
+                && !std::mem::replace(&mut stream.queued, true)
+            {
+                session.ready.push_back(id);
+            }
+        }
+        for id in state.signals {
+            if let Some(stream) = session.streams.get_mut(&id) {
+                stream.signalled();
+                session.signals.push_back(id);
+            }
+        }
+        Ok(session)
+    }
+
+    /// Bytes of control messages that wait, as [`Session::control_done`] will count them.
+    pub(crate) fn control_waiting(&self) -> usize {
+        self.control.iter().map(|message| message.len() + super::CONTROL_COST).sum()
+    }
+
+    /// Ends what has no owner any more: the streams that are open and not among these.
+    pub(crate) fn close_others(&mut self, owned: impl Fn(u32) -> bool) {
+        let others: Vec<u32> =
+            self.streams.iter().filter(|(id, s)| s.is_open() && !owned(**id)).map(|(id, _)| *id).collect();
+        for id in others {
+            self.close(id, CloseReason::Failed);
+        }
+    }
+}
+
+impl Stream {
+    pub(super) fn read_kind(payload: &[u8]) -> Result<StreamKind, BadState> {
+        StreamKind::decode(payload).ok_or(BadState("a stream leads nowhere"))
+    }
+
+    pub(super) fn read_close(number: u8) -> Result<CloseReason, BadState> {
+        [CloseReason::Closed, CloseReason::Refused, CloseReason::Failed]
+            .into_iter()
+            .find(|reason| *reason as u8 == number)
+            .ok_or(BadState("a stream is closed for no reason"))
+    }
+
+    pub(super) fn check(state: &StreamState) -> Result<(), BadState> {
+        match state.owed.checked_add(state.window) {
+            Some(sum) if sum <= WINDOW => Ok(()),
+            _ => Err(BadState("a stream's window is larger than any")),
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! One batch's own task, from its members to the end of its file. Every step is tried until it holds: members wait, and
+//! each has its own deadline.
+
+use std::{num::NonZeroU32, panic::AssertUnwindSafe, sync::Arc, time::Duration};
+
+use futures_util::FutureExt;
+use peerpod_provider_api::{CreateRequest, InstanceId, OwnedState, Retry};
+use tokio::time::sleep;
+use tracing::{error, info, warn};
+
+use super::{Batches, Course, Status};
+use crate::{
+    ledger::{BATCH_VERSION, Batch, Rest},
+    sandbox::effects::{CloudError, Made},
+};
+
+/// The first pause after a failure; doubled each time.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+/// The longest pause.
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+
+struct Pauses(Duration);
+
+impl Pauses {
+    fn new() -> Pauses {
+        Pauses(FIRST_PAUSE)
+    }
+
+    async fn rest(&mut self, at_least: Duration) {
+        sleep(self.0.max(at_least)).await;
+        self.0 = self.0.saturating_mul(2).min(LONGEST_PAUSE);
+    }
+}
+
+impl Batches {
+    /// Takes a batch from wherever it stands to its end. `shape`: what its members want, if it is to be formed.
+    pub(super) async fn follow(self, course: Arc<Course>, mut shape: Option<CreateRequest>) {
+        let mut pauses = Pauses::new();
+        loop {
+            let step = self.step(&course, shape.take());
+            match AssertUnwindSafe(step).catch_unwind().await {
+                Ok(()) => break,
+                Err(_) => {
+                    // What it had come to is in its status, and what matters of that on the disk.
+                    self.0.metrics.panics.inc();
+                    error!(
+                        "the task of a batch of VMs panicked; this is a bug of ours, and it goes on where it was"
+                    );
+                    pauses.rest(Duration::ZERO).await;
+                }
+            }
+        }
+        self.drop_course(&course);
+    }
+
+    async fn step(&self, course: &Arc<Course>, shape: Option<CreateRequest>) {
+        let status = course.status.borrow().clone();
+        if let Status::Forming = status {
+            let composed = match shape {
+                Some(shape) => self.compose(course, shape).await,
+                None => Err("it ended early".to_owned()),
+            };
+            let batch = match composed {
+                Ok(batch) => Arc::new(batch),
+                Err(why) => {
+                    info!(
+                        members = course.members.len(),
+                        why, "no batch is made of them; each asks by itself"
+                    );
+                    course.status.send_replace(Status::Void);
+                    return;
+                }
+            };
+            // Not given up when the disk says no: it may have kept the file all the same, and who finds it after a
+            // restart asks for its VMs.
+            self.save(&batch).await;
+            self.0.tickets.open(&batch.ticket.id);
+            course.status.send_replace(Status::Asked(batch));
+        }
+        let status = course.status.borrow().clone();
+        if let Status::Asked(batch) = status
+            && !course.needed.borrow().is_empty()
+        {
+            let (made, rest) = self.ask(&batch).await;
+            let size = batch.members.len();
+            match &rest {
+                None => info!(batch = batch.ticket.id, size, "VMs made by one call"),
+                Some(rest) => {
+                    warn!(
+                        batch = batch.ticket.id,
+                        size,
+                        made = made.len(),
+                        error = rest.text,
+                        "the cloud made fewer VMs than were asked for"
+                    );
+                }
+            }
+            let batch = Arc::new(Batch { made: Some(made), rest, ..(*batch).clone() });
+            self.save(&batch).await;
+            course.status.send_replace(Status::Answered(batch));
+        }
+        let status = course.status.borrow().clone();
+        let (Status::Asked(batch) | Status::Answered(batch)) = status else { return };
+        // We hold the sender.
+        drop(course.needed.subscribe().wait_for(|needed| needed.is_empty()).await);
+        let mut pauses = Pauses::new();
+        while let Err(error) = self.0.fx.forget_batch(&batch.ticket.id).await {
+            warn!(batch = batch.ticket.id, %error, "a batch's file stays; trying again");
+            pauses.rest(Duration::ZERO).await;
+        }
+        self.0.tickets.close(&batch.ticket.id);
+    }
+
+    /// All that a repeated call must repeat. Nothing is asked for yet.
+    async fn compose(&self, course: &Course, shape: CreateRequest) -> Result<Batch, String> {
+        let (fx, settings) = (&self.0.fx, &self.0.settings);
+        let claims = u32::try_from(course.members.len()).map_err(|error| error.to_string())?;
+        let ticket = fx.ticket(settings.ticket_ttl)?;
+        let user_data = fx.user_data(&ticket, claims)?;
+        let trust = fx.trusted().borrow().id.clone();
+        // Marks of one pod would be wrong on the others' VMs.
+        let labels = [("peerpod.cluster", &settings.cluster_id), ("peerpod.node", &settings.node_name)];
+        let short: String = ticket.id.chars().take(12).collect();
+        let mut request = CreateRequest {
+            name: format!("batch-{short}"),
+            user_data,
+            labels: labels.map(|(key, value)| (key.to_owned(), value.clone())).into(),
+            ..shape
+        };
+        // What cannot be had by all is each one's own to hear, and to try again.
+        request.placement = fx.place(&request).await.map_err(|error| error.to_string())?;
+        let (key, members) = (self.key(&ticket.id), course.members.clone());
+        Ok(Batch { version: BATCH_VERSION, key, request, ticket, trust, members, made: None, rest: None })
+    }
+
+    async fn save(&self, batch: &Batch) {
+        let mut pauses = Pauses::new();
+        while let Err(error) = self.0.fx.save_batch(batch).await {
+            self.0.metrics.ledger_errors.inc();
+            warn!(batch = batch.ticket.id, %error, "a batch cannot be recorded; trying again");
+            pauses.rest(Duration::ZERO).await;
+        }
+    }
+
+    /// Asks until there is an answer to believe: VMs, or a refusal of which the cloud's list knows nothing else.
+    async fn ask(&self, batch: &Batch) -> (Vec<InstanceId>, Option<Rest>) {
+        let fx = &self.0.fx;
+        let size = u32::try_from(batch.members.len()).unwrap_or(u32::MAX);
+        let count = NonZeroU32::new(size).unwrap_or(NonZeroU32::MIN);
+        self.0.metrics.batch(size);
+        let mut pauses = Pauses::new();
+        loop {
+            let error = match fx.create_many(&batch.request, count, &batch.key).await {
+                Ok(Made { vms, rest }) => return (in_order(vms, size), rest.as_ref().map(why)),
+                Err(error) => error,
+            };
+            let id = &batch.ticket.id;
+            if let Retry::After(least) = error.retry() {
+                warn!(batch = id, %error, "no answer to a call for several VMs; the same call again");
+                pauses.rest(least).await;
+                continue;
+            }
+            // An earlier try may have made them, with an answer that was lost.
+            match fx.owned().await {
+                Ok(owned) => {
+                    let ours = owned
+                        .into_iter()
+                        .filter(|vm| vm.key.as_ref() == Some(&batch.key) && vm.state != OwnedState::Deleting);
+                    let made = in_order(ours.map(|vm| vm.id).collect(), size);
+                    let rest = (made.len() < batch.members.len()).then(|| why(&error));
+                    return (made, rest);
+                }
+                Err(unseen) => {
+                    warn!(batch = id, %error, %unseen, "whether a call for several VMs made any cannot be seen; trying again");
+                    pauses.rest(Duration::ZERO).await;
+                }
+            }
+        }
+    }
+}
+
+/// In the order of the seats.
+fn in_order(mut vms: Vec<InstanceId>, at_most: u32) -> Vec<InstanceId> {
+    vms.sort();
+    vms.dedup();
+    vms.truncate(at_most as usize);
+    vms
+}
+
+/// Whoever got none asks by itself, as another attempt, wherever one VM may be had though so many may not.
+fn why(error: &CloudError) -> Rest {
+    let again = match error {
+        CloudError::Throttled { .. }
+        | CloudError::Transient { .. }
+        | CloudError::Capacity { .. }
+        | CloudError::Invalid { .. }
+        | CloudError::Unsupported { .. } => true,
+        CloudError::Quota { .. }
+        | CloudError::Auth { .. }
+        | CloudError::NotFound { .. }
+        | CloudError::KeyReused { .. } => false,
+    };
+    Rest { again, text: error.to_string() }
+}

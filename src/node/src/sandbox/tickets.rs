@@ -1,0 +1,201 @@
+//! Ticket → sandbox. A ticket of one VM names its sandbox; one that a batch shares does so only together with the address
+//! its VM comes from, which the cloud told us. Never by guess: an address that is nobody's, or two members', is no answer
+//! (yet).
+
+use std::{
+    collections::HashMap,
+    net::IpAddr,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+use crate::{ledger::Record, spec::SandboxId};
+
+/// Whom a claim is for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Owner {
+    /// Nobody has the ticket.
+    Unknown,
+    /// It is a batch's, and which member's VM comes from that address is not known.
+    NotYet,
+    /// This one.
+    Sandbox(SandboxId),
+}
+
+/// The index; changed by the tasks, and by the table when tasks come and go.
+#[derive(Default)]
+pub(super) struct Tickets(Mutex<Inner>);
+
+#[derive(Default)]
+struct Inner {
+    /// Of one VM each.
+    own: HashMap<String, SandboxId>,
+    /// Of batches.
+    shared: HashMap<String, Shared>,
+    /// What each sandbox is entered under.
+    entered: HashMap<SandboxId, (String, Vec<IpAddr>)>,
+}
+
+#[derive(Default)]
+struct Shared {
+    /// The batch's file is there: members may still come.
+    open: bool,
+    members: usize,
+    by_address: HashMap<IpAddr, Vec<SandboxId>>,
+    /// Where a VM came from last that is at no known address.
+    stranger: Option<IpAddr>,
+}
+
+impl Tickets {
+    /// Enters a sandbox as its record is now, instead of what it was entered under.
+    pub(super) fn enter(&self, record: &Record) {
+        let Some(ticket) = &record.ticket else { return };
+        let addresses = if record.seat.is_some() { record.addresses.as_slice() } else { &[] };
+        let mut inner = self.inner();
+        let before = inner.entered.get(&record.id);
+        if before.is_some_and(|(known, at)| *known == ticket.id && at.as_slice() == addresses) {
+            return;
+        }
+        inner.leave(&record.id);
+        let (id, name) = (record.id.clone(), ticket.id.clone());
+        if record.seat.is_some() {
+            let shared = inner.shared.entry(name.clone()).or_default();
+            shared.members += 1;
+            for address in addresses {
+                shared.by_address.entry(*address).or_default().push(id.clone());
+            }
+        } else {
+            inner.own.insert(name.clone(), id.clone());
+        }
+        inner.entered.insert(id, (name, addresses.to_vec()));
+    }
+
+    /// Takes a sandbox out.
+    pub(super) fn leave(&self, id: &SandboxId) {
+        self.inner().leave(id);
+    }
+
+    /// A batch is about to be asked for, or may have been: its VMs may come before it is known whose they are.
+    pub(super) fn open(&self, ticket: &str) {
+        self.inner().shared.entry(ticket.to_owned()).or_default().open = true;
+    }
+
+    /// The batch's file is gone.
+    pub(super) fn close(&self, ticket: &str) {
+        let mut inner = self.inner();
+        if let Some(shared) = inner.shared.get_mut(ticket) {
+            shared.open = false;
+        }
+        inner.tidy(ticket);
+    }
+
+    /// Whose claim this is.
+    pub(super) fn owner(&self, ticket: &str, from: Option<IpAddr>) -> Owner {
+        let mut inner = self.inner();
+        let Some(shared) = inner.shared.get_mut(ticket) else {
+            return inner.own.get(ticket).map_or(Owner::Unknown, |id| Owner::Sandbox(id.clone()));
+        };
+        let there = from.and_then(|from| shared.by_address.get(&from));
+        if let Some([id]) = there.map(Vec::as_slice) {
+            return Owner::Sandbox(id.clone());
+        }
+        shared.stranger = from.or(shared.stranger);
+        Owner::NotYet
+    }
+
+    /// From where a VM with a batch's ticket came last that could not be told whose it is.
+    pub(super) fn stranger(&self, ticket: &str) -> Option<IpAddr> {
+        self.inner().shared.get(ticket)?.stranger
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        // Never held across an await, and nothing in here leaves it half changed.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    fn leave(&mut self, id: &SandboxId) {
+        let Some((ticket, addresses)) = self.entered.remove(id) else { return };
+        let Some(shared) = self.shared.get_mut(&ticket) else {
+            self.own.remove(&ticket);
+            return;
+        };
+        shared.members = shared.members.saturating_sub(1);
+        for address in addresses {
+            if let Some(there) = shared.by_address.get_mut(&address) {
+                there.retain(|other| other != id);
+                if there.is_empty() {
+                    shared.by_address.remove(&address);
+                }
+            }
+        }
+        self.tidy(&ticket);
+    }
+
+    fn tidy(&mut self, ticket: &str) {
+        if self.shared.get(ticket).is_some_and(|shared| !shared.open && shared.members == 0) {
+            self.shared.remove(ticket);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::trust::Ticket;
+
+    fn record(name: &str, ticket: &Ticket, seat: Option<u32>, addresses: &[&str]) -> Record {
+        let mut record = Record::tombstone(name.parse().unwrap(), 0);
+        record.ticket = Some(ticket.clone());
+        record.seat = seat;
+        record.addresses = addresses.iter().map(|address| address.parse().unwrap()).collect();
+        record
+    }
+
+    fn at(address: &str) -> Option<IpAddr> {
+        Some(address.parse().unwrap())
+    }
+
+    #[test]
+    fn a_shared_ticket_names_nobody_without_an_address_that_is_one_members_alone() {
+        let tickets = Tickets::default();
+        let ticket = Ticket::new(Duration::from_secs(60)).unwrap();
+        let name = ticket.id.as_str();
+        assert_eq!(tickets.owner(name, at("10.0.0.1")), Owner::Unknown);
+        tickets.open(name);
+        assert_eq!(tickets.owner(name, at("10.0.0.1")), Owner::NotYet);
+        tickets.enter(&record("a", &ticket, Some(0), &["10.0.0.1", "fd00::1"]));
+        tickets.enter(&record("b", &ticket, Some(1), &[]));
+        let a = Owner::Sandbox("a".parse().unwrap());
+        assert_eq!((tickets.owner(name, at("10.0.0.1")), tickets.owner(name, at("fd00::1"))), (a.clone(), a));
+        for nobody in [at("10.0.0.2"), None] {
+            assert_eq!(tickets.owner(name, nobody), Owner::NotYet);
+        }
+        assert_eq!(tickets.stranger(name), at("10.0.0.2"));
+        tickets.enter(&record("b", &ticket, Some(1), &["10.0.0.1"]));
+        assert_eq!(tickets.owner(name, at("10.0.0.1")), Owner::NotYet, "two members are there");
+        tickets.enter(&record("b", &ticket, Some(1), &["10.0.0.2"]));
+        assert_eq!(tickets.owner(name, at("10.0.0.2")), Owner::Sandbox("b".parse().unwrap()));
+        tickets.leave(&"a".parse().unwrap());
+        assert_eq!(tickets.owner(name, at("10.0.0.1")), Owner::NotYet);
+        tickets.close(name);
+        tickets.leave(&"b".parse().unwrap());
+        assert_eq!(tickets.owner(name, at("10.0.0.2")), Owner::Unknown);
+    }
+
+    #[test]
+    fn a_ticket_of_its_own_is_given_up_for_the_batchs() {
+        let tickets = Tickets::default();
+        let own = Ticket::new(Duration::from_secs(60)).unwrap();
+        let shared = Ticket::new(Duration::from_secs(60)).unwrap();
+        tickets.enter(&record("a", &own, None, &["10.0.0.1"]));
+        assert_eq!(tickets.owner(&own.id, None), Owner::Sandbox("a".parse().unwrap()));
+        tickets.enter(&record("a", &shared, Some(0), &["10.0.0.1"]));
+        assert_eq!(tickets.owner(&own.id, None), Owner::Unknown);
+        assert_eq!(tickets.owner(&shared.id, None), Owner::NotYet);
+        tickets.leave(&"a".parse().unwrap());
+        assert_eq!(tickets.owner(&shared.id, at("10.0.0.1")), Owner::Unknown);
+    }
+}

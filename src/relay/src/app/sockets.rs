@@ -1,0 +1,176 @@
+//! What the process listens on, bound here or by the process before.
+
+use std::{
+    fs::File,
+    io,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
+};
+
+use nix::fcntl::Flock;
+use peerpod_base::admin;
+use peerpod_link::net::probe::echo::{Echo, Known};
+use tokio::net::{TcpListener, UnixListener};
+
+use super::{AppError, path_error};
+use crate::{
+    config::RelayConfig,
+    handin,
+    socket::{self, Bound as Socket},
+    takeover::{self, name, take::Taken},
+};
+
+/// The listeners, bound here or by another process.
+pub(super) struct Sockets {
+    pub(super) guests: TcpListener,
+    pub(super) listen: SocketAddr,
+    pub(super) probes: Option<Echo>,
+    pub(super) paths: Known,
+    pub(super) admin: TcpListener,
+    pub(super) hypervisor: UnixListener,
+    pub(super) control: UnixListener,
+    pub(super) hand_in: OwnedFd,
+    pub(super) takeover: OwnedFd,
+    pub(super) lock: Lock,
+    pub(super) names: Vec<Socket>,
+}
+
+/// The run-dir is ours for as long as one of the lock's descriptors is open, in whatever process.
+pub(super) enum Lock {
+    Own(Flock<File>),
+    Taken(OwnedFd),
+}
+
+impl AsFd for Lock {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Lock::Own(lock) => lock.as_fd(),
+            Lock::Taken(lock) => lock.as_fd(),
+        }
+    }
+}
+
+const NAMES: [&str; 4] = ["relay.sock", "hypervisor.sock", peerpod_base::handin::SOCKET, takeover::SOCKET];
+
+impl Sockets {
+    pub(super) async fn bind(config: &RelayConfig, lock: Flock<File>) -> Result<Sockets, AppError> {
+        let run_dir = &config.run_dir;
+        let guests =
+            listen(config.listen).await.map_err(|why| AppError::Listen { address: config.listen, why })?;
+        let listen = guests.local_addr().map_err(|why| AppError::Listen { address: config.listen, why })?;
+        let admin = TcpListener::bind(config.admin_listen)
+            .await
+            .map_err(|why| admin::refused(config.admin_listen, why))?;
+        let paths = Known::default();
+        let probes = match Echo::bind(listen, paths.clone()).await {
+            Ok(echo) => Some(echo),
+            Err(error) => {
+                // Without it guests take their kernel's word for how large a packet may be.
+                tracing::warn!(%listen, %error, "path probes (UDP) of guests are not answered");
+                None
+            }
+        };
+        let bind = |name: &str| {
+            let path = run_dir.join(name);
+            socket::bind(&path).map_err(path_error("listen on", &path))
+        };
+        let bind_packets = |name: &str| {
+            let path = run_dir.join(name);
+            handin::bind(&path).map_err(path_error("listen on", &path))
+        };
+        let (control, control_name) = bind(NAMES[0])?;
+        let (hypervisor, hypervisor_name) = bind(NAMES[1])?;
+        let (hand_in, hand_in_name) = bind_packets(NAMES[2])?;
+        let (takeover, takeover_name) = bind_packets(NAMES[3])?;
+        let names = vec![control_name, hypervisor_name, hand_in_name, takeover_name];
+        let lock = Lock::Own(lock);
+        Ok(Sockets {
+            guests,
+            listen,
+            probes,
+            paths,
+            admin,
+            hypervisor,
+            control,
+            hand_in,
+            takeover,
+            lock,
+            names,
+        })
+    }
+
+    /// Those of another process; their names are not ours yet.
+    pub(super) fn taken(taken: &mut Taken) -> io::Result<Sockets> {
+        let (guests, listen) = taken.tcp(name::GUESTS)?;
+        let paths = Known::default();
+        let probes = taken
+            .descriptor(name::PROBES)
+            .ok()
+            .map(|socket| Echo::go_on(socket, paths.clone()))
+            .transpose()?;
+        Ok(Sockets {
+            guests,
+            listen,
+            probes,
+            paths,
+            admin: taken.tcp(name::ADMIN)?.0,
+            hypervisor: taken.unix(name::HYPERVISOR)?,
+            control: taken.unix(name::CONTROL)?,
+            hand_in: taken.descriptor(name::HAND_IN)?,
+            takeover: taken.descriptor(name::TAKEOVER)?,
+            lock: Lock::Taken(taken.descriptor(name::LOCK)?),
+            names: Vec::new(),
+        })
+    }
+
+    /// The names are ours from now on, to be unlinked at the end.
+    pub(super) fn own(mut self, run_dir: &Path) -> Sockets {
+        self.names = NAMES.iter().filter_map(|name| Socket::of(&run_dir.join(name)).ok()).collect();
+        self
+    }
+
+    /// Copies of all, for another process.
+    pub(super) fn copies(&self) -> io::Result<takeover::Named> {
+        let mut copies = Vec::new();
+        let mut copy = |name: &str, socket: BorrowedFd<'_>| {
+            copies.push((name.to_owned(), socket.try_clone_to_owned()?));
+            Ok::<_, io::Error>(())
+        };
+        copy(name::LOCK, self.lock.as_fd())?;
+        copy(name::GUESTS, self.guests.as_fd())?;
+        copy(name::ADMIN, self.admin.as_fd())?;
+        copy(name::HYPERVISOR, self.hypervisor.as_fd())?;
+        copy(name::CONTROL, self.control.as_fd())?;
+        copy(name::HAND_IN, self.hand_in.as_fd())?;
+        copy(name::TAKEOVER, self.takeover.as_fd())?;
+        if let Some(probes) = &self.probes {
+            copy(name::PROBES, probes.copy()?.as_fd())?;
+        }
+        Ok(copies)
+    }
+}
+
+/// Both families on `[::]`; a kernel without IPv6 gets the other one alone.
+async fn listen(address: SocketAddr) -> io::Result<TcpListener> {
+    match TcpListener::bind(address).await {
+        Err(error)
+            if address.ip() == IpAddr::from([0u16; 8])
+                && matches!(
+                    error.raw_os_error(),
+                    Some(libc_errno::EAFNOSUPPORT | libc_errno::EADDRNOTAVAIL)
+                ) =>
+        {
+            TcpListener::bind((Ipv4Addr::UNSPECIFIED, address.port())).await
+        }
+        bound => bound,
+    }
+}
+
+/// The two numbers, from the crate that knows them.
+mod libc_errno {
+    use nix::errno::Errno;
+
+    pub(super) const EAFNOSUPPORT: i32 = Errno::EAFNOSUPPORT as i32;
+    pub(super) const EADDRNOTAVAIL: i32 = Errno::EADDRNOTAVAIL as i32;
+}

@@ -1,0 +1,167 @@
+//! Sandboxes that go from one relay process to another: how they stand still here, and how they are taken there.
+//! Records are not handed over: both processes have them on disk.
+
+use std::{io, os::fd::OwnedFd, sync::Arc};
+
+use peerpod_link::{
+    endpoint::{Endpoint, EndpointHandle, EndpointState, Frozen, NotFrozen},
+    net::localhost::Way,
+};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use tokio::{net::UnixListener, sync::OwnedMutexGuard};
+
+use super::{
+    Live, Sandboxes,
+    guest::{Guest, GuestHandler},
+    states::StateState,
+};
+use crate::{agent::AgentSocket, handin, id::SandboxId, localhost, store::Record};
+
+/// One sandbox as data.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Handed {
+    pub(crate) id: String,
+    last_call: u64,
+    state: StateState,
+    endpoint: EndpointState,
+    localhost: Option<Way>,
+    /// Names of the descriptors of its localhost. Before them there is the agent socket's listener, behind them come
+    /// those of the endpoint's connections.
+    names: Vec<String>,
+}
+
+/// Sandboxes that stand still until this is dropped.
+pub(crate) struct Still {
+    slots: Vec<OwnedMutexGuard<Option<Live>>>,
+}
+
+impl Drop for Still {
+    fn drop(&mut self) {
+        for live in self.slots.iter_mut().filter_map(|slot| slot.as_mut()) {
+            live.attached.endpoint.thaw();
+            live.socket.accept_again();
+        }
+    }
+}
+
+/// A sandbox of another process that is not served here yet.
+pub(crate) struct Prepared {
+    record: Record,
+    state: StateState,
+    guest: Arc<Guest>,
+    endpoint: Endpoint<GuestHandler>,
+    handle: EndpointHandle,
+    listener: UnixListener,
+    localhost: Option<(Way, localhost::Sockets)>,
+}
+
+impl Prepared {
+    pub(crate) fn id(&self) -> &SandboxId {
+        &self.record.id
+    }
+}
+
+impl Sandboxes {
+    /// Makes all of them stand still. One whose endpoint has just failed is left out: it begins anew, here or there.
+    ///
+    /// # Errors
+    /// Why one does not; all go on then.
+    pub(crate) async fn freeze(&self) -> Result<(Still, Vec<(Handed, Vec<OwnedFd>)>), String> {
+        let slots: Vec<_> = self.table().slots.iter().map(|(id, slot)| (id.clone(), slot.clone())).collect();
+        let mut still = Still { slots: Vec::with_capacity(slots.len()) };
+        let mut all = Vec::with_capacity(slots.len());
+        for (id, slot) in slots {
+            still.slots.push(slot.lock_owned().await);
+            let Some(live) = still.slots.last_mut().and_then(|slot| slot.as_mut()) else { continue };
+            match self.show(live).await {
+                Ok(Some(handed)) => all.push(handed),
+                Ok(None) => {
+                    tracing::warn!(sandbox = %id, "a sandbox whose endpoint failed is not handed over")
+                }
+                Err(error) => return Err(format!("sandbox {id}: {error}")),
+            }
+        }
+        Ok((still, all))
+    }
+
+    async fn show(&self, live: &mut Live) -> Result<Option<(Handed, Vec<OwnedFd>)>, NotFrozen> {
+        let mut descriptors = vec![live.socket.hold().await?];
+        let Frozen { state: endpoint, sockets } = match live.attached.endpoint.freeze().await {
+            Ok(frozen) => frozen,
+            Err(NotFrozen::Ended) => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let id = &live.attached.id;
+        let Some(state) = self.states.show(id) else { return Ok(None) };
+        let mut names = Vec::new();
+        let localhost = live.localhost.as_ref().filter(|serving| serving.is_running());
+        if let Some(serving) = localhost {
+            for (name, socket) in serving.sockets.copies()? {
+                names.push(name);
+                descriptors.push(socket);
+            }
+        }
+        descriptors.extend(sockets);
+        let localhost = localhost.map(|serving| serving.way);
+        let (id, last_call) = (id.to_string(), live.attached.guest.last_call());
+        Ok(Some((Handed { id, last_call, state, endpoint, localhost, names }, descriptors)))
+    }
+
+    /// Reads a sandbox of another process. Nothing of it moves before [`Sandboxes::go_on`].
+    ///
+    /// # Errors
+    /// What makes no sense.
+    pub(crate) fn prepare(
+        &self,
+        record: Record,
+        handed: Handed,
+        mut descriptors: Vec<OwnedFd>,
+    ) -> Result<Prepared, String> {
+        let Handed { last_call, state, endpoint, localhost, names, .. } = handed;
+        if descriptors.len() <= names.len() {
+            return Err("descriptors are missing".to_owned());
+        }
+        let connections = descriptors.split_off(1 + names.len());
+        let of_localhost = descriptors.split_off(1);
+        let listener = descriptors.pop().ok_or("the agent socket's listener is missing")?;
+        let listener = std::os::unix::net::UnixListener::from(listener);
+        let io = |error: io::Error| error.to_string();
+        listener.set_nonblocking(true).map_err(io)?;
+        let listener = UnixListener::from_std(listener).map_err(io)?;
+        let localhost = match localhost {
+            None => None,
+            Some(way) => {
+                let named = names.into_iter().zip(of_localhost).collect();
+                let mut sockets = handin::Handed::new(Value::Null, named);
+                Some((way, localhost::Sockets::take(&mut sockets)?))
+            }
+        };
+        let guest = Arc::new(Guest::new(record.id.clone(), self.states.clone(), self.metrics.clone()));
+        guest.set_pod(&record.pod);
+        guest.count_calls_from(last_call);
+        let frozen = Frozen { state: endpoint, sockets: connections };
+        let (endpoint, handle) = Endpoint::restore(GuestHandler(guest.clone()), self.limits.clone(), frozen)
+            .map_err(|error| error.to_string())?;
+        Ok(Prepared { record, state, guest, endpoint, handle, listener, localhost })
+    }
+
+    /// Serves it from now on.
+    pub(crate) async fn go_on(&self, prepared: Prepared) {
+        let Prepared { record, state, guest, endpoint, handle, listener, localhost } = prepared;
+        let (id, pod) = (record.id.clone(), record.pod.clone());
+        if let Err(error) = self.take_certificates(&record, &[]) {
+            tracing::error!(sandbox = %id, pod, %error, "the sandbox's guest is not known again");
+        }
+        self.states.put_shown(&id, &pod, guest.traffic.clone(), &state);
+        let (path, metrics) = (record.agent_socket.clone(), self.metrics.clone());
+        let socket = AgentSocket::go_on(&path, listener, handle.clone(), guest.clone(), metrics);
+        let mut live = self.run(record, guest, endpoint, handle, socket, 0);
+        live.localhost = localhost.map(|(way, sockets)| {
+            localhost::Serving::of(&self.me, &id, &pod, way, sockets, self.metrics.clone())
+        });
+        let slot = self.table().slots.entry(id.clone()).or_default().clone();
+        *slot.lock().await = Some(live);
+        tracing::info!(sandbox = %id, pod, "sandbox is served by this process now");
+    }
+}

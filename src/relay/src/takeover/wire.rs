@@ -1,0 +1,254 @@
+//! Messages between the two processes, over a `SOCK_SEQPACKET` socket: a byte that says what it is, then JSON or a piece of
+//! an item. An item is announced with its size, comes in pieces, and then its descriptors in batches.
+
+use std::{
+    io::{self, IoSlice, IoSliceMut},
+    mem::MaybeUninit,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    time::Duration,
+};
+
+use peerpod_link::reactor;
+use rustix::{
+    io::Errno,
+    net::{
+        self, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+        SendAncillaryMessage, SendFlags,
+    },
+};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use tokio::io::{Interest, unix::AsyncFd};
+
+/// The longest packet.
+const PACKET: usize = 48 << 10;
+/// Descriptors of one packet; the kernel takes 253.
+const BATCH: usize = 128;
+/// The largest item, and the most descriptors of one.
+const ITEM: u64 = 512 << 20;
+const DESCRIPTORS: u32 = 16 << 10;
+
+const ROOM: usize = rustix::cmsg_space!(ScmRights(BATCH));
+
+/// What a message is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum What {
+    /// New to old: who asks, and which versions it understands.
+    Hello = 1,
+    /// Old to new: yes, in this version.
+    Welcome = 2,
+    /// Either: no, with the reason; nothing has happened.
+    No = 3,
+    /// Old to new: an item comes.
+    Item = 4,
+    Piece = 5,
+    Descriptors = 6,
+    /// Old to new: that was all.
+    End = 7,
+    /// New to old: I have everything and would go on.
+    Taken = 8,
+    /// Old to new: it is yours.
+    Yours = 9,
+}
+
+impl What {
+    fn of(byte: u8) -> Option<What> {
+        use What::{Descriptors, End, Hello, Item, No, Piece, Taken, Welcome, Yours};
+        [Hello, Welcome, No, Item, Piece, Descriptors, End, Taken, Yours]
+            .into_iter()
+            .find(|w| *w as u8 == byte)
+    }
+}
+
+/// Who speaks.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Who {
+    pub(super) pid: u32,
+    /// The program's version, for people.
+    pub(super) program: String,
+    /// In Hello the oldest and newest version that is understood, in Welcome the one that is spoken, twice.
+    pub(super) versions: (u32, u32),
+}
+
+/// A reason.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Reason {
+    pub(super) why: String,
+}
+
+/// The beginning of an item.
+#[derive(Debug, Serialize, Deserialize)]
+struct Announced {
+    kind: String,
+    bytes: u64,
+    descriptors: u32,
+}
+
+/// A part of what is handed over; it may hold a key, so it has no words for logs.
+pub(super) struct Item {
+    pub(super) kind: String,
+    pub(super) body: Vec<u8>,
+    pub(super) descriptors: Vec<OwnedFd>,
+}
+
+impl Item {
+    pub(super) fn new(kind: &str, body: &impl Serialize, descriptors: Vec<OwnedFd>) -> io::Result<Item> {
+        Ok(Item { kind: kind.to_owned(), body: serde_json::to_vec(body)?, descriptors })
+    }
+
+    pub(super) fn read<T: DeserializeOwned>(&self) -> Result<T, String> {
+        serde_json::from_slice(&self.body).map_err(|error| format!("read the {} item: {error}", self.kind))
+    }
+}
+
+/// A message that came.
+#[derive(Debug)]
+pub(super) struct Message {
+    pub(super) what: What,
+    body: Vec<u8>,
+    descriptors: Vec<OwnedFd>,
+}
+
+impl Message {
+    pub(super) fn read<T: DeserializeOwned>(&self) -> io::Result<T> {
+        Ok(serde_json::from_slice(&self.body)?)
+    }
+}
+
+pub(super) fn invalid(why: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, why.into())
+}
+
+/// One end.
+pub(super) struct Wire {
+    socket: AsyncFd<OwnedFd>,
+}
+
+impl Wire {
+    /// Takes a connected socket that does not block.
+    pub(super) fn new(socket: OwnedFd) -> io::Result<Wire> {
+        Ok(Wire { socket: reactor::register(socket, Interest::READABLE | Interest::WRITABLE)? })
+    }
+
+    pub(super) async fn say(&self, what: What, body: &impl Serialize) -> io::Result<()> {
+        self.send(what, &serde_json::to_vec(body)?, &[]).await
+    }
+
+    async fn send(&self, what: What, body: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+        loop {
+            let sent = self
+                .socket
+                .async_io(Interest::WRITABLE, |socket| put(socket.as_fd(), what, body, descriptors))
+                .await;
+            match sent {
+                // So many are under way that the other end must take some first.
+                Err(error) if error.raw_os_error() == Some(Errno::TOOMANYREFS.raw_os_error()) => {
+                    tokio::time::sleep(Duration::from_millis(2)).await;
+                }
+                other => return other,
+            }
+        }
+    }
+
+    /// Sends a message that has no more than its name, now or not at all.
+    pub(super) fn say_now(&self, what: What) -> io::Result<()> {
+        put(self.socket.get_ref().as_fd(), what, b"{}", &[])
+    }
+
+    pub(super) async fn send_item(&self, item: &Item) -> io::Result<()> {
+        let descriptors =
+            u32::try_from(item.descriptors.len()).map_err(|_| invalid("too many descriptors"))?;
+        let announced = Announced { kind: item.kind.clone(), bytes: item.body.len() as u64, descriptors };
+        if announced.bytes > ITEM || descriptors > DESCRIPTORS {
+            return Err(invalid(format!("a {} item is larger than what can be handed over", item.kind)));
+        }
+        self.say(What::Item, &announced).await?;
+        for piece in item.body.chunks(PACKET) {
+            self.send(What::Piece, piece, &[]).await?;
+        }
+        for batch in item.descriptors.chunks(BATCH) {
+            let batch: Vec<BorrowedFd<'_>> = batch.iter().map(AsFd::as_fd).collect();
+            self.send(What::Descriptors, b"", &batch).await?;
+        }
+        Ok(())
+    }
+
+    /// The next message; an unexpected end is an error of the kind `UnexpectedEof`.
+    pub(super) async fn hear(&self) -> io::Result<Message> {
+        self.socket.async_io(Interest::READABLE, |socket| get(socket.as_fd())).await
+    }
+
+    /// What there is to be heard, after which nothing more can come: a message that the other end sends from now on fails
+    /// there.
+    pub(super) fn last_words(&self) -> io::Result<Message> {
+        net::shutdown(self.socket.get_ref(), net::Shutdown::Both)?;
+        get(self.socket.get_ref().as_fd())
+    }
+
+    /// The rest of an item that was announced.
+    pub(super) async fn hear_item(&self, announced: &Message) -> io::Result<Item> {
+        let Announced { kind, bytes, descriptors } = announced.read()?;
+        if bytes > ITEM || descriptors > DESCRIPTORS {
+            return Err(invalid(format!("a {kind} item of {bytes} bytes and {descriptors} descriptors")));
+        }
+        let mut item = Item { kind, body: Vec::new(), descriptors: Vec::new() };
+        while (item.body.len() as u64) < bytes {
+            let piece = self.hear().await?;
+            if piece.what != What::Piece
+                || piece.body.is_empty()
+                || item.body.len() + piece.body.len() > bytes as usize
+            {
+                return Err(invalid(format!("a {} item is not what was announced", item.kind)));
+            }
+            item.body.extend_from_slice(&piece.body);
+        }
+        while item.descriptors.len() < descriptors as usize {
+            let batch = self.hear().await?;
+            if batch.what != What::Descriptors || batch.descriptors.is_empty() {
+                return Err(invalid(format!("a {} item lacks descriptors", item.kind)));
+            }
+            item.descriptors.extend(batch.descriptors);
+        }
+        Ok(item)
+    }
+}
+
+fn put(socket: BorrowedFd<'_>, what: What, body: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let mut room = [MaybeUninit::uninit(); ROOM];
+    let mut control = SendAncillaryBuffer::new(&mut room);
+    if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
+        return Err(invalid("the descriptors do not fit"));
+    }
+    let kind = [what as u8];
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    net::sendmsg(socket, &[IoSlice::new(&kind), IoSlice::new(body)], &mut control, flags)?;
+    Ok(())
+}
+
+fn get(socket: BorrowedFd<'_>) -> io::Result<Message> {
+    let mut kind = [0];
+    let mut body = vec![0; PACKET + 1];
+    let mut room = [MaybeUninit::uninit(); ROOM];
+    let mut control = RecvAncillaryBuffer::new(&mut room);
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+    let slices = &mut [IoSliceMut::new(&mut kind), IoSliceMut::new(&mut body)];
+    let got = net::recvmsg(socket, slices, &mut control, flags)?;
+    let mut descriptors = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            descriptors.extend(rights);
+        }
+    }
+    if got.flags.contains(ReturnFlags::CTRUNC) {
+        return Err(invalid("more descriptors than this process may open; raise its limit of open files"));
+    }
+    if got.bytes == 0 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    if got.flags.contains(ReturnFlags::TRUNC) || got.bytes > PACKET + 1 {
+        return Err(invalid("a message is too long"));
+    }
+    let what = What::of(kind[0]).ok_or_else(|| invalid(format!("a message of kind {}", kind[0])))?;
+    body.truncate(got.bytes - 1);
+    Ok(Message { what, body, descriptors })
+}
