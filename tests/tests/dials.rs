@@ -2,8 +2,11 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
+mod guest_common;
+
 use std::{
     collections::VecDeque,
+    fs,
     net::{IpAddr, SocketAddr, TcpStream},
     sync::{
         Arc,
@@ -13,10 +16,11 @@ use std::{
     time::Duration,
 };
 
+use guest_common::secure;
 use peerpod_client::{AgentClient, Annotations, exec_request};
-use peerpod_link::tls;
+use peerpod_link::{birth::BirthData, tls};
 use peerpod_tests::{CONTAINER, PATIENCE, Sandbox, fresh_id, sample};
-use peerpod_world::{Daemons, Settings, World, eventually};
+use peerpod_world::{Daemons, Settings, Sight, World, eventually};
 use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
 use rustls_pki_types::PrivateKeyDer;
 
@@ -155,6 +159,25 @@ async fn execs_do_not_notice_that_links_are_cut_and_the_node_killed_and_a_relay_
     let shim = daemons.shim().await.unwrap();
     shim.stop_vm(&sandbox.id).await.unwrap();
     daemons.gone(&sandbox.id, PATIENCE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_that_waits_believes_the_node_s_next_ca_and_not_the_last_one() {
+    let (world, daemons) = walled(Settings::none().set("node.ca-roll-over", "2s")).await;
+    let sandbox = Sandbox::start(&world, &daemons, "rolled").await.unwrap();
+    let guest = Sight::of(&world, &[], &daemons).unwrap().pids("peerpod-guest")[0];
+    let born = fs::read(format!("/proc/{guest}/root/media/cidata/user-data")).unwrap();
+    let pins = BirthData::parse(&born).unwrap().node.ca_sha256;
+    eventually("the CA of the guest's birth is no longer shown", Duration::from_secs(60), async || {
+        sandbox.lives().await.unwrap();
+        cut(&world, &daemons).await;
+        secure(&world, &pins, None).await.is_err().then_some(())
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}\n{}", daemons.log_tails()));
+    cut(&world, &daemons).await;
+    sandbox.lives().await.unwrap();
+    sandbox.stop(&daemons).await.unwrap();
 }
 
 /// Connects to the guest's port again and again from the node's own address, says nothing, and keeps the last hundreds
