@@ -100,6 +100,17 @@ async fn a_redirects_filter_that_somebody_deletes_is_put_back_and_then_it_is_qui
     let pod = sandbox.pod.namespace();
     let filters = || pod.shell("tc filter show dev eth0 ingress", &[]).unwrap();
     assert_ne!(filters(), "");
+    // The look at every pod that has just started would put it back without hearing anything, and so would one for
+    // anything else that still happens there.
+    let looked = eventually("it was looked at", PATIENCE, async || {
+        let record = daemons.ledger().ok()?.into_iter().find(|entry| entry.id == sandbox.id)?.record;
+        record["network"]["tunnel"]["losses"].is_object().then_some(())
+    });
+    looked.await.unwrap();
+    let silent = eventually("nothing else happens", PATIENCE, async || {
+        pod.shell("timeout 2 ip monitor || true", &[]).unwrap().is_empty().then_some(())
+    });
+    silent.await.unwrap();
     pod.shell("tc qdisc del dev eth0 ingress", &[]).unwrap();
     let back = eventually("it is there again", PATIENCE, async || (!filters().is_empty()).then_some(()));
     back.await.unwrap_or_else(|error| panic!("{error}\n{}", daemons.log_tails()));
