@@ -85,7 +85,7 @@ async fn sandboxes_of_one_moment_get_their_vms_by_one_call() {
     let [file]: [PathBuf; 1] = files(&dir).try_into().unwrap();
     assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
     for name in THREE {
-        assert_eq!(files(&dir), [file.clone()], "it stays for whom it is still about");
+        assert_eq!(files(&dir), std::slice::from_ref(&file), "it stays for whom it is still about");
         stop(&node, name).await;
     }
     node.until("the file is gone", |_| files(&dir).is_empty()).await;
