@@ -67,6 +67,12 @@ impl Handed {
         Handed { detail, descriptors }
     }
 
+    /// As they were given, the names apart.
+    pub(crate) fn into_parts(self) -> (Value, Vec<String>, Vec<OwnedFd>) {
+        let (names, descriptors) = self.descriptors.into_iter().unzip();
+        (self.detail, names, descriptors)
+    }
+
     /// The descriptor of this name; it must be a socket of this kind.
     pub(crate) fn socket(&mut self, name: &str, wanted: Wanted) -> Result<OwnedFd, String> {
         let descriptor = self.descriptor(name)?;

@@ -164,7 +164,7 @@ impl WireGuard {
 
     /// What another relay process needs to go on: as the node hands it in, with the places where guests were found.
     /// Their sessions are not handed over; both ends begin others.
-    pub(crate) fn show(&self) -> io::Result<Option<(Value, Vec<(String, OwnedFd)>)>> {
+    pub(crate) fn show(&self) -> io::Result<Option<Handed>> {
         let state = self.lock();
         let Some(plane) = state.plane.as_ref().filter(|plane| plane.threads.is_running()) else {
             return Ok(None);
@@ -178,7 +178,7 @@ impl WireGuard {
         let detail = json!({ "private_key": &*key, "inside": plane.inside, "places": places });
         let socket = plane.socket.as_fd().try_clone_to_owned()?;
         let tun = plane.tun.try_clone()?;
-        Ok(Some((detail, vec![("tun".to_owned(), tun), ("udp".to_owned(), socket)])))
+        Ok(Some(Handed::new(detail, vec![("tun".to_owned(), tun), ("udp".to_owned(), socket)])))
     }
 
     /// Goes on where another process left off.

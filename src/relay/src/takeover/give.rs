@@ -180,8 +180,8 @@ impl Giver {
             Item::new(PROCESS, &Process { epoch, version, names }, descriptors)?,
             Item::new(DOOR, &door, conns)?,
         ];
-        if let Some((detail, named)) = self.wireguard.show()? {
-            let (names, descriptors): (Vec<String>, Vec<OwnedFd>) = named.into_iter().unzip();
+        if let Some(handed) = self.wireguard.show()? {
+            let (detail, names, descriptors) = handed.into_parts();
             items.push(Item::new(WIREGUARD, &(detail, names), descriptors)?);
         }
         for (sandbox, descriptors) in sandboxes {
