@@ -130,7 +130,7 @@ fn is_links_own(metadata: &Metadata<'_>) -> bool {
         let rest = metadata.target().strip_prefix(*of);
         rest.is_some_and(|rest| rest.is_empty() || rest.starts_with("::"))
     };
-    *metadata.level() > tracing::Level::WARN && LINK_S_OWN.iter().any(|of| works_for_it(of))
+    *metadata.level() > tracing::Level::WARN && LINK_S_OWN.iter().any(works_for_it)
 }
 
 fn level(metadata: &Metadata<'_>) -> Level {

@@ -595,7 +595,7 @@ fn lines_of_the_log_go_behind_everything_else_and_leave_room_for_it() {
     let stream = pair.ends[0].session.open(StreamKind::Agent).unwrap();
     pair.ends[0].sent.insert(stream, 0);
     pair.settle();
-    pair.ends[1].session.send(stream, &vec![byte(1, stream, 0); 1]);
+    pair.ends[1].session.send(stream, &[byte(1, stream, 0)]);
     pair.settle();
 
     // A peer that acknowledges nothing: the window of lines fills, that of streams does not.
