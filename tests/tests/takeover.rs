@@ -318,6 +318,42 @@ async fn an_old_relay_killed_before_its_last_word_is_followed_all_the_same() {
     sandbox.stop(&daemons).await.unwrap();
 }
 
+fn terminate(pid: u32) {
+    let pid = rustix::process::Pid::from_raw(pid.cast_signed()).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_old_relay_that_is_told_to_stop_waits_for_the_one_that_takes_over() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "stopped").await.unwrap();
+    let (old, new, child) = between(&daemons);
+    assert!(until_taken(&old, &new, usize::MAX));
+    terminate(daemons.relay_pid().unwrap());
+    old.say(8, "null");
+    assert_eq!(old.hear().unwrap().0, 9);
+    new.say(9, "{}");
+    assert!(daemons.taken_over_by(child).await.unwrap().success());
+    sandbox.lives().await.unwrap();
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_old_relay_that_ends_says_so_before_anything_moves_again() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let (old, new, mut child) = between(&daemons);
+    assert!(until_taken(&old, &new, usize::MAX));
+    terminate(daemons.relay_pid().unwrap());
+    // It never hears that it was taken, and gives up.
+    let (what, why) = old.hear().unwrap();
+    assert_eq!(what, 3, "{why}");
+    new.say(3, &why);
+    let ended = eventually("the new one gives up", PATIENCE, async || child.try_wait().unwrap());
+    assert!(!ended.await.unwrap().success());
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn whoever_is_not_sure_that_it_is_theirs_does_not_take_it() {
     let world = World::new().unwrap();

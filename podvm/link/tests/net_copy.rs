@@ -336,3 +336,22 @@ fn whatever_is_seen_is_the_same_where_it_was_made_again() {
     });
     tried.unwrap();
 }
+
+/// The kernel believes a gateway "on the link" as long as the first route that leads to it allows; which that is depends on
+/// the order in which addresses came, and the copy's is another one.
+#[test]
+fn a_gateway_in_a_prefix_of_lo_is_believed_as_it_was() {
+    let mut world = World::new();
+    world.widen();
+    let netns = world.bare("pod", &DEVICES);
+    let lines = "addr add 10.200.0.1/32 dev eth0\n\
+                 addr add fd00:3::1/64 dev lo\n\
+                 addr add fd00:3::2/64 dev eth0 nodad\n\
+                 -6 route append default via fd00:3::3 onlink dev net1\n";
+    world.batch("pod", lines, false);
+    let seen = look(&netns).unwrap();
+    world.apply_in("podns", &world.plan(&seen), None).unwrap();
+    let copy = look(&world.open("podns")).unwrap();
+    let (was, is) = (timeless(seen), timeless(copy));
+    assert!(was == is, "{}", difference(&was, &is));
+}

@@ -25,6 +25,7 @@ use prometheus_client::registry::Registry;
 use thiserror::Error;
 use tokio::{
     net::{UnixListener, UnixStream},
+    sync::Mutex,
     task::JoinSet,
 };
 
@@ -109,6 +110,8 @@ pub struct Bound {
     tasks: JoinSet<()>,
     control: ttrpc::r#async::Server,
     sandboxes: Arc<Sandboxes>,
+    /// Held while another process takes over.
+    giving: Arc<Mutex<give::Giver>>,
     // Unlinked (if still ours) when dropped; the lock last.
     _sockets: Vec<Socket>,
     _lock: Lock,
@@ -320,7 +323,8 @@ impl Core {
             gate: gate.clone(),
             named,
         };
-        tasks.spawn(give::serve(takeover, giver));
+        let giving = Arc::new(Mutex::new(giver));
+        tasks.spawn(give::serve(takeover, giving.clone()));
         let served =
             Control { sandboxes: sandboxes.clone(), states, store, trust, metrics, wireguard, listen, gate };
         let control = serve_control(control, served).await?;
@@ -333,7 +337,17 @@ impl Core {
             pid = std::process::id(),
             "peerpod-relay serves"
         );
-        Ok(Bound { listen, admin: admin_address, tasks, control, sandboxes, _sockets: names, _lock: lock })
+        let sockets = names;
+        Ok(Bound {
+            listen,
+            admin: admin_address,
+            tasks,
+            control,
+            sandboxes,
+            giving,
+            _sockets: sockets,
+            _lock: lock,
+        })
     }
 }
 
@@ -350,6 +364,10 @@ impl Bound {
                 Err(AppError::Ended(why))
             }
         };
+        if ended.is_ok() {
+            // One that is about to take over is let: its word ends this process, and the pods live on.
+            drop(tokio::time::timeout(give::STILL, self.giving.lock()).await);
+        }
         self.stop().await;
         ended
     }

@@ -35,6 +35,8 @@ const HELLO: Duration = Duration::from_secs(5);
 const PATIENCE: Duration = Duration::from_secs(60);
 /// And one that was connected and is gone, ever less often, down to this.
 const SELDOM: Duration = Duration::from_secs(5);
+/// Before another call to an address at which another sandbox's VM answered.
+const OTHERS: Duration = Duration::from_secs(60);
 /// Addresses of one VM.
 pub(crate) const ADDRESSES: usize = 16;
 
@@ -98,7 +100,9 @@ impl Dial {
             };
             // It may have been met at another address meanwhile.
             let Link { up: false, changes: before } = *link.borrow_and_update() else { continue };
-            match guests::meet(stream, self.address, &self.id, &self.parts).await {
+            let met = guests::meet(stream, self.address, &self.id, &self.parts).await;
+            let is_others = matches!(met, Err(guests::Refused::OtherSandbox(_)));
+            match met {
                 // It comes back with its certificate, which is to be met at once.
                 Ok(Met::Claimed) => said = "",
                 Ok(Met::Attached) => {
@@ -106,14 +110,18 @@ impl Dial {
                     drop(timeout(HELLO, changed(&mut link, before)).await);
                 }
                 // A guest that is met at two of its addresses answers at one of them.
-                Err(refused) if refused.is_strange() && refused.label() != said => {
+                Err(ref refused) if refused.is_strange() && refused.label() != said => {
                     said = refused.label();
                     let pod = self.parts.sandboxes.pod(&self.id);
                     tracing::warn!(sandbox = %self.id, pod = &*pod, address = %self.address, reason = said, error = %refused, "who answers at the VM's address is not its guest");
                 }
-                Err(refused) => {
+                Err(ref refused) => {
                     tracing::debug!(sandbox = %self.id, address = %self.address, error = %refused, "dialled in vain");
                 }
+            }
+            // The address is another VM's by now. That one gives up its link for each of our calls.
+            if is_others {
+                sleep(OTHERS).await;
             }
             sleep(pace.next(Instant::now())).await;
         }

@@ -106,7 +106,9 @@ impl Restored {
         let read = |(conn, id, pod): (ConnId, String, String)| {
             Ok((conn, SandboxId::parse(&id).map_err(|error| error.to_string())?, pod))
         };
-        let created = state.created.into_iter().map(read).collect::<Result<_, String>>()?;
+        // One that ended while the door was shown says so to nobody here.
+        let lives = |(conn, ..): &(ConnId, String, String)| conns.iter().any(|(known, ..)| known == conn);
+        let created = state.created.into_iter().filter(lives).map(read).collect::<Result<_, String>>()?;
         Ok(Restored { queue: Some(queue), conns, created })
     }
 }

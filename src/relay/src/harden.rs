@@ -21,7 +21,7 @@ use seccompiler::{
 const FIRST_FREE_PORT: u16 = 1024;
 
 /// Refused whatever their arguments.
-const REFUSED: [libc::c_long; 45] = [
+const REFUSED: [libc::c_long; 46] = [
     // Other programs, and other processes.
     libc::SYS_execve,
     libc::SYS_execveat,
@@ -56,6 +56,7 @@ const REFUSED: [libc::c_long; 45] = [
     libc::SYS_finit_module,
     libc::SYS_delete_module,
     libc::SYS_kexec_load,
+    libc::SYS_kexec_file_load,
     libc::SYS_add_key,
     libc::SYS_request_key,
     libc::SYS_keyctl,

@@ -1,4 +1,6 @@
-//! What the agent writes to its stdout and stderr: to the console, as it is, and line by line into the log's ring.
+//! What the agent writes to its stdout and stderr: to the console, as it is, and line by line into the log's ring. Of the
+//! agent's own log only warnings and worse go there: below that it writes whole requests, a container's environment among
+//! them, and the node's log is read by more people than may read a pod's secrets.
 //!
 //! It writes into a named pipe that it holds open itself for reading, too: so a death of this program is no broken pipe
 //! for the agent, and what it says meanwhile is read by our next run. The reading is a thread's, because the console
@@ -7,7 +9,10 @@
 use std::{
     fs::{File, OpenOptions},
     io::{self, Read, Write},
-    os::unix::fs::{FileTypeExt, OpenOptionsExt},
+    os::{
+        fd::AsFd,
+        unix::fs::{FileTypeExt, OpenOptionsExt},
+    },
     path::{Path, PathBuf},
     process::Stdio,
     sync::atomic::{AtomicBool, Ordering::Relaxed},
@@ -27,6 +32,8 @@ use crate::log::Ring;
 const TARGET: &str = "kata-agent";
 /// What the agent may say while nobody reads; then it waits.
 const PIPE: i32 = 1 << 20;
+/// Bytes that are written to the console at once: a slow serial line is locked for so long against other writers.
+const PIECE: usize = 1 << 10;
 
 /// The pipe between the agent and us.
 pub(super) struct Output {
@@ -45,7 +52,9 @@ impl Output {
     pub(super) fn read(&self) -> io::Result<()> {
         let pipe = open(&self.path)?;
         let ring = self.ring.clone();
-        std::thread::Builder::new().name("agent-output".into()).spawn(move || copy(pipe, &ring))?;
+        // Our own descriptor: the standard library's has a lock, and what this program itself says would wait for it.
+        let console = File::from(io::stderr().as_fd().try_clone_to_owned()?);
+        std::thread::Builder::new().name("agent-output".into()).spawn(move || copy(pipe, console, &ring))?;
         self.is_read.store(true, Relaxed);
         Ok(())
     }
@@ -74,15 +83,21 @@ fn open(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-fn copy(mut pipe: File, ring: &Ring) {
+fn copy(mut pipe: File, mut console: File, ring: &Ring) {
     let (mut buffer, mut lines) = (vec![0; 16 << 10], Lines::default());
     loop {
         match pipe.read(&mut buffer) {
             Ok(0) => return, // not while we hold it open for writing
             Ok(n) => {
-                // A console that takes nothing is no reason to stop reading.
-                drop(io::stderr().write_all(&buffer[..n]));
-                lines.add(&buffer[..n], |line| ring.say(level(line), TARGET, line));
+                for piece in buffer[..n].chunks(PIECE) {
+                    // A console that takes nothing is no reason to stop reading.
+                    drop(console.write_all(piece));
+                }
+                lines.add(&buffer[..n], |line| {
+                    if leaves_the_vm(line) {
+                        ring.say(level(line), TARGET, line);
+                    }
+                });
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => {
@@ -118,6 +133,12 @@ impl Lines {
             }
         }
     }
+}
+
+/// Whether a line may go to the node: what is no line of the agent's log (a panic, a library), and of that log what warns.
+/// One that was cut says no level any more and stays.
+fn leaves_the_vm(line: &str) -> bool {
+    !line.trim_start().starts_with('{') || level(line) <= Level::Warn
 }
 
 /// The agent writes JSON lines with a `level` (slog's short names); anything else is information.
@@ -161,6 +182,16 @@ mod tests {
         let mut seen = Vec::new();
         Lines::default().add(b"a\xff\xfeb\n", |line| seen.push(line.to_owned()));
         assert_eq!(seen, ["a\u{fffd}\u{fffd}b"]);
+    }
+
+    #[test]
+    fn requests_that_the_agent_writes_down_stay_in_the_vm() {
+        let spec = r#"{"msg":"receive createcontainer, spec: env: [\"PASSWORD=x\"]","level":"INFO"}"#;
+        assert!(!leaves_the_vm(spec));
+        assert!(!leaves_the_vm(&spec[..40]), "cut");
+        assert!(!leaves_the_vm(&spec.replace("INFO", "DEBG")));
+        assert!(leaves_the_vm(&spec.replace("INFO", "WARN")) && leaves_the_vm(&spec.replace("INFO", "ERRO")));
+        assert!(leaves_the_vm("thread 'main' panicked at src/main.rs:1"));
     }
 
     #[test]

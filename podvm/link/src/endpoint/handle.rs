@@ -202,8 +202,17 @@ impl Shared {
         if self.is_closed() {
             return;
         }
+        // Only the newest transport counts. An endpoint that stands still would otherwise collect them.
+        let mut replaced = Vec::new();
+        if matches!(command, Command::Attach(..)) {
+            for waiting in std::mem::take(&mut *queue) {
+                let is_older = matches!(waiting, Command::Attach(..));
+                if is_older { replaced.push(waiting) } else { queue.push_back(waiting) }
+            }
+        }
         queue.push_back(command);
         drop(queue);
+        drop(replaced);
         self.queued.store(true, Release);
         self.waker.wake();
     }

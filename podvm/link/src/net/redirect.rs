@@ -337,6 +337,8 @@ pub(crate) fn qdisc(device: u32) -> TcMessage {
 fn filters(client: &mut Client, device: u32) -> Result<Vec<Filter>, Error> {
     let mut question = TcMessage::with_index(device.cast_signed());
     question.header.parent = INGRESS_SIDE;
+    // Packets begin in chain 0. What others have in other chains comes before nothing of ours.
+    question.attributes.push(TcAttribute::Chain(0));
     let question = RouteNetlinkMessage::GetTrafficFilter(question);
     match client.dump_raw(&question, MAX_ENTRIES, |kind, payload| Ok(Filter::read(kind, payload))) {
         Err(e) if e.is_gone() || e.errno() == Some(Errno::EINVAL) => Ok(Vec::new()), // no qdisc, no device

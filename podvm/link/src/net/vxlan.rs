@@ -9,7 +9,7 @@
 //! * IPv6 tunnels keep their UDP checksum. Without it both ends need `udp6zerocsumrx`, one of the settings in which all
 //!   devices of a port must agree: a CNI's device on the same port would no longer come up, or ours would not.
 //! * The GSO size stays the kernel's 64 KiB: half of it costs 0.58 of the throughput of one TCP stream, and more than
-//!   that a VXLAN device refuses (measured on kernel 6.18, medians of 9 interleaved runs; the GRO size was not varied).
+//!   that a VXLAN device refuses (measured on kernel 6.18). `make bench` measures both sizes and the checksum (`choice_*`).
 
 use std::net::{IpAddr, Ipv6Addr};
 use std::os::fd::{AsFd, AsRawFd};

@@ -1,6 +1,8 @@
 //! What follows from each outcome. A change is recorded before it becomes true; an outcome that cannot be recorded is
 //! delivered again later, so that no VM is forgotten because a disk was full.
 
+use std::{net::IpAddr, time::Duration};
+
 use peerpod_proto::guest::{Reply, Status};
 use peerpod_provider_api::{InstanceId, Placement};
 use protobuf::Message;
@@ -17,6 +19,9 @@ use super::{
     task::{Task, Unapplied},
 };
 
+/// Before the cloud is asked again for the addresses of a VM whose guest knocks from one that it did not name.
+const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
+
 impl Task {
     pub(super) async fn outcome(&mut self, which: Which, outcome: Outcome) {
         let result = match outcome.clone() {
@@ -28,14 +33,7 @@ impl Task {
             Outcome::Created(Err(error)) => self.not_made(error).await,
             Outcome::Found { result: Ok(None), after } => self.nothing_found(after).await,
             Outcome::Found { result: Err(error), after } => self.not_looked(error, after).await,
-            Outcome::Located(Ok(addresses)) => {
-                let mut record = self.record.clone();
-                record.addresses = addresses;
-                record.reached("address_known", self.fx.now_ms());
-                let saved = self.save(record).await.map_err(Unapplied::Disk);
-                self.redial();
-                saved
-            }
+            Outcome::Located(Ok(addresses)) => self.located(addresses).await,
             Outcome::Located(Err(error)) => self.not_located(error).await,
             Outcome::Reserved(Ok(network)) => {
                 let mut record = self.record.clone();
@@ -254,6 +252,24 @@ impl Task {
             self.fail("create", after.to_string()).await?;
         }
         self.slots.cloud.rest(pause);
+        Ok(())
+    }
+
+    async fn located(&mut self, addresses: Vec<IpAddr>) -> Result<(), Unapplied> {
+        let mut record = self.record.clone();
+        if record.addresses.is_empty() {
+            record.reached("address_known", self.fx.now_ms());
+        }
+        // What was known stays first: the tunnel goes there.
+        record.addresses.extend(addresses.into_iter().filter(|new| !self.record.addresses.contains(new)));
+        if record.addresses.len() > self.record.addresses.len() {
+            let saved = self.save(record).await.map_err(Unapplied::Disk);
+            self.redial();
+            saved?;
+        }
+        if self.is_not_told_apart() {
+            self.slots.cloud.rest(BETWEEN_LOOKS);
+        }
         Ok(())
     }
 

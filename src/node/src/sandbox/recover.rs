@@ -163,9 +163,11 @@ impl Orphans {
         let mut open = !protected.is_empty() || !self.batches.is_empty();
         keys.extend(self.batches.iter().map(|id| table.0.batches.key(id)));
         for claimed in table.0.batches.claimed() {
-            open = true;
             match claimed {
-                Claimed::Key(key) => drop(keys.insert(key)),
+                Claimed::Key(key) => {
+                    keys.insert(key);
+                    open = true;
+                }
                 Claimed::Vm(id, vm) => {
                     let gone = table.view(&id).is_some_and(|view| view.borrow().phase == Phase::Gone);
                     vms.extend((!gone).then_some(vm));

@@ -147,10 +147,16 @@ impl Task {
     /// Learns the VM's addresses.
     fn locate(&mut self) {
         let Phase::Joining { vm } = &self.record.phase else { return };
-        if self.record.addresses.is_empty() && self.slots.cloud.is_idle() {
+        if (self.record.addresses.is_empty() || self.is_not_told_apart()) && self.slots.cloud.is_idle() {
             let (fx, vm) = (self.fx.clone(), vm.clone());
             self.slots.cloud.start(async move { Outcome::Located(fx.addresses(&vm).await) });
         }
+    }
+
+    /// A guest with the batch's ticket knocks from an address that the cloud has named for no VM yet.
+    pub(super) fn is_not_told_apart(&self) -> bool {
+        let ticket = self.record.ticket.as_ref().filter(|_| self.record.seat.is_some());
+        self.record.binding.is_none() && ticket.is_some_and(|ticket| self.tickets.is_awaited(&ticket.id))
     }
 
     /// Reserves the pod's tunnel, and connects it once the VM's address is known.

@@ -107,6 +107,14 @@ impl Tickets {
         self.inner().shared.get(ticket)?.stranger
     }
 
+    /// Whether that one is still nobody's: another look at the VMs' addresses may tell.
+    pub(super) fn is_awaited(&self, ticket: &str) -> bool {
+        let inner = self.inner();
+        let stranger = inner.shared.get(ticket).and_then(|shared| Some((shared, shared.stranger?)));
+        stranger
+            .is_some_and(|(shared, from)| shared.by_address.get(&from).is_none_or(|there| there.len() != 1))
+    }
+
     fn inner(&self) -> MutexGuard<'_, Inner> {
         // Never held across an await, and nothing in here leaves it half changed.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)

@@ -168,7 +168,15 @@ impl States {
         let mut core = self.lock();
         core.put(id, pod, counters);
         let Ok(state) = SandboxState::parse_from_bytes(&shown.state) else { return self.announce(core) };
-        core.change(id, |now| *now = SandboxState { guest_connected: false, id: id.to_string(), ..state });
+        // Whose shim is connected is known from the door, which is read after this.
+        core.change(id, |now| {
+            *now = SandboxState {
+                guest_connected: false,
+                hypervisor_connected: false,
+                id: id.to_string(),
+                ..state
+            };
+        });
         self.announce(core);
     }
 

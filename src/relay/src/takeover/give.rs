@@ -32,7 +32,7 @@ use crate::{
 /// Who connected must have said who it is in this time.
 const HELLO: Duration = Duration::from_secs(5);
 /// For so long everything stands still at the most; shims and guests wait longer than that.
-const STILL: Duration = Duration::from_secs(5);
+pub(crate) const STILL: Duration = Duration::from_secs(5);
 /// Connections at once; all but one are told so.
 const CONNECTIONS: usize = 8;
 
@@ -48,7 +48,7 @@ pub(crate) struct Giver {
 }
 
 /// Serves until it is dropped; ends the process when another one has taken its place.
-pub(crate) async fn serve(listener: OwnedFd, giver: Giver) {
+pub(crate) async fn serve(listener: OwnedFd, giver: Arc<Mutex<Giver>>) {
     let listener = match reactor::register(listener, Interest::READABLE) {
         Ok(listener) => listener,
         Err(error) => {
@@ -56,7 +56,6 @@ pub(crate) async fn serve(listener: OwnedFd, giver: Giver) {
             return std::future::pending().await;
         }
     };
-    let giver = Arc::new(Mutex::new(giver));
     let mut open = JoinSet::new();
     loop {
         let accepted = tokio::select! {
@@ -116,6 +115,16 @@ async fn hello(wire: &Wire) -> io::Result<Who> {
     Ok(who)
 }
 
+/// Says at its end that the other process must not take over.
+struct SaysNo<'a>(&'a Wire);
+
+impl Drop for SaysNo<'_> {
+    fn drop(&mut self) {
+        // The other end may be gone; and whoever does not hear it sees the connection end, and that this process lives.
+        drop(self.0.say_now(What::No, br#"{"why":"the running process did not leave; its log says why"}"#));
+    }
+}
+
 impl Giver {
     /// Returns only when it came to nothing: everything goes on then.
     async fn hand_over(&self, wire: &Wire, to: &Who) -> io::Result<()> {
@@ -133,6 +142,8 @@ impl Giver {
         let shown = async {
             let _closed = self.gate.close().await;
             let (_still, sandboxes) = self.sandboxes.freeze().await.map_err(invalid)?;
+            // However this ends, also by the end of this process: it is said before anything moves here again.
+            let _no = SaysNo(wire);
             let items = self.items(sandboxes, thawed).await?;
             for item in &items {
                 wire.send_item(item).await?;
@@ -146,9 +157,10 @@ impl Giver {
                     answer.read().map_or_else(|_| "it did not say why".to_owned(), |Reason { why }| why);
                 return Err(invalid(format!("the new process does not take over: {why}")));
             }
-            // From here to the end there is no way back: this word is what makes it theirs.
-            wire.say_now(What::Yours)?;
-            tracing::info!(to = to.pid, items = count, sent_in = ?sent, still_for = ?began.elapsed(), "another process has taken over; this one leaves");
+            tracing::info!(to = to.pid, items = count, sent_in = ?sent, still_for = ?began.elapsed(), "another process takes over now; this one leaves");
+            // From here there is no way back: this word is what makes it theirs. Nothing may come between it and the end,
+            // not even a line for a log that nobody reads.
+            wire.say_now(What::Yours, b"{}")?;
             std::process::exit(0)
         };
         match timeout(STILL, shown).await {

@@ -65,9 +65,9 @@ async fn what_is_not_as_announced_or_too_much_is_refused() {
 #[tokio::test]
 async fn after_the_last_words_nothing_can_be_said_any_more() {
     let (old, new) = pair();
-    old.say_now(What::Yours).unwrap();
+    old.say_now(What::Yours, b"{}").unwrap();
     assert_eq!(new.last_words().unwrap().what, What::Yours, "said in time");
     let (old, new) = pair();
     new.last_words().unwrap_err();
-    old.say_now(What::Yours).unwrap_err();
+    old.say_now(What::Yours, b"{}").unwrap_err();
 }

@@ -150,9 +150,9 @@ impl Wire {
         }
     }
 
-    /// Sends a message that has no more than its name, now or not at all.
-    pub(super) fn say_now(&self, what: What) -> io::Result<()> {
-        put(self.socket.get_ref().as_fd(), what, b"{}", &[])
+    /// Sends a message now or not at all.
+    pub(super) fn say_now(&self, what: What, body: &[u8]) -> io::Result<()> {
+        put(self.socket.get_ref().as_fd(), what, body, &[])
     }
 
     pub(super) async fn send_item(&self, item: &Item) -> io::Result<()> {

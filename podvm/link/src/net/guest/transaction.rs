@@ -154,12 +154,13 @@ fn additions(names: &Names<'_>, add: &Contents) -> Result<Additions, Error> {
             optional: false,
         });
     }
-    // What leads to an interface's own networks, then through gateways in them, then through several. Those that only
-    // differ in where they lead stay in their order: the first one counts.
+    // What leads to an interface's own networks, then through gateways in them, then through several. A gateway that is to
+    // be believed is so only while no other route says where it is: first of all. Those that only differ in where they
+    // lead stay in their order: the first one counts.
     let same = |r: &Route| (r.destination, r.prefix, r.table, r.metric, r.tos);
     let mut ranks = HashMap::new();
     for (device, route) in &add.routes {
-        let rank = (device.is_none(), route.gateway.is_some());
+        let rank = (device.is_none(), route.gateway.is_some() && !route.onlink, !route.onlink);
         let of_all = ranks.entry(same(route)).or_insert(rank);
         *of_all = rank.max(*of_all);
     }

@@ -194,11 +194,11 @@ fn why(error: &CloudError) -> Rest {
         | CloudError::Transient { .. }
         | CloudError::Capacity { .. }
         | CloudError::Invalid { .. }
-        | CloudError::Unsupported { .. } => true,
-        CloudError::Quota { .. }
-        | CloudError::Auth { .. }
+        | CloudError::Unsupported { .. }
+        | CloudError::Quota { .. }
         | CloudError::NotFound { .. }
-        | CloudError::KeyReused { .. } => false,
+        | CloudError::KeyReused { .. } => true,
+        CloudError::Auth { .. } => false,
     };
     Rest { again, text: error.to_string() }
 }
