@@ -258,3 +258,12 @@ encrypted_replays! {
     an_encrypted_pod_of_aws_is_the_same_in_its_vm: "aws",
     an_encrypted_pod_of_multus_with_three_interfaces_is_the_same_in_its_vm: "multus",
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_encrypted_pod_of_every_shape_is_the_same_in_its_vm() {
+    let few: &[_] = &["everything"];
+    let all: Vec<&str> = cni::SHAPES.iter().map(|shape| shape.name).collect();
+    for shape in if long() { &all[..] } else { few } {
+        replay_with(shape, encrypted(), |_| {}).await;
+    }
+}

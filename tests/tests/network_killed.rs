@@ -72,12 +72,15 @@ async fn a_guest_killed_in_the_middle_of_a_plan_makes_the_whole_of_it_when_it_is
     let (mut halfway, mut rounds) = (0, 0);
     while rounds < AT_LEAST || (halfway == 0 && rounds < ROUNDS) {
         rounds += 1;
-        let sight = Sight::of(&world, &[], &daemons).unwrap();
-        let guest = sight.pids("peerpod-guest").into_iter().find(|pid| {
-            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            line.split(|byte| *byte == 0).any(|word| word == b"serve")
+        // One that was killed when it had just finished may not be back yet.
+        let guest = eventually("the guest runs", PATIENCE, async || {
+            let sight = Sight::of(&world, &[], &daemons).unwrap();
+            sight.pids("peerpod-guest").into_iter().find(|pid| {
+                let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+                line.split(|byte| *byte == 0).any(|word| word == b"serve")
+            })
         });
-        let guest = Pid::from_raw(guest.expect("the guest runs") as i32);
+        let guest = Pid::from_raw(guest.await.unwrap() as i32);
         // The other plan, all at once, and away with the one before.
         pod.namespace().ip(&(batch("add", rounds) + &batch("del", rounds - 1))).unwrap();
         // The guest has begun when the first route is there.

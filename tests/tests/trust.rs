@@ -46,6 +46,15 @@ fn birth_of_vm(world: &World, daemons: &Daemons) -> BirthData {
     BirthData::parse(&fs::read(user_data).unwrap()).unwrap()
 }
 
+/// The key that the guest of the VM with this root made for itself; beside it there are other files, and a pipe.
+fn key_of_guest(root: &std::path::Path) -> KeyPair {
+    let all = fs::read_dir(root.join("run/peerpod/guest")).unwrap().flatten();
+    let mut files = all.filter(|entry| entry.file_type().unwrap().is_file());
+    files
+        .find_map(|entry| KeyPair::try_from(fs::read(entry.path()).ok()?).ok())
+        .expect("the guest keeps its key")
+}
+
 #[tokio::test]
 async fn a_ticket_that_is_wrong_or_was_used_by_another_key_gets_nothing() {
     let world = World::new().unwrap();
@@ -192,12 +201,7 @@ async fn the_same_key_gets_its_certificate_again_and_a_stopped_sandboxes_is_wort
     let sandbox = Sandbox::start(&world, &daemons, "again").await.unwrap();
     let birth = birth_of_vm(&world, &daemons);
     // A guest that lost its certificate but not its key, which we borrow.
-    let folder = root_of_vm(&world, &daemons).join("run/peerpod/guest");
-    let key = fs::read_dir(&folder)
-        .unwrap()
-        .flatten()
-        .find_map(|entry| KeyPair::try_from(fs::read(entry.path()).unwrap()).ok())
-        .expect("the guest keeps its key");
+    let key = key_of_guest(&root_of_vm(&world, &daemons));
     let csr = CertificateParams::default().serialize_request(&key).unwrap().der().to_vec();
     let reply = claims(&world, &birth, &birth.ticket.id, *birth.ticket.secret.expose(), csr).await;
     assert_eq!((reply.error.as_str(), reply.sandbox_id.as_str()), ("", sandbox.id.as_str()));
@@ -330,8 +334,7 @@ async fn the_identity_of_one_vm_is_not_another_s_and_the_other_goes_on() {
         (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect()
     };
     let chain: Vec<_> = grant["certificates"].as_array().unwrap().iter().map(hex).collect();
-    let files = fs::read_dir(root.join("run/peerpod/guest")).unwrap().flatten();
-    let key = files.filter_map(|file| KeyPair::try_from(fs::read(file.path()).unwrap()).ok()).next().unwrap();
+    let key = key_of_guest(&root);
     let identity = || identity(&key, &chain);
     let pins = birth.node.ca_sha256.clone();
     // What the other is doing all the while.
