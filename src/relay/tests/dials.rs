@@ -122,12 +122,17 @@ async fn who_answers_as_another_sandbox_s_guest_is_dropped() {
     world.put("b", &[&other]).await;
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     world.put_waiting("a", &[&own], vec![listener.local_addr().unwrap().to_string()]).await;
-    // Another sandbox's certificate, nobody's, one of another CA's.
-    for wrong in [other, world.ca.client(), Ca::new().client()] {
+    // Nobody's certificate, one of another CA's, another sandbox's.
+    for wrong in [world.ca.client(), Ca::new().client(), other] {
         dropped(answer(&listener, &world.ca, Some(&wrong)).await).await;
     }
     let b = world.state("b", "the other", |_| true).await;
     assert!(!b.guest_connected, "its certificate opened nothing here");
+    // It gives up its own link for each of our calls, so it is left in peace.
+    let called = tokio::time::timeout(Duration::from_secs(3), listener.accept()).await;
+    assert!(called.is_err(), "another sandbox's guest is called again");
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    world.put_waiting("a", &[&own], vec![listener.local_addr().unwrap().to_string()]).await;
     // What is good is good all the same.
     let guest = Guest::waiting(world.ca.sha256());
     guest.handle.attach(answer(&listener, &world.ca, Some(&own)).await.into());

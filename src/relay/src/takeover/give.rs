@@ -121,7 +121,7 @@ struct SaysNo<'a>(&'a Wire);
 impl Drop for SaysNo<'_> {
     fn drop(&mut self) {
         // The other end may be gone; and whoever does not hear it sees the connection end, and that this process lives.
-        drop(self.0.say_now(What::No, br#"{"why":"the running process did not leave; its log says why"}"#));
+        drop(self.0.say_now(What::No, br#"{"why":"the new process had not taken over in time, or the running one ends; its log says which"}"#));
     }
 }
 
