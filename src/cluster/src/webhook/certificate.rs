@@ -1,0 +1,184 @@
+//! The server's certificate: read from two files, and read again when they change, without a connection lost.
+//!
+//! A new pair is taken only when both halves fit: a mount that is being replaced, or a half-written file, leaves the old
+//! pair in use. May touch: the two files.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+    sync::{Arc, PoisonError, RwLock},
+    time::Duration,
+};
+
+use rustls::{
+    crypto::CryptoProvider,
+    server::{ClientHello, ResolvesServerCert},
+    sign::CertifiedKey,
+};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
+
+/// How often the files are looked at. Two small reads; watching would miss what a network mount does.
+const EVERY: Duration = Duration::from_secs(1);
+/// A chain of certificates is a few kilobytes.
+const MOST: u64 = 256 * 1024;
+
+/// Why there is no usable certificate.
+#[derive(Debug, thiserror::Error)]
+pub enum CertificateError {
+    /// A file cannot be read.
+    #[error("read {}: {why}; mount the webhook's certificate there, or name other files", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        why: io::Error,
+    },
+    /// A file is not what it should be, or the two do not belong together.
+    #[error("certificate {} with key {}: {why}", certificate.display(), key.display())]
+    Pair {
+        /// The certificate's file.
+        certificate: PathBuf,
+        /// The key's file.
+        key: PathBuf,
+        /// Why not.
+        why: String,
+    },
+}
+
+/// The pair in use. Clones are the same.
+#[derive(Clone, Debug)]
+pub struct Certificate {
+    files: Arc<(PathBuf, PathBuf)>,
+    provider: Arc<CryptoProvider>,
+    current: Arc<RwLock<Current>>,
+}
+
+#[derive(Debug)]
+struct Current {
+    pair: Arc<CertifiedKey>,
+    /// The files' contents, the key's too: what would be in memory anyway.
+    bytes: (Vec<u8>, Vec<u8>),
+}
+
+impl Certificate {
+    /// Reads the pair.
+    ///
+    /// # Errors
+    /// See [`CertificateError`].
+    pub fn load(certificate: &Path, key: &Path, provider: Arc<CryptoProvider>) -> Result<Certificate, CertificateError> {
+        let files = (certificate.to_owned(), key.to_owned());
+        let bytes = (read(certificate)?, read(key)?);
+        let pair = Arc::new(pair(&files, &bytes, &provider)?);
+        let current = Arc::new(RwLock::new(Current { pair, bytes }));
+        Ok(Certificate { files: Arc::new(files), provider, current })
+    }
+
+    /// Looks at the files again. Whether there was a new pair, which new connections get from now on.
+    ///
+    /// # Errors
+    /// What is there is no pair; the old one stays in use.
+    pub fn reload(&self) -> Result<bool, CertificateError> {
+        let bytes = (read(&self.files.0)?, read(&self.files.1)?);
+        if self.current.read().unwrap_or_else(PoisonError::into_inner).bytes == bytes {
+            return Ok(false);
+        }
+        let pair = Arc::new(pair(&self.files, &bytes, &self.provider)?);
+        *self.current.write().unwrap_or_else(PoisonError::into_inner) = Current { pair, bytes };
+        Ok(true)
+    }
+
+    /// Reloads whenever the files change, for ever; `reloaded` is called after each time.
+    pub async fn follow(self, reloaded: impl Fn()) {
+        let mut said = String::new();
+        loop {
+            tokio::time::sleep(EVERY).await;
+            let me = self.clone();
+            // The files may be on a mount that hangs.
+            match tokio::task::spawn_blocking(move || me.reload()).await {
+                Ok(Ok(true)) => {
+                    tracing::info!("certificate reloaded");
+                    reloaded();
+                    said.clear();
+                }
+                Ok(Ok(false)) => said.clear(),
+                Ok(Err(why)) => {
+                    let why = why.to_string();
+                    if why != said {
+                        tracing::warn!(error = why, "the old certificate stays in use");
+                        said = why;
+                    }
+                }
+                Err(why) => tracing::warn!(error = %why, "certificate not looked at"),
+            }
+        }
+    }
+}
+
+impl ResolvesServerCert for Certificate {
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        Some(self.current.read().unwrap_or_else(PoisonError::into_inner).pair.clone())
+    }
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, CertificateError> {
+    let failed = |why| CertificateError::Read { path: path.to_owned(), why };
+    let file = std::fs::File::open(path).map_err(failed)?;
+    let mut bytes = Vec::new();
+    io::Read::read_to_end(&mut io::Read::take(file, MOST), &mut bytes).map_err(failed)?;
+    Ok(bytes)
+}
+
+fn pair(
+    (certificate, key): &(PathBuf, PathBuf),
+    bytes: &(Vec<u8>, Vec<u8>),
+    provider: &CryptoProvider,
+) -> Result<CertifiedKey, CertificateError> {
+    let failed =
+        |why: String| CertificateError::Pair { certificate: certificate.clone(), key: key.clone(), why };
+    let chain = CertificateDer::pem_slice_iter(&bytes.0).collect::<Result<Vec<_>, _>>();
+    let chain = chain.map_err(|why| failed(format!("the certificate is no PEM: {why}")))?;
+    if chain.is_empty() {
+        return Err(failed("there is no certificate in the file".to_owned()));
+    }
+    let private = PrivateKeyDer::from_pem_slice(&bytes.1).map_err(|why| failed(format!("the key is no PEM: {why}")))?;
+    let pair = CertifiedKey::from_der(chain, private, provider);
+    pair.map_err(|why| failed(format!("{why}; make sure that they belong together")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write(folder: &Path, name: &str, text: &str) -> PathBuf {
+        let path = folder.join(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+
+    #[test]
+    fn a_half_replaced_pair_leaves_the_old_one_in_use() {
+        let folder = std::env::temp_dir().join(format!("peerpod-certificate-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let made = || rcgen::generate_simple_self_signed(["x".to_owned()]).unwrap();
+        let (old, new) = (made(), made());
+        let certificate = write(&folder, "tls.crt", &old.cert.pem());
+        let key = write(&folder, "tls.key", &old.signing_key.serialize_pem());
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let loaded = Certificate::load(&certificate, &key, provider).unwrap();
+        let in_use = || loaded.current.read().unwrap().pair.cert[0].clone();
+        assert!(!loaded.reload().unwrap());
+
+        write(&folder, "tls.crt", &new.cert.pem());
+        assert!(loaded.reload().unwrap_err().to_string().contains("belong together"));
+        assert_eq!(&in_use(), old.cert.der());
+        write(&folder, "tls.key", &new.signing_key.serialize_pem());
+        assert!(loaded.reload().unwrap());
+        assert_eq!(&in_use(), new.cert.der());
+        write(&folder, "tls.crt", "");
+        assert!(loaded.reload().unwrap_err().to_string().contains("no certificate"));
+        std::fs::remove_file(&certificate).unwrap();
+        assert!(loaded.reload().unwrap_err().to_string().contains("mount the webhook's certificate"));
+        assert_eq!(&in_use(), new.cert.der());
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+}

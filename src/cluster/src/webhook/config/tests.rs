@@ -1,0 +1,57 @@
+use peerpod_base::config::Sources;
+
+use super::*;
+
+fn read(words: &[&str]) -> Result<WebhookConfig, String> {
+    let sources = Sources::from_process(words.iter().map(ToString::to_string), []);
+    let mut reader = Reader::load(sources, &["webhook"], &[]).map_err(|mistakes| mistakes.to_string())?;
+    let config = WebhookConfig::read(&mut reader);
+    reader.finish().map_err(|mistakes| mistakes.to_string())?;
+    Ok(config)
+}
+
+#[test]
+fn the_defaults_serve_one_class() {
+    let config = read(&[]).unwrap();
+    assert_eq!(config.profiles.len(), 1);
+    assert_eq!(config.profiles[0].runtime_class, "kata-remote");
+    assert_eq!(config.profiles[0].resource, "kata.peerpods.io/vm");
+    assert_eq!(config.profiles[0].totals, Totals::Effective);
+    assert_eq!(config.profiles[0].gpus, ["nvidia.com/gpu"]);
+    assert_eq!(config.excluded, ["kube-system"]);
+    assert_eq!(config.versions.len(), 2);
+}
+
+#[test]
+fn a_class_takes_the_common_settings_unless_it_has_its_own() {
+    let config = read(&[
+        "--webhook.runtime-classes",
+        "kata-remote,kata-gpu",
+        "--webhook.totals",
+        "sum",
+        "--webhook.profile.kata-gpu.totals",
+        "effective",
+        "--webhook.profile.kata-gpu.resource",
+        "example.org/vm",
+    ])
+    .unwrap();
+    let seen: Vec<_> = config.profiles.iter().map(|p| (p.totals, p.resource.as_str())).collect();
+    assert_eq!(seen, [(Totals::Sum, "kata.peerpods.io/vm"), (Totals::Effective, "example.org/vm")]);
+}
+
+/// The replaced webhook's table.
+#[test]
+fn tls_is_set_as_before() {
+    const TWO: &str = "TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256, TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384";
+    assert_eq!(read(&["--webhook.tls-min-version", "VersionTLS13"]).unwrap().versions.len(), 1);
+    assert_eq!(read(&["--webhook.tls-min-version", "VersionTLS12"]).unwrap().versions.len(), 2);
+    for wrong in ["VersionTLS10", "VersionTLS11", "VersionTLS99"] {
+        assert!(read(&["--webhook.tls-min-version", wrong]).unwrap_err().contains("VersionTLS12, VersionTLS13"));
+    }
+    let two = read(&["--webhook.tls-cipher-suites", TWO]).unwrap();
+    assert_eq!(two.crypto.cipher_suites.iter().filter(|suite| suite.tls13().is_none()).count(), 2);
+    assert_eq!(two.versions.len(), 2);
+    assert!(read(&["--webhook.tls-cipher-suites", "TLS_BAD"]).unwrap_err().contains("not all are known"));
+    let both = read(&["--webhook.tls-cipher-suites", TWO, "--webhook.tls-min-version", "VersionTLS13"]);
+    assert!(both.unwrap_err().contains("no choice of suites"));
+}

@@ -1,0 +1,73 @@
+//! What the webhook counts.
+
+use std::time::Duration;
+
+use prometheus_client::{
+    encoding::{EncodeLabelSet, EncodeLabelValue},
+    metrics::{
+        counter::Counter,
+        family::Family,
+        histogram::{Histogram, exponential_buckets},
+    },
+    registry::Registry,
+};
+
+/// How a request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+pub(super) enum Outcome {
+    /// A peer pod, patched.
+    Changed,
+    /// Nothing to do.
+    Unchanged,
+    /// A peer pod that cannot be.
+    Refused,
+    /// Not a request.
+    Malformed,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Labels {
+    outcome: Outcome,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Metrics {
+    reviews: Family<Labels, Counter>,
+    took: Histogram,
+    pub(super) handshakes_failed: Counter,
+    pub(super) reloads: Counter,
+}
+
+impl Metrics {
+    pub(super) fn register(registry: &mut Registry) -> Metrics {
+        let metrics = Metrics {
+            reviews: Family::default(),
+            // 50 µs to 1.7 s, by half more each time.
+            took: Histogram::new(exponential_buckets(50e-6, 1.5, 26)),
+            handshakes_failed: Counter::default(),
+            reloads: Counter::default(),
+        };
+        registry.register("peerpod_webhook_reviews", "Admission reviews answered", metrics.reviews.clone());
+        registry.register(
+            "peerpod_webhook_review_seconds",
+            "From the arrival of a request's headers to its answer",
+            metrics.took.clone(),
+        );
+        registry.register(
+            "peerpod_webhook_handshakes_failed",
+            "TLS connections that came to nothing",
+            metrics.handshakes_failed.clone(),
+        );
+        registry.register(
+            "peerpod_webhook_certificate_reloads",
+            "New certificates taken into use",
+            metrics.reloads.clone(),
+        );
+        metrics
+    }
+
+    pub(super) fn answered(&self, outcome: Outcome, took: Duration) {
+        self.reviews.get_or_create(&Labels { outcome }).inc();
+        self.took.observe(took.as_secs_f64());
+    }
+}

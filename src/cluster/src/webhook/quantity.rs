@@ -1,0 +1,147 @@
+//! Kubernetes' quantities: `2`, `500m`, `4Gi`, `1.5e3`. Exact to a billionth and to twenty
+//! digits, rounded up below that, as Kubernetes does.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// Billionths of one.
+const NANO: i128 = 1_000_000_000;
+/// Kubernetes' quantities end at 2⁶³−1, and so do ours: a sum of them cannot overflow.
+const MOST: i128 = (i64::MAX as i128) * NANO;
+/// Longer texts are refused before any arithmetic.
+const MOST_CHARACTERS: usize = 64;
+/// Digits that are kept; below them it is rounded up.
+const EXACT_DIGITS: usize = 20;
+
+/// An amount of something, in billionths, not negative.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Quantity(i128);
+
+/// A text that is no quantity, or one that no resource can have.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no quantity of a resource: {1}")]
+pub struct QuantityError(String, &'static str);
+
+impl Quantity {
+    /// Nothing.
+    pub const ZERO: Quantity = Quantity(0);
+
+    /// Both together; at the end of the range it stays there.
+    #[must_use]
+    pub fn plus(self, other: Quantity) -> Quantity {
+        Quantity((self.0 + other.0).min(MOST))
+    }
+
+    /// In whole units of `size`, rounded up: `ceil(1)` is whole cores, `ceil(1 << 20)` MiB.
+    pub fn ceil(self, size: i64) -> i64 {
+        let unit = i128::from(size.max(1)) * NANO;
+        // Fits: at most 2⁶³−1 of the unit one.
+        i64::try_from((self.0 + unit - 1) / unit).unwrap_or(i64::MAX)
+    }
+}
+
+impl FromStr for Quantity {
+    type Err = QuantityError;
+
+    fn from_str(text: &str) -> Result<Quantity, QuantityError> {
+        let bad = |why| {
+            let shown = text.chars().take(MOST_CHARACTERS).collect();
+            QuantityError(shown, why)
+        };
+        if text.len() > MOST_CHARACTERS {
+            return Err(bad("too long"));
+        }
+        let (negative, rest) = match text.as_bytes().first() {
+            Some(b'-') => (true, &text[1..]),
+            Some(b'+') => (false, &text[1..]),
+            _ => (false, text),
+        };
+        let end = rest.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(rest.len());
+        let (number, suffix) = rest.split_at(end);
+        let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
+        if whole.is_empty() && fraction.is_empty() || fraction.contains('.') {
+            return Err(bad("write it like 2, 500m, 1.5 or 4Gi"));
+        }
+        let scale = scale(suffix).ok_or_else(|| bad("the suffix is none of n u m k M G T P E Ki Mi Gi Ti Pi Ei or an exponent"))?;
+        let value = scale.apply(whole, fraction);
+        if negative && value > 0 {
+            return Err(bad("negative"));
+        }
+        Ok(Quantity(value))
+    }
+}
+
+/// What a suffix multiplies with.
+#[derive(Clone, Copy)]
+enum Scale {
+    Binary(u32),
+    Decimal(i32),
+}
+
+fn scale(suffix: &str) -> Option<Scale> {
+    Some(match suffix {
+        "n" => Scale::Decimal(-9),
+        "u" => Scale::Decimal(-6),
+        "m" => Scale::Decimal(-3),
+        "" => Scale::Decimal(0),
+        "k" => Scale::Decimal(3),
+        "M" => Scale::Decimal(6),
+        "G" => Scale::Decimal(9),
+        "T" => Scale::Decimal(12),
+        "P" => Scale::Decimal(15),
+        "E" => Scale::Decimal(18),
+        "Ki" => Scale::Binary(10),
+        "Mi" => Scale::Binary(20),
+        "Gi" => Scale::Binary(30),
+        "Ti" => Scale::Binary(40),
+        "Pi" => Scale::Binary(50),
+        "Ei" => Scale::Binary(60),
+        exponent => {
+            let digits = exponent.strip_prefix(['e', 'E'])?;
+            // Outside of this every number is nothing (rounded up) or the most there is.
+            Scale::Decimal(digits.parse::<i32>().ok()?.clamp(-100, 100))
+        }
+    })
+}
+
+impl Scale {
+    /// The digits with this scale, in billionths: rounded up, and the most there is where it would be more.
+    fn apply(self, whole: &str, fraction: &str) -> i128 {
+        let digits = whole.bytes().chain(fraction.bytes()).skip_while(|digit| *digit == b'0');
+        let digits: Vec<i128> = digits.map(|digit| i128::from(digit - b'0')).collect();
+        let (kept, cut) = digits.split_at(digits.len().min(EXACT_DIGITS));
+        if kept.is_empty() {
+            return 0;
+        }
+        let up = i128::from(cut.iter().any(|digit| *digit != 0));
+        let number = kept.iter().fold(0, |number, digit| number * 10 + digit) + up;
+        let (power, factor) = match self {
+            Scale::Decimal(power) => (power, 1),
+            Scale::Binary(bits) => (0, 1_i128 << bits),
+        };
+        // At most 64 characters: both lengths are small.
+        let places = |count: usize| i32::try_from(count).unwrap_or(i32::MAX);
+        let power = power + 9 + places(cut.len()) - places(fraction.len());
+        let number = number * factor; // below 10²⁰ × 2⁶⁰
+        match (10_i128.checked_pow(power.unsigned_abs()), power < 0) {
+            (Some(ten), true) => ((number + (ten - 1).min(i128::MAX - number)) / ten).min(MOST),
+            (None, true) => 1,
+            (ten, false) => ten.and_then(|ten| ten.checked_mul(number)).unwrap_or(MOST).min(MOST),
+        }
+    }
+}
+
+impl fmt::Display for Quantity {
+    /// In the shortest of Kubernetes' decimal forms that keeps it: whole, or by `m`, `u`, `n`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (unit, suffix) in [(NANO, ""), (1_000_000, "m"), (1_000, "u")] {
+            if self.0 % unit == 0 {
+                return write!(f, "{}{suffix}", self.0 / unit);
+            }
+        }
+        write!(f, "{}n", self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,73 @@
+//! How much a pod's containers need together. Pure.
+//!
+//! Kubernetes' own rule (effective requests): the containers that live together are added, sidecars (init containers that
+//! restart) among them; an init container needs its own beside the sidecars that began before it; the pod needs the larger
+//! of both. The plain sum is the replaced webhook's.
+
+use super::quantity::Quantity;
+
+/// When a container lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Life {
+    /// As long as the pod.
+    App,
+    /// Before the others, and then as long as the pod.
+    Sidecar,
+    /// Before the others, alone but for the sidecars before it.
+    Init,
+}
+
+/// The plain sum.
+pub(super) fn sum(needs: &[(Life, Quantity)]) -> Quantity {
+    needs.iter().fold(Quantity::ZERO, |sum, (_, need)| sum.plus(*need))
+}
+
+/// What is needed at the worst moment. Init containers and sidecars must be in their order.
+pub(super) fn effective(needs: &[(Life, Quantity)]) -> Quantity {
+    let mut together = Quantity::ZERO;
+    let mut sidecars = Quantity::ZERO;
+    let mut worst = Quantity::ZERO;
+    for (life, need) in needs {
+        match life {
+            Life::App => together = together.plus(*need),
+            Life::Sidecar => {
+                together = together.plus(*need);
+                sidecars = sidecars.plus(*need);
+            }
+            Life::Init => worst = worst.max(sidecars.plus(*need)),
+        }
+    }
+    worst.max(together)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Life::*, *};
+
+    fn q(whole: u32) -> Quantity {
+        whole.to_string().parse().unwrap()
+    }
+
+    #[test]
+    fn follows_kubernetes_rule() {
+        for (needs, expected) in [
+            (vec![], 0),
+            (vec![(App, 2), (App, 3)], 5),
+            (vec![(Init, 7), (App, 2), (App, 3)], 7),
+            (vec![(Init, 4), (Init, 4), (App, 5)], 5),
+            (vec![(Sidecar, 1), (App, 5)], 6),
+            // A sidecar counts beside the init containers after it, not beside those before it.
+            (vec![(Init, 6), (Sidecar, 2), (App, 3)], 6),
+            (vec![(Sidecar, 2), (Init, 6), (App, 3)], 8),
+            (vec![(Sidecar, 2), (Init, 6), (Sidecar, 4), (App, 3)], 9),
+        ] {
+            let needs: Vec<_> = needs.into_iter().map(|(life, need)| (life, q(need))).collect();
+            assert_eq!(effective(&needs), q(expected), "{needs:?}");
+        }
+    }
+
+    #[test]
+    fn the_plain_sum_knows_no_order() {
+        assert_eq!(sum(&[(Init, q(1)), (App, q(2)), (Sidecar, q(3))]), q(6));
+    }
+}

@@ -1,0 +1,81 @@
+//! Namespaces, service accounts, their rights and their tokens.
+
+use anyhow::{Context, Result};
+use k8s_openapi::api::{
+    authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec},
+    core::v1::{Namespace, ServiceAccount},
+    rbac::v1::{ClusterRole, ClusterRoleBinding, PolicyRule},
+};
+use kube::{
+    Api, Client,
+    api::{ObjectMeta, PostParams},
+};
+use serde_json::{from_value, json};
+
+use crate::Cluster;
+
+/// What a role may: verbs on resources of groups.
+pub type Rule = PolicyRule;
+
+impl Cluster {
+    /// Makes a namespace.
+    ///
+    /// # Errors
+    /// The API server refused.
+    pub async fn namespace(&self, name: &str) -> Result<()> {
+        let meta = ObjectMeta { name: Some(name.to_owned()), ..ObjectMeta::default() };
+        let namespace = Namespace { metadata: meta, ..Namespace::default() };
+        Api::all(self.client()?).create(&PostParams::default(), &namespace).await?;
+        Ok(())
+    }
+
+    /// Makes a service account with these rights in the whole cluster.
+    ///
+    /// # Errors
+    /// The API server refused.
+    pub async fn service_account(&self, namespace: &str, name: &str, rules: Vec<Rule>) -> Result<()> {
+        let client = self.client()?;
+        let post = PostParams::default();
+        let meta = |name: &str| ObjectMeta { name: Some(name.to_owned()), ..ObjectMeta::default() };
+        let account = ServiceAccount { metadata: meta(name), ..ServiceAccount::default() };
+        Api::namespaced(client.clone(), namespace).create(&post, &account).await?;
+        let role = format!("{namespace}-{name}");
+        let rights = ClusterRole { metadata: meta(&role), rules: Some(rules), ..ClusterRole::default() };
+        Api::all(client.clone()).create(&post, &rights).await?;
+        let binding: ClusterRoleBinding = from_value(json!({
+            "metadata": {"name": role},
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
+            "subjects": [{"kind": "ServiceAccount", "namespace": namespace, "name": name}],
+        }))?;
+        Api::all(client).create(&post, &binding).await?;
+        Ok(())
+    }
+
+    /// A token of a service account for these audiences (none: the API server's own), bound to a pod if one is named:
+    /// what a kubelet gives that pod.
+    ///
+    /// # Errors
+    /// The API server refused.
+    pub async fn token(&self, namespace: &str, name: &str, audiences: &[&str], pod: Option<(&str, &str)>) -> Result<String> {
+        let bound_object_ref = pod.map(|(name, uid)| BoundObjectReference {
+            api_version: Some("v1".to_owned()),
+            kind: Some("Pod".to_owned()),
+            name: Some(name.to_owned()),
+            uid: Some(uid.to_owned()),
+        });
+        let audiences = audiences.iter().map(|audience| (*audience).to_owned()).collect();
+        let spec = TokenRequestSpec { audiences, bound_object_ref, expiration_seconds: Some(3600) };
+        let request = TokenRequest { spec, ..TokenRequest::default() };
+        let accounts: Api<ServiceAccount> = Api::namespaced(self.client()?, namespace);
+        let answer = accounts.create_token_request(name, &PostParams::default(), &request).await?;
+        Ok(answer.status.context("no status in the answer")?.token)
+    }
+
+    /// A client as this service account.
+    ///
+    /// # Errors
+    /// The API server gives it no token.
+    pub async fn client_as(&self, namespace: &str, name: &str) -> Result<Client> {
+        self.client_with(&self.token(namespace, name, &[], None).await?)
+    }
+}

@@ -1,0 +1,253 @@
+//! One etcd, one API server, and what a test needs to speak with them.
+
+use std::{
+    fs::{self, OpenOptions, Permissions},
+    io::Write,
+    os::unix::fs::{OpenOptionsExt, PermissionsExt},
+    path::{Path, PathBuf},
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+use hyper::Request;
+use kube::{Client, Config, config::AuthInfo};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, PKCS_ECDSA_P256_SHA256};
+use serde_json::json;
+
+use crate::process::{Process, free_port, servers};
+
+/// On a loaded machine the API server needs half a minute; on a quiet one five seconds.
+const READY_WITHIN: Duration = Duration::from_secs(180);
+/// A port may be taken between our look and its use.
+const ATTEMPTS: usize = 3;
+
+/// What a cluster has beside the API server.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// Controllers of kube-controller-manager to run, by its own names (`garbage-collector-controller`, …); none: it does
+    /// not run.
+    pub controllers: Vec<&'static str>,
+    /// More flags for kube-apiserver.
+    pub api_server: Vec<String>,
+}
+
+/// A running cluster. Ends when dropped.
+pub struct Cluster {
+    // In this order they end.
+    processes: Vec<Process>,
+    folder: PathBuf,
+    port: u16,
+    ca: Vec<u8>,
+    admin_token: String,
+}
+
+impl Cluster {
+    /// Starts one and waits until it is ready.
+    ///
+    /// # Errors
+    /// A program is missing, or a server did not become ready; its last words are in the text.
+    pub async fn start(options: Options) -> Result<Cluster> {
+        let mut last = None;
+        for _ in 0..ATTEMPTS {
+            match Cluster::attempt(&options).await {
+                Ok(cluster) => return Ok(cluster),
+                Err(why) if format!("{why:#}").contains("address already in use") => last = Some(why),
+                Err(why) => return Err(why),
+            }
+        }
+        Err(last.context("no attempt")?)
+    }
+
+    async fn attempt(options: &Options) -> Result<Cluster> {
+        let servers = servers()?;
+        let folder = std::env::temp_dir().join(format!("peerpod-kube-{}", random()?));
+        fs::create_dir(&folder)?;
+        fs::set_permissions(&folder, Permissions::from_mode(0o700))?;
+        let ca = certificates(&folder)?;
+        let port = free_port()?;
+        let admin_token = random()?;
+        let mut cluster = Cluster { processes: Vec::new(), folder, port, ca, admin_token };
+        let etcd = cluster.start_etcd()?;
+        secret(&cluster.path("tokens.csv"), &format!("{},admin,admin,system:masters\n", cluster.admin_token))?;
+        let token = cluster.admin_token.clone();
+        secret(&cluster.path("admin.kubeconfig"), &cluster.kubeconfig(&token))?;
+        cluster.start_api_server(&servers, etcd, &options.api_server)?;
+        cluster.wait_ready().await?;
+        if !options.controllers.is_empty() {
+            cluster.start_controllers(&servers, &options.controllers)?;
+        }
+        Ok(cluster)
+    }
+
+    fn start_etcd(&mut self) -> Result<u16> {
+        let (port, peers) = (free_port()?, free_port()?);
+        let flags = [
+            format!("--listen-client-urls=http://127.0.0.1:{port}"),
+            format!("--advertise-client-urls=http://127.0.0.1:{port}"),
+            format!("--listen-peer-urls=http://127.0.0.1:{peers}"),
+            format!("--initial-advertise-peer-urls=http://127.0.0.1:{peers}"),
+            format!("--initial-cluster=default=http://127.0.0.1:{peers}"),
+            "--data-dir=etcd".to_owned(),
+            // It need not survive a power cut.
+            "--unsafe-no-fsync".to_owned(),
+        ];
+        let etcd = Process::start("etcd", Path::new("etcd"), &flags, &self.folder);
+        self.processes.push(etcd.context("etcd is Debian's package etcd-server (scripts/setup installs it)")?);
+        Ok(port)
+    }
+
+    fn start_api_server(&mut self, servers: &Path, etcd: u16, more: &[String]) -> Result<()> {
+        let mut flags = vec![
+            "kube-apiserver".to_owned(),
+            format!("--etcd-servers=http://127.0.0.1:{etcd}"),
+            "--bind-address=127.0.0.1".to_owned(),
+            format!("--secure-port={}", self.port),
+            "--tls-cert-file=server.crt".to_owned(),
+            "--tls-private-key-file=server.key".to_owned(),
+            "--token-auth-file=tokens.csv".to_owned(),
+            "--authorization-mode=Node,RBAC".to_owned(),
+            "--enable-admission-plugins=NodeRestriction".to_owned(),
+            "--service-cluster-ip-range=10.0.0.0/24".to_owned(),
+            "--service-account-issuer=https://peerpod.test".to_owned(),
+            "--service-account-key-file=accounts.key".to_owned(),
+            "--service-account-signing-key-file=accounts.key".to_owned(),
+            // Pods may be made before the controllers have made a default account.
+            "--disable-admission-plugins=ServiceAccount".to_owned(),
+        ];
+        flags.extend_from_slice(more);
+        self.processes.insert(0, Process::start("kube-apiserver", servers, &flags, &self.folder)?);
+        Ok(())
+    }
+
+    fn start_controllers(&mut self, servers: &Path, controllers: &[&str]) -> Result<()> {
+        let flags = [
+            "kube-controller-manager".to_owned(),
+            "--kubeconfig=admin.kubeconfig".to_owned(),
+            format!("--controllers={}", controllers.join(",")),
+            "--leader-elect=false".to_owned(),
+            "--bind-address=127.0.0.1".to_owned(),
+            format!("--secure-port={}", free_port()?),
+            "--service-account-private-key-file=accounts.key".to_owned(),
+        ];
+        self.processes.insert(0, Process::start("kube-controller-manager", servers, &flags, &self.folder)?);
+        Ok(())
+    }
+
+    async fn wait_ready(&mut self) -> Result<()> {
+        let client = self.client()?;
+        let began = Instant::now();
+        loop {
+            for process in &mut self.processes {
+                process.check()?;
+            }
+            let request = Request::get("/readyz").body(Vec::new())?;
+            let why = match tokio::time::timeout(Duration::from_secs(5), client.request_text(request)).await {
+                Ok(Ok(_)) => return Ok(()),
+                Ok(Err(why)) => why.to_string(),
+                Err(_) => "no answer in 5 s".to_owned(),
+            };
+            if began.elapsed() > READY_WITHIN {
+                bail!("kube-apiserver is not ready after {READY_WITHIN:?}: {why}\n{}", self.processes[0].last_words());
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    /// The API server's address.
+    pub fn url(&self) -> String {
+        format!("https://127.0.0.1:{}", self.port)
+    }
+
+    /// A folder that goes with the cluster.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
+    }
+
+    /// A client that may do everything.
+    ///
+    /// # Errors
+    /// Never with a cluster that started.
+    pub fn client(&self) -> Result<Client> {
+        self.client_with(&self.admin_token)
+    }
+
+    /// A client with this bearer token.
+    ///
+    /// # Errors
+    /// As [`Cluster::client`].
+    pub fn client_with(&self, token: &str) -> Result<Client> {
+        let mut config = Config::new(self.url().parse()?);
+        config.root_cert = Some(vec![self.ca.clone()]);
+        config.auth_info = AuthInfo { token: Some(token.to_owned().into()), ..AuthInfo::default() };
+        Ok(Client::try_from(config)?)
+    }
+
+    /// A kubeconfig's text for the holder of this token.
+    pub fn kubeconfig(&self, token: &str) -> String {
+        let config = json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "test",
+            "clusters": [{"name": "test", "cluster": {"server": self.url(), "certificate-authority": self.path("ca.crt")}}],
+            "users": [{"name": "test", "user": {"token": token}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+        });
+        config.to_string()
+    }
+
+    /// What `kubectl` prints for these words, as a user who may do everything would see it.
+    ///
+    /// # Errors
+    /// It failed; what it said is in the text.
+    pub fn kubectl(&self, words: &[&str]) -> Result<String> {
+        let mut command = Command::new(servers()?);
+        command.arg("kubectl").args(words).current_dir(&self.folder);
+        command.env("KUBECONFIG", self.path("admin.kubeconfig")).env("HOME", &self.folder);
+        let done = command.output()?;
+        if !done.status.success() {
+            bail!("kubectl {}: {}", words.join(" "), String::from_utf8_lossy(&done.stderr).trim());
+        }
+        Ok(String::from_utf8_lossy(&done.stdout).into_owned())
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        self.processes.clear();
+        if std::thread::panicking() {
+            eprintln!("the cluster's logs stay in {}", self.folder.display());
+        } else {
+            drop(fs::remove_dir_all(&self.folder));
+        }
+    }
+}
+
+/// A CA, the server's certificate, and the key that signs service accounts' tokens. The CA as DER.
+fn certificates(folder: &Path) -> Result<Vec<u8>> {
+    let key = || KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256);
+    let mut params = CertificateParams::default();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let ca = CertifiedIssuer::self_signed(params, key()?)?;
+    let server = key()?;
+    let names = ["127.0.0.1", "localhost", "kubernetes.default.svc"].map(str::to_owned);
+    let certificate = CertificateParams::new(names)?.signed_by(&server, &ca)?;
+    fs::write(folder.join("ca.crt"), ca.pem())?;
+    fs::write(folder.join("server.crt"), certificate.pem())?;
+    secret(&folder.join("server.key"), &server.serialize_pem())?;
+    secret(&folder.join("accounts.key"), &key()?.serialize_pem())?;
+    Ok(ca.der().to_vec())
+}
+
+fn secret(path: &Path, text: &str) -> Result<()> {
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+    file.write_all(text.as_bytes()).with_context(|| format!("write {}", path.display()))
+}
+
+fn random() -> Result<String> {
+    let mut bytes = [0; 8];
+    getrandom::fill(&mut bytes).context("random bytes")?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
