@@ -64,7 +64,8 @@ fn load(sources: Sources) -> Result<(WebhookConfig, LogConfig, Printed), Mistake
 }
 
 fn environment() -> impl Iterator<Item = (String, String)> {
-    std::env::vars_os().map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned()))
+    std::env::vars_os()
+        .map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned()))
 }
 
 /// For the help alone: the defaults.

@@ -56,7 +56,13 @@ impl Cluster {
     ///
     /// # Errors
     /// The API server refused.
-    pub async fn token(&self, namespace: &str, name: &str, audiences: &[&str], pod: Option<(&str, &str)>) -> Result<String> {
+    pub async fn token(
+        &self,
+        namespace: &str,
+        name: &str,
+        audiences: &[&str],
+        pod: Option<(&str, &str)>,
+    ) -> Result<String> {
         let bound_object_ref = pod.map(|(name, uid)| BoundObjectReference {
             api_version: Some("v1".to_owned()),
             kind: Some("Pod".to_owned()),

@@ -15,6 +15,7 @@ use kube::{Client, Config, config::AuthInfo};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, PKCS_ECDSA_P256_SHA256};
 use serde_json::json;
 
+use crate::hook::pem;
 use crate::process::{Process, free_port, servers};
 
 /// On a loaded machine the API server needs half a minute; on a quiet one five seconds.
@@ -69,7 +70,10 @@ impl Cluster {
         let admin_token = random()?;
         let mut cluster = Cluster { processes: Vec::new(), folder, port, ca, admin_token };
         let etcd = cluster.start_etcd()?;
-        secret(&cluster.path("tokens.csv"), &format!("{},admin,admin,system:masters\n", cluster.admin_token))?;
+        secret(
+            &cluster.path("tokens.csv"),
+            &format!("{},admin,admin,system:masters\n", cluster.admin_token),
+        )?;
         let token = cluster.admin_token.clone();
         secret(&cluster.path("admin.kubeconfig"), &cluster.kubeconfig(&token))?;
         cluster.start_api_server(&servers, etcd, &options.api_server)?;
@@ -93,7 +97,8 @@ impl Cluster {
             "--unsafe-no-fsync".to_owned(),
         ];
         let etcd = Process::start("etcd", Path::new("etcd"), &flags, &self.folder);
-        self.processes.push(etcd.context("etcd is Debian's package etcd-server (scripts/setup installs it)")?);
+        self.processes
+            .push(etcd.context("etcd is Debian's package etcd-server (scripts/setup installs it)")?);
         Ok(port)
     }
 
@@ -148,7 +153,10 @@ impl Cluster {
                 Err(_) => "no answer in 5 s".to_owned(),
             };
             if began.elapsed() > READY_WITHIN {
-                bail!("kube-apiserver is not ready after {READY_WITHIN:?}: {why}\n{}", self.processes[0].last_words());
+                bail!(
+                    "kube-apiserver is not ready after {READY_WITHIN:?}: {why}\n{}",
+                    self.processes[0].last_words()
+                );
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
@@ -234,10 +242,10 @@ fn certificates(folder: &Path) -> Result<Vec<u8>> {
     let server = key()?;
     let names = ["127.0.0.1", "localhost", "kubernetes.default.svc"].map(str::to_owned);
     let certificate = CertificateParams::new(names)?.signed_by(&server, &ca)?;
-    fs::write(folder.join("ca.crt"), ca.pem())?;
-    fs::write(folder.join("server.crt"), certificate.pem())?;
-    secret(&folder.join("server.key"), &server.serialize_pem())?;
-    secret(&folder.join("accounts.key"), &key()?.serialize_pem())?;
+    fs::write(folder.join("ca.crt"), pem("CERTIFICATE", ca.der()))?;
+    fs::write(folder.join("server.crt"), pem("CERTIFICATE", certificate.der()))?;
+    secret(&folder.join("server.key"), &pem("PRIVATE KEY", server.serialized_der()))?;
+    secret(&folder.join("accounts.key"), &pem("PRIVATE KEY", key()?.serialized_der()))?;
     Ok(ca.der().to_vec())
 }
 

@@ -6,10 +6,13 @@
 
 mod access;
 mod cluster;
+mod hook;
 mod process;
 
 pub use access::Rule;
 pub use cluster::{Cluster, Options};
+pub use hook::{Authority, Hook, registration};
+pub use process::{Process, program};
 
 use std::time::{Duration, Instant};
 

@@ -11,33 +11,47 @@ use std::{
 use anyhow::{Context, Result, bail};
 
 /// A process that ends when this is dropped, and when the test's process ends.
-pub(crate) struct Process {
+pub struct Process {
     name: &'static str,
     child: Child,
     log: PathBuf,
 }
 
 impl Process {
-    pub(crate) fn start(name: &'static str, program: &Path, arguments: &[String], folder: &Path) -> Result<Process> {
+    /// Starts one; what it says goes to `<name>.log` in this folder, where it runs.
+    ///
+    /// # Errors
+    /// There is no such program.
+    pub fn start(name: &'static str, program: &Path, arguments: &[String], folder: &Path) -> Result<Process> {
         let log = folder.join(format!("{name}.log"));
         let out = File::create(&log).with_context(|| format!("make {}", log.display()))?;
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL"]).arg(program).args(arguments).current_dir(folder);
+        // Not a setting of ours that a daemon of ours would know.
+        command.env_remove("PEERPOD_BENCH");
         command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
         let child = spawn(command).with_context(|| format!("start {name}"))?;
         Ok(Process { name, child, log })
     }
 
     /// Says why, if it has ended.
-    pub(crate) fn check(&mut self) -> Result<()> {
+    ///
+    /// # Errors
+    /// It has; its last words are in the text.
+    pub fn check(&mut self) -> Result<()> {
         match self.child.try_wait()? {
             None => Ok(()),
             Some(status) => bail!("{} ended ({status}):\n{}", self.name, self.last_words()),
         }
     }
 
+    /// What it has said until now.
+    pub fn said(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
     pub(crate) fn last_words(&self) -> String {
-        let text = std::fs::read_to_string(&self.log).unwrap_or_default();
+        let text = self.said();
         let lines: Vec<&str> = text.lines().collect();
         lines[lines.len().saturating_sub(15)..].join("\n")
     }
@@ -77,12 +91,20 @@ pub(crate) fn free_port() -> Result<u16> {
 
 /// Where `tests/kube/build` puts its program.
 pub(crate) fn servers() -> Result<PathBuf> {
+    beside_us("kube/kube-server").context("build it first (`tests/kube/build`, or `make test-kube`)")
+}
+
+/// A program of ours, as the build of the tests has made it.
+///
+/// # Errors
+/// It is not there.
+pub fn program(name: &str) -> Result<PathBuf> {
+    beside_us(name).context("build it first (`make bins`)")
+}
+
+/// In the folder of the test's program, or in one above.
+fn beside_us(name: &str) -> Result<PathBuf> {
     let us = std::env::current_exe()?;
-    for folder in us.ancestors() {
-        let path = folder.join("kube/kube-server");
-        if path.is_file() {
-            return Ok(path);
-        }
-    }
-    bail!("no kube/kube-server beside {}: build it first (`tests/kube/build`, or `make test-kube`)", us.display())
+    let found = us.ancestors().skip(1).take(4).map(|folder| folder.join(name)).find(|path| path.is_file());
+    found.with_context(|| format!("no {name} beside {}", us.display()))
 }

@@ -1,7 +1,9 @@
 //! PeerPod: one VM. Written as an intent before the VM exists, and gone after it.
 
+#![expect(unreachable_pub, reason = "what KubeSchema derives hides a public type in a block")]
+
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
-use kube::{CustomResource, KubeSchema, core::Rule};
+use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 

@@ -1,9 +1,11 @@
 //! PeerPodConfig: which nodes have peer pods, how many, and with which provider settings.
 
+#![expect(unreachable_pub, reason = "what KubeSchema derives hides a public type in a block")]
+
 use std::collections::BTreeMap;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
-use kube::{CustomResource, KubeSchema, core::Rule};
+use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -22,7 +24,11 @@ use serde::{Deserialize, Serialize};
     status = "PeerPodConfigStatus",
     printcolumn(name = "Limit", type_ = "string", json_path = ".spec.limit"),
     printcolumn(name = "Instance type", type_ = "string", json_path = ".spec.instanceType"),
-    printcolumn(name = "Ready", type_ = "string", json_path = r#".status.conditions[?(@.type=="Ready")].status"#),
+    printcolumn(
+        name = "Ready",
+        type_ = "string",
+        json_path = r#".status.conditions[?(@.type=="Ready")].status"#
+    ),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
 )]
 #[serde(rename_all = "camelCase")]

@@ -1,8 +1,10 @@
 //! PeerpodVolume: one volume of one pod, between the CSI driver and the VM. The `wrapper…` fields hold CSI messages as
 //! JSON; secrets are never among them.
 
+#![expect(unreachable_pub, reason = "what KubeSchema derives hides a public type in a block")]
+
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
-use kube::{CustomResource, KubeSchema, core::Rule};
+use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 

@@ -65,7 +65,11 @@ impl Certificate {
     ///
     /// # Errors
     /// See [`CertificateError`].
-    pub fn load(certificate: &Path, key: &Path, provider: Arc<CryptoProvider>) -> Result<Certificate, CertificateError> {
+    pub fn load(
+        certificate: &Path,
+        key: &Path,
+        provider: Arc<CryptoProvider>,
+    ) -> Result<Certificate, CertificateError> {
         let files = (certificate.to_owned(), key.to_owned());
         let bytes = (read(certificate)?, read(key)?);
         let pair = Arc::new(pair(&files, &bytes, &provider)?);
@@ -140,14 +144,21 @@ fn pair(
     if chain.is_empty() {
         return Err(failed("there is no certificate in the file".to_owned()));
     }
-    let private = PrivateKeyDer::from_pem_slice(&bytes.1).map_err(|why| failed(format!("the key is no PEM: {why}")))?;
+    let private =
+        PrivateKeyDer::from_pem_slice(&bytes.1).map_err(|why| failed(format!("the key is no PEM: {why}")))?;
     let pair = CertifiedKey::from_der(chain, private, provider);
     pair.map_err(|why| failed(format!("{why}; make sure that they belong together")))
 }
 
 #[cfg(test)]
 mod tests {
+    use base64::{Engine, prelude::BASE64_STANDARD};
+
     use super::*;
+
+    fn pem(label: &str, der: &[u8]) -> String {
+        format!("-----BEGIN {label}-----\n{}\n-----END {label}-----\n", BASE64_STANDARD.encode(der))
+    }
 
     fn write(folder: &Path, name: &str, text: &str) -> PathBuf {
         let path = folder.join(name);
@@ -161,17 +172,17 @@ mod tests {
         std::fs::create_dir_all(&folder).unwrap();
         let made = || rcgen::generate_simple_self_signed(["x".to_owned()]).unwrap();
         let (old, new) = (made(), made());
-        let certificate = write(&folder, "tls.crt", &old.cert.pem());
-        let key = write(&folder, "tls.key", &old.signing_key.serialize_pem());
+        let certificate = write(&folder, "tls.crt", &pem("CERTIFICATE", old.cert.der()));
+        let key = write(&folder, "tls.key", &pem("PRIVATE KEY", old.signing_key.serialized_der()));
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let loaded = Certificate::load(&certificate, &key, provider).unwrap();
         let in_use = || loaded.current.read().unwrap().pair.cert[0].clone();
         assert!(!loaded.reload().unwrap());
 
-        write(&folder, "tls.crt", &new.cert.pem());
+        write(&folder, "tls.crt", &pem("CERTIFICATE", new.cert.der()));
         assert!(loaded.reload().unwrap_err().to_string().contains("belong together"));
         assert_eq!(&in_use(), old.cert.der());
-        write(&folder, "tls.key", &new.signing_key.serialize_pem());
+        write(&folder, "tls.key", &pem("PRIVATE KEY", new.signing_key.serialized_der()));
         assert!(loaded.reload().unwrap());
         assert_eq!(&in_use(), new.cert.der());
         write(&folder, "tls.crt", "");

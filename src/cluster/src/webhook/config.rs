@@ -33,14 +33,26 @@ impl WebhookConfig {
     pub fn read(reader: &mut Reader) -> WebhookConfig {
         let (versions, crypto) = tls(reader);
         WebhookConfig {
-            listen: reader.get("webhook.listen", "[::]:9443", "address and port that the API server calls (TLS)"),
-            admin_listen: reader.get("webhook.admin-listen", "[::]:8081", "address and port of /metrics, /healthz, /readyz"),
+            listen: reader.get(
+                "webhook.listen",
+                "[::]:9443",
+                "address and port that the API server calls (TLS)",
+            ),
+            admin_listen: reader.get(
+                "webhook.admin-listen",
+                "[::]:8081",
+                "address and port of /metrics, /healthz, /readyz",
+            ),
             certificate_file: reader.get(
                 "webhook.certificate-file",
                 "/etc/peerpod/webhook/tls.crt",
                 "the server's certificate (PEM, with its chain); read again when it changes",
             ),
-            key_file: reader.get("webhook.key-file", "/etc/peerpod/webhook/tls.key", "the certificate's key (PEM)"),
+            key_file: reader.get(
+                "webhook.key-file",
+                "/etc/peerpod/webhook/tls.key",
+                "the certificate's key (PEM)",
+            ),
             versions,
             crypto,
             excluded: reader.get(
@@ -56,26 +68,35 @@ impl WebhookConfig {
 fn profiles(reader: &mut Reader) -> Vec<Profile> {
     let classes: Vec<String> =
         reader.get("webhook.runtime-classes", "kata-remote", "the RuntimeClasses whose pods are peer pods");
-    let resource: String = reader.get("webhook.resource", "kata.peerpods.io/vm", "the extended resource of which a pod takes one");
+    let resource: String = reader.get(
+        "webhook.resource",
+        "kata.peerpods.io/vm",
+        "the extended resource of which a pod takes one",
+    );
     let totals = reader.choice(
         "webhook.totals",
         "effective",
         &["effective", "sum"],
         "how a pod's need is added up: effective (Kubernetes' rule) or sum (all containers, as cloud-api-adaptor's webhook)",
     );
-    let gpus: Vec<String> = reader.get("webhook.gpu-resources", "nvidia.com/gpu", "the resources that are GPUs");
+    let gpus: Vec<String> =
+        reader.get("webhook.gpu-resources", "nvidia.com/gpu", "the resources that are GPUs");
     if classes.is_empty() {
         reader.mistake("webhook.runtime-classes", "none; name at least one");
     }
     let mut profiles = Vec::new();
     for class in classes {
         if class.contains('.') {
-            reader.mistake("webhook.runtime-classes", "a class with a dot in its name has no section; rename it");
+            reader.mistake(
+                "webhook.runtime-classes",
+                "a class with a dot in its name has no section; rename it",
+            );
             continue;
         }
         let mut section = reader.section(&format!("webhook.profile.{class}"));
         let resource = section.get("resource", &resource, "as webhook.resource, for this class");
-        let totals = section.choice("totals", &totals, &["effective", "sum"], "as webhook.totals, for this class");
+        let totals =
+            section.choice("totals", &totals, &["effective", "sum"], "as webhook.totals, for this class");
         let gpus = section.get("gpu-resources", &gpus.join(","), "as webhook.gpu-resources, for this class");
         let totals = if totals == "sum" { Totals::Sum } else { Totals::Effective };
         profiles.push(Profile { runtime_class: class, resource, totals, gpus });
@@ -98,16 +119,24 @@ fn tls(reader: &mut Reader) -> (Vec<&'static SupportedProtocolVersion>, Arc<Cryp
     let mut crypto = rustls::crypto::ring::default_provider();
     if let Some(wanted) = suites.filter(|suites| !suites.is_empty()) {
         if least == "VersionTLS13" {
-            reader.mistake("webhook.tls-cipher-suites", "TLS 1.3 has no choice of suites; remove them or allow VersionTLS12");
+            reader.mistake(
+                "webhook.tls-cipher-suites",
+                "TLS 1.3 has no choice of suites; remove them or allow VersionTLS12",
+            );
         }
         let name = |suite: &rustls::SupportedCipherSuite| format!("{:?}", suite.suite());
-        let known: Vec<String> = crypto.cipher_suites.iter().map(name).filter(|name| name.starts_with("TLS_")).collect();
+        let known: Vec<String> =
+            crypto.cipher_suites.iter().map(name).filter(|name| name.starts_with("TLS_")).collect();
         if wanted.iter().any(|suite| !known.contains(suite)) {
-            reader.mistake("webhook.tls-cipher-suites", format!("not all are known; there are {}", known.join(", ")));
+            reader.mistake(
+                "webhook.tls-cipher-suites",
+                format!("not all are known; there are {}", known.join(", ")),
+            );
         }
         crypto.cipher_suites.retain(|suite| suite.tls13().is_some() || wanted.contains(&name(suite)));
     }
-    let versions: &[_] = if least == "VersionTLS13" { &[&version::TLS13] } else { &[&version::TLS13, &version::TLS12] };
+    let versions: &[_] =
+        if least == "VersionTLS13" { &[&version::TLS13] } else { &[&version::TLS13, &version::TLS12] };
     (versions.to_vec(), Arc::new(crypto))
 }
 

@@ -65,7 +65,9 @@ pub enum Refusal {
         why: QuantityError,
     },
     /// Kubernetes would refuse it; it cannot see it any more after us.
-    #[error("{place}: the limit {limit} is below the request {request}; raise the limit or lower the request")]
+    #[error(
+        "{place}: the limit {limit} is below the request {request}; raise the limit or lower the request"
+    )]
     LimitBelowRequest {
         /// The container and its resource.
         place: String,
@@ -75,7 +77,9 @@ pub enum Refusal {
         request: Quantity,
     },
     /// Our record, changed by somebody else.
-    #[error("annotation {ACCOUNTED}: {0}; remove the annotation and give the containers their requests again")]
+    #[error(
+        "annotation {ACCOUNTED}: {0}; remove the annotation and give the containers their requests again"
+    )]
     Record(String),
     /// A part of the pod has not the form that it has in Kubernetes.
     #[error("{0} is not of the form that a pod has")]
@@ -118,7 +122,8 @@ impl Resources {
     /// Of a container or of the pod itself, without what we put there.
     fn present(owner: &Value, profile: &Profile) -> Resources {
         let part = |name: &str| {
-            let found = owner.get("resources").and_then(|resources| resources.get(name)).and_then(Value::as_object);
+            let found =
+                owner.get("resources").and_then(|resources| resources.get(name)).and_then(Value::as_object);
             let mut found = found.cloned().unwrap_or_default();
             found.remove(&profile.resource);
             found
@@ -203,7 +208,8 @@ struct FilledIn<'p>(Vec<(&'p str, &'p str, Vec<&'p str>)>);
 
 impl<'p> FilledIn<'p> {
     fn of(pod: &'p Value) -> FilledIn<'p> {
-        let said = annotation(pod, LIMIT_RANGER).and_then(|text| text.strip_prefix("LimitRanger plugin set: "));
+        let said =
+            annotation(pod, LIMIT_RANGER).and_then(|text| text.strip_prefix("LimitRanger plugin set: "));
         let parts = said.unwrap_or_default().split("; ").filter_map(|part| {
             let (what, name) = part.rsplit_once("container ")?;
             let what = what.trim_end_matches("init ").strip_suffix(" for ")?;
@@ -214,7 +220,9 @@ impl<'p> FilledIn<'p> {
     }
 
     fn has(&self, container: &str, kind: &str, resource: &str) -> bool {
-        self.0.iter().any(|(name, of, resources)| *name == container && *of == kind && resources.contains(&resource))
+        self.0
+            .iter()
+            .any(|(name, of, resources)| *name == container && *of == kind && resources.contains(&resource))
     }
 }
 
@@ -306,7 +314,8 @@ fn amount(place: &str, of: &Map<String, Value>, resource: &str) -> Result<Option
     let Some(value) = of.get(resource) else { return Ok(None) };
     // The API server writes texts; a number is what a person may have written.
     let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-    let read = text.parse().map_err(|why| Refusal::Quantity { place: format!("{place}, {resource}"), why })?;
+    let read =
+        text.parse().map_err(|why| Refusal::Quantity { place: format!("{place}, {resource}"), why })?;
     Ok(Some(read))
 }
 
@@ -375,7 +384,10 @@ fn replace_resources(pod: &mut Value, profile: &Profile) -> Result<(), Refusal> 
             let container = object(container, what)?;
             if place == 0 && what == "a container" {
                 container.insert("resources".to_owned(), json!({"requests": one, "limits": one}));
-            } else if container.get("resources").is_some_and(|has| has.as_object().is_none_or(|has| !has.is_empty())) {
+            } else if container
+                .get("resources")
+                .is_some_and(|has| has.as_object().is_none_or(|has| !has.is_empty()))
+            {
                 container.insert("resources".to_owned(), json!({}));
             }
         }

@@ -62,7 +62,8 @@ impl FromStr for Quantity {
         if whole.is_empty() && fraction.is_empty() || fraction.contains('.') {
             return Err(bad("write it like 2, 500m, 1.5 or 4Gi"));
         }
-        let scale = scale(suffix).ok_or_else(|| bad("the suffix is none of n u m k M G T P E Ki Mi Gi Ti Pi Ei or an exponent"))?;
+        let scale = scale(suffix)
+            .ok_or_else(|| bad("the suffix is none of n u m k M G T P E Ki Mi Gi Ti Pi Ei or an exponent"))?;
         let value = scale.apply(whole, fraction);
         if negative && value > 0 {
             return Err(bad("negative"));

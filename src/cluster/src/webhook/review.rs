@@ -42,10 +42,18 @@ struct Kind {
 ///
 /// # Errors
 /// The request is none; the text is for the caller.
-pub(super) fn answer(body: &[u8], profiles: &[Profile], excluded: &[String]) -> Result<(Vec<u8>, Outcome), String> {
-    let review: Review = serde_json::from_slice(body).map_err(|why| format!("not an AdmissionReview: {why}"))?;
+pub(super) fn answer(
+    body: &[u8],
+    profiles: &[Profile],
+    excluded: &[String],
+) -> Result<(Vec<u8>, Outcome), String> {
+    let review: Review =
+        serde_json::from_slice(body).map_err(|why| format!("not an AdmissionReview: {why}"))?;
     if review.api_version != API_VERSION {
-        return Err(format!("AdmissionReview {} is not spoken; register with admissionReviewVersions [v1]", review.api_version));
+        return Err(format!(
+            "AdmissionReview {} is not spoken; register with admissionReviewVersions [v1]",
+            review.api_version
+        ));
     }
     let request = review.request;
     let ours = request.operation == "CREATE"
@@ -58,7 +66,8 @@ pub(super) fn answer(body: &[u8], profiles: &[Profile], excluded: &[String]) -> 
         Ok(patch) => {
             let bytes = serde_json::to_vec(&patch).map_err(|why| format!("write the patch: {why}"))?;
             let patch = BASE64_STANDARD.encode(bytes);
-            let response = json!({"uid": request.uid, "allowed": true, "patchType": "JSONPatch", "patch": patch});
+            let response =
+                json!({"uid": request.uid, "allowed": true, "patchType": "JSONPatch", "patch": patch});
             (response, Outcome::Changed)
         }
         Err(why) => {
@@ -99,7 +108,10 @@ mod tests {
         let (answer, outcome) = ask(&review("2")).unwrap();
         assert_eq!(outcome, Outcome::Changed);
         let response = &answer["response"];
-        assert_eq!((&response["uid"], &response["allowed"], &response["patchType"]), (&json!("u-1"), &json!(true), &json!("JSONPatch")));
+        assert_eq!(
+            (&response["uid"], &response["allowed"], &response["patchType"]),
+            (&json!("u-1"), &json!(true), &json!("JSONPatch"))
+        );
         let patch = BASE64_STANDARD.decode(response["patch"].as_str().unwrap()).unwrap();
         assert!(String::from_utf8(patch).unwrap().contains("default_vcpus"));
 
@@ -122,7 +134,12 @@ mod tests {
         let (answer, outcome) = ask(&review("-2")).unwrap();
         assert_eq!(outcome, Outcome::Refused);
         assert_eq!(answer["response"]["allowed"], json!(false));
-        assert!(answer["response"]["status"]["message"].as_str().unwrap().starts_with("peer pod: container c, cpu:"));
+        assert!(
+            answer["response"]["status"]["message"]
+                .as_str()
+                .unwrap()
+                .starts_with("peer pod: container c, cpu:")
+        );
     }
 
     #[test]

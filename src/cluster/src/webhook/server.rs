@@ -184,7 +184,8 @@ async fn connection(
         debug!(error = %why, "no TCP_NODELAY");
     }
     let shaken = tokio::time::timeout(HANDSHAKE_WITHIN, tls.accept(stream)).await;
-    let stream = match shaken.map_err(|_| io::Error::from(io::ErrorKind::TimedOut)).and_then(|shaken| shaken) {
+    let stream = match shaken.map_err(|_| io::Error::from(io::ErrorKind::TimedOut)).and_then(|shaken| shaken)
+    {
         Ok(stream) => stream,
         Err(why) => {
             shared.metrics.handshakes_failed.inc();

@@ -46,7 +46,9 @@ fn tls_is_set_as_before() {
     assert_eq!(read(&["--webhook.tls-min-version", "VersionTLS13"]).unwrap().versions.len(), 1);
     assert_eq!(read(&["--webhook.tls-min-version", "VersionTLS12"]).unwrap().versions.len(), 2);
     for wrong in ["VersionTLS10", "VersionTLS11", "VersionTLS99"] {
-        assert!(read(&["--webhook.tls-min-version", wrong]).unwrap_err().contains("VersionTLS12, VersionTLS13"));
+        assert!(
+            read(&["--webhook.tls-min-version", wrong]).unwrap_err().contains("VersionTLS12, VersionTLS13")
+        );
     }
     let two = read(&["--webhook.tls-cipher-suites", TWO]).unwrap();
     assert_eq!(two.crypto.cipher_suites.iter().filter(|suite| suite.tls13().is_none()).count(), 2);

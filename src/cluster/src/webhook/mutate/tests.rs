@@ -49,12 +49,22 @@ fn assert_one_vm(pod: &Value) {
 }
 
 /// Name, init containers, containers (requests, limits), then vcpus, memory, gpus.
-type Row = (&'static str, Vec<(&'static str, &'static str)>, Vec<(&'static str, &'static str)>, [Option<&'static str>; 3]);
+type Row = (
+    &'static str,
+    Vec<(&'static str, &'static str)>,
+    Vec<(&'static str, &'static str)>,
+    [Option<&'static str>; 3],
+);
 
 /// The replaced webhook's table.
 fn rows() -> Vec<Row> {
     vec![
-        ("CpuMemReqLimit", vec![], vec![("cpu=2,memory=4Gi", "cpu=3,memory=5Gi")], [Some("3"), Some("5120"), None]),
+        (
+            "CpuMemReqLimit",
+            vec![],
+            vec![("cpu=2,memory=4Gi", "cpu=3,memory=5Gi")],
+            [Some("3"), Some("5120"), None],
+        ),
         ("CpuReq", vec![], vec![("cpu=2", "")], [Some("2"), None, None]),
         ("MemReq", vec![], vec![("memory=4Gi", "")], [None, Some("4096"), None]),
         ("GpuReq", vec![], vec![("nvidia.com/gpu=1", "nvidia.com/gpu=1")], [None, None, Some("1")]),
@@ -75,7 +85,12 @@ fn rows() -> Vec<Row> {
             ],
             [Some("6"), Some("8192"), Some("1")],
         ),
-        ("FractionalCpu", vec![], vec![("cpu=200m,memory=4Gi", "cpu=500m,memory=4Gi")], [Some("1"), Some("4096"), None]),
+        (
+            "FractionalCpu",
+            vec![],
+            vec![("cpu=200m,memory=4Gi", "cpu=500m,memory=4Gi")],
+            [Some("1"), Some("4096"), None],
+        ),
         (
             "FractionalCpuMoreThanOne",
             vec![],
@@ -166,7 +181,10 @@ fn a_sidecar_injected_between_two_calls_is_added() {
     let profiles = profile(Totals::Effective);
     let mut pod = after(&pod(vec![], vec![container("c", "cpu=2", "cpu=3")]), &profiles);
     // In front: that is where one of the meshes puts it.
-    pod["spec"]["containers"].as_array_mut().unwrap().insert(0, container("mesh", "cpu=100m,memory=64Mi", ""));
+    pod["spec"]["containers"]
+        .as_array_mut()
+        .unwrap()
+        .insert(0, container("mesh", "cpu=100m,memory=64Mi", ""));
     let pod = after(&pod, &profiles);
     assert_eq!(sizes(&pod), [Some("4"), Some("64"), None]);
     assert_one_vm(&pod);
@@ -208,7 +226,10 @@ fn what_the_limit_ranger_fills_in_after_us_does_not_count() {
 
 #[test]
 fn what_the_containers_asked_for_is_kept() {
-    let changed = after(&pod(vec![], vec![container("c", "cpu=2,ephemeral-storage=1Gi", "cpu=3")]), &profile(Totals::Sum));
+    let changed = after(
+        &pod(vec![], vec![container("c", "cpu=2,ephemeral-storage=1Gi", "cpu=3")]),
+        &profile(Totals::Sum),
+    );
     let kept: Value = serde_json::from_str(annotation(&changed, ACCOUNTED).unwrap()).unwrap();
     assert_eq!(
         kept,
@@ -221,7 +242,8 @@ fn what_the_containers_asked_for_is_kept() {
 #[test]
 fn a_users_own_sizes_stay_where_the_containers_ask_for_nothing() {
     let mut own = pod(vec![], vec![container("c", "cpu=2", "")]);
-    own["metadata"]["annotations"] = json!({VCPUS: "9", MEMORY: "777", "io.katacontainers.config.hypervisor.machine_type": "m"});
+    own["metadata"]["annotations"] =
+        json!({VCPUS: "9", MEMORY: "777", "io.katacontainers.config.hypervisor.machine_type": "m"});
     let changed = after(&own, &profile(Totals::Effective));
     assert_eq!(sizes(&changed), [Some("2"), Some("777"), None]);
     assert_eq!(annotation(&changed, "io.katacontainers.config.hypervisor.machine_type"), Some("m"));
@@ -230,7 +252,9 @@ fn a_users_own_sizes_stay_where_the_containers_ask_for_nothing() {
 #[test]
 fn refuses_what_nobody_would_see_after_us() {
     let refused = |requests, limits| {
-        mutate(&pod(vec![], vec![container("web", requests, limits)]), &profile(Totals::Effective)).unwrap_err().to_string()
+        mutate(&pod(vec![], vec![container("web", requests, limits)]), &profile(Totals::Effective))
+            .unwrap_err()
+            .to_string()
     };
     assert_eq!(
         refused("cpu=4", "cpu=500m"),
@@ -239,7 +263,9 @@ fn refuses_what_nobody_would_see_after_us() {
     assert_eq!(refused("cpu=-1", ""), "container web, cpu: \"-1\" is no quantity of a resource: negative");
     let mut forged = pod(vec![], vec![container("c", "", "")]);
     forged["metadata"]["annotations"] = json!({ACCOUNTED: "{"});
-    assert!(mutate(&forged, &profile(Totals::Sum)).unwrap_err().to_string().contains("remove the annotation"));
+    assert!(
+        mutate(&forged, &profile(Totals::Sum)).unwrap_err().to_string().contains("remove the annotation")
+    );
     forged["metadata"]["annotations"] = json!({ACCOUNTED: r#"{"version":2}"#});
     assert!(mutate(&forged, &profile(Totals::Sum)).unwrap_err().to_string().contains("version is 2"));
 }
@@ -247,7 +273,12 @@ fn refuses_what_nobody_would_see_after_us() {
 #[test]
 fn each_class_has_its_own_profile() {
     let mut profiles = profile(Totals::Effective);
-    profiles.push(Profile { runtime_class: "kata-sum".to_owned(), resource: "example.org/vm".to_owned(), totals: Totals::Sum, gpus: vec![] });
+    profiles.push(Profile {
+        runtime_class: "kata-sum".to_owned(),
+        resource: "example.org/vm".to_owned(),
+        totals: Totals::Sum,
+        gpus: vec![],
+    });
     let mut pod = pod(vec![container("i", "cpu=1,nvidia.com/gpu=1", "")], vec![container("c", "cpu=1", "")]);
     assert_eq!(sizes(&after(&pod, &profiles)), [Some("1"), None, Some("1")]);
     pod["spec"]["runtimeClassName"] = json!("kata-sum");
@@ -267,7 +298,8 @@ fn any_json() -> impl Strategy<Value = Value> {
     leaf.prop_recursive(6, 48, 6, move |inner| {
         prop_oneof![
             prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
-            prop::collection::vec((key, inner), 0..5).prop_map(|pairs| Value::Object(pairs.into_iter().collect())),
+            prop::collection::vec((key, inner), 0..5)
+                .prop_map(|pairs| Value::Object(pairs.into_iter().collect())),
         ]
     })
 }

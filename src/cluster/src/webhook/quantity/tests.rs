@@ -59,9 +59,10 @@ fn stays_within_the_range() {
 
 #[test]
 fn refuses_what_is_none() {
-    for text in
-        ["", "-", ".", "m", "1 ", " 1", "1.2.3", "1mm", "1K", "1ki", "1e", "1e1.5", "0x1", "-1", "-1m", "1٣", "١", "NaN", "1Gii"]
-    {
+    for text in [
+        "", "-", ".", "m", "1 ", " 1", "1.2.3", "1mm", "1K", "1ki", "1e", "1e1.5", "0x1", "-1", "-1m", "1٣",
+        "١", "NaN", "1Gii",
+    ] {
         assert!(text.parse::<Quantity>().is_err(), "{text}");
     }
     assert!("1".repeat(65).parse::<Quantity>().is_err());

@@ -1,0 +1,191 @@
+//! The custom resources' definitions, as deployed, on a real API server.
+
+use std::{path::Path, time::Duration};
+
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::{
+    Api, Client, Resource,
+    api::{Patch, PatchParams, PostParams},
+    core::{DynamicObject, NamespaceResourceScope},
+    discovery::ApiResource,
+};
+use peerpod_cluster::crds::{PeerPod, PeerPodConfig, PeerpodVolume};
+use peerpod_test_kube::{Cluster, Options};
+use serde_json::{Value, json};
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+#[tokio::test(flavor = "multi_thread")]
+async fn are_accepted_and_keep_what_they_must() {
+    let cluster = Cluster::start(Options::default()).await.unwrap();
+    let client = cluster.client().unwrap();
+    apply_all(&cluster, &client).await;
+    old_objects_come_back_whole(&client).await;
+    bad_objects_are_refused(&client).await;
+    identities_cannot_change(&client).await;
+    status_is_apart(&client).await;
+    columns(&cluster);
+}
+
+async fn apply_all(cluster: &Cluster, client: &Client) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/crds");
+    let folder = folder.to_str().unwrap();
+    cluster.kubectl(&["apply", "--server-side", "-f", folder]).unwrap();
+    let crds: Api<CustomResourceDefinition> = Api::all(client.clone());
+    for plural in ["peerpods", "peerpodconfigs", "peerpodvolumes"] {
+        let name = format!("{plural}.confidentialcontainers.org");
+        let established = kube::runtime::conditions::is_crd_established();
+        let wait = kube::runtime::wait::await_condition(crds.clone(), &name, established);
+        let crd = tokio::time::timeout(LIMIT, wait).await.unwrap().unwrap().unwrap();
+        let conditions = crd.status.unwrap().conditions.unwrap();
+        let structural = conditions.iter().find(|condition| condition.type_ == "NonStructuralSchema");
+        assert!(structural.is_none_or(|condition| condition.status != "True"), "{conditions:?}");
+        assert_eq!(crd.spec.versions[0].subresources.as_ref().map(|sub| sub.status.is_some()), Some(true));
+    }
+}
+
+fn api<K: Resource<Scope = NamespaceResourceScope, DynamicType = ()>>(client: &Client) -> Api<DynamicObject> {
+    Api::namespaced_with(client.clone(), "default", &ApiResource::erase::<K>(&()))
+}
+
+async fn create<K: Resource<Scope = NamespaceResourceScope, DynamicType = ()>>(
+    client: &Client,
+    name: &str,
+    spec: Value,
+) -> Result<DynamicObject, String> {
+    let object = DynamicObject::new(name, &ApiResource::erase::<K>(&())).data(json!({"spec": spec}));
+    api::<K>(client).create(&PostParams::default(), &object).await.map_err(|why| why.to_string())
+}
+
+/// Objects as the replaced system writes them; nothing is lost, nothing is added but the old defaults.
+async fn old_objects_come_back_whole(client: &Client) {
+    let spec = json!({"cloudProvider": "libvirt", "instanceID": "17"});
+    assert_eq!(
+        create::<PeerPod>(client, "web-resource-x7k2p", spec.clone()).await.unwrap().data["spec"],
+        spec
+    );
+
+    let spec = json!({"cloudSecretName": "s", "configMapName": "m", "instanceType": "t3.small", "limit": "10",
+        "nodeSelector": {"node.kubernetes.io/worker": ""}});
+    assert_eq!(create::<PeerPodConfig>(client, "full", spec.clone()).await.unwrap().data["spec"], spec);
+    let empty = create::<PeerPodConfig>(client, "empty", json!({})).await.unwrap();
+    assert_eq!(
+        empty.data["spec"],
+        json!({"cloudSecretName": "peer-pods-secret", "configMapName": "peer-pods-cm"})
+    );
+
+    let names = [
+        "podName",
+        "podNamespace",
+        "podUid",
+        "nodeID",
+        "nodeName",
+        "volumeID",
+        "volumeName",
+        "vmID",
+        "vmName",
+        "devicePath",
+        "stagingTargetPath",
+        "targetPath",
+        "wrapperControllerPublishVolumeReq",
+        "wrapperControllerPublishVolumeRes",
+        "wrapperNodeStageVolumeReq",
+        "wrapperNodePublishVolumeReq",
+        "wrapperNodeUnpublishVolumeReq",
+        "wrapperNodeUnstageVolumeReq",
+    ];
+    let spec: Value =
+        Value::Object(names.iter().map(|name| ((*name).to_owned(), json!(format!("a {name}")))).collect());
+    assert_eq!(create::<PeerpodVolume>(client, "vol", spec.clone()).await.unwrap().data["spec"], spec);
+    // And by our types.
+    let typed: Api<PeerpodVolume> = Api::namespaced(client.clone(), "default");
+    let read = typed.get("vol").await.unwrap();
+    assert_eq!(serde_json::to_value(read.spec).unwrap(), spec);
+}
+
+async fn bad_objects_are_refused(client: &Client) {
+    let refused = create::<PeerPod>(client, "none", json!({"cloudProvider": "aws"})).await.unwrap_err();
+    assert!(refused.contains("an instanceID or an idempotencyKey must say which VM it is"), "{refused}");
+    let refused = create::<PeerPod>(client, "empty", json!({"instanceID": ""})).await.unwrap_err();
+    assert!(refused.contains("instanceID"), "{refused}");
+    for limit in ["ten", "1.5", "", "10 "] {
+        let refused = create::<PeerPodConfig>(client, "limit", json!({"limit": limit})).await.unwrap_err();
+        assert!(refused.contains("limit must be a whole number"), "{limit:?}: {refused}");
+    }
+    for limit in ["0", "-1"] {
+        create::<PeerPodConfig>(client, &format!("limit{limit}"), json!({"limit": limit})).await.unwrap();
+    }
+}
+
+/// An intent learns its instance once; after that nothing by which the VM is found may change.
+async fn identities_cannot_change(client: &Client) {
+    let intent =
+        json!({"cloudProvider": "aws", "idempotencyKey": "k1", "sandboxID": "s", "nodeName": "worker-1"});
+    create::<PeerPod>(client, "intent", intent).await.unwrap();
+    let pods = api::<PeerPod>(client);
+    let merge = async |spec: Value| {
+        let patch = Patch::Merge(json!({"spec": spec}));
+        pods.patch("intent", &PatchParams::default(), &patch).await.map_err(|why| why.to_string())
+    };
+    assert!(
+        merge(json!({"idempotencyKey": "k2"})).await.unwrap_err().contains("idempotencyKey cannot change")
+    );
+    // A second attempt of another key gave the VM.
+    merge(json!({"idempotencyKey": "k2", "instanceID": "i-1"})).await.unwrap();
+    for (spec, why) in [
+        (json!({"instanceID": "i-2"}), "instanceID cannot change"),
+        (json!({"instanceID": null}), "instanceID cannot change"),
+        (json!({"idempotencyKey": "k3"}), "idempotencyKey cannot change"),
+        (json!({"cloudProvider": "azure"}), "cloudProvider cannot change"),
+        (json!({"nodeName": "worker-2"}), "nodeName cannot change"),
+        (json!({"sandboxID": null}), "sandboxID cannot change"),
+    ] {
+        let refused = merge(spec.clone()).await.unwrap_err();
+        assert!(refused.contains(why), "{spec}: {refused}");
+    }
+    create::<PeerpodVolume>(client, "fixed", json!({"volumeID": "v1"})).await.unwrap();
+    let patch = Patch::Merge(json!({"spec": {"volumeID": "v2"}}));
+    let refused =
+        api::<PeerpodVolume>(client).patch("fixed", &PatchParams::default(), &patch).await.unwrap_err();
+    assert!(refused.to_string().contains("volumeID cannot change"), "{refused}");
+}
+
+async fn status_is_apart(client: &Client) {
+    let pods = api::<PeerPod>(client);
+    let status = json!({"status": {
+        "phase": "Running", "addresses": ["10.0.0.9"], "cleand": false, "observedGeneration": 1,
+        "stages": [{"name": "create", "at": "2026-01-02T03:04:05Z", "tookMilliseconds": 812}],
+        "conditions": [{"type": "Ready", "status": "True", "reason": "AgentAnswers", "message": "",
+            "lastTransitionTime": "2026-01-02T03:04:05Z"}],
+    }});
+    let object = DynamicObject::new("apart", &ApiResource::erase::<PeerPod>(&()));
+    let mut data = status.clone();
+    data["spec"] = json!({"instanceID": "i-9", "cloudProvider": "local", "nodeName": "worker-1"});
+    let made = pods.create(&PostParams::default(), &object.data(data)).await.unwrap();
+    assert!(made.data.get("status").is_none(), "status is no part of a creation");
+    let patched = pods.patch_status("apart", &PatchParams::default(), &Patch::Merge(&status)).await.unwrap();
+    assert_eq!(patched.data["status"], status["status"]);
+    let wrong = json!({"status": {"phase": "Flying"}});
+    let refused =
+        pods.patch_status("apart", &PatchParams::default(), &Patch::Merge(&wrong)).await.unwrap_err();
+    assert!(refused.to_string().contains("Unsupported value: \"Flying\""), "{refused}");
+}
+
+fn columns(cluster: &Cluster) {
+    let table = |words: &[&str]| {
+        let text = cluster.kubectl(words).unwrap();
+        text.lines()
+            .map(|line| line.split_whitespace().map(str::to_owned).collect())
+            .collect::<Vec<Vec<String>>>()
+    };
+    let rows = table(&["get", "peerpods", "apart"]);
+    assert_eq!(rows[0], ["NAME", "PROVIDER", "INSTANCE", "NODE", "PHASE", "AGE"]);
+    assert_eq!(rows[1][..5], ["apart", "local", "i-9", "worker-1", "Running"]);
+    let selected = table(&["get", "peerpods", "--field-selector", "spec.nodeName=worker-1", "-o", "name"]);
+    assert_eq!(selected.len(), 2, "{selected:?}");
+    let rows = table(&["get", "peerpodconfigs", "full"]);
+    assert_eq!(rows[0], ["NAME", "LIMIT", "INSTANCE", "TYPE", "READY", "AGE"]);
+    assert_eq!(rows[1][..3], ["full", "10", "t3.small"]);
+    let rows = table(&["get", "peerpodvolumes", "fixed"]);
+    assert_eq!(rows[0], ["NAME", "VOLUME", "POD", "NODE", "VM", "STATE", "AGE"]);
+}
