@@ -12,7 +12,10 @@ use std::{
 use anyhow::{Context, Result, bail};
 use hyper::Request;
 use kube::{Client, Config, config::AuthInfo};
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, PKCS_ECDSA_P256_SHA256};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, PKCS_ECDSA_P256_SHA256,
+    PublicKeyData,
+};
 use serde_json::json;
 
 use crate::hook::pem;
@@ -115,7 +118,7 @@ impl Cluster {
             "--enable-admission-plugins=NodeRestriction".to_owned(),
             "--service-cluster-ip-range=10.0.0.0/24".to_owned(),
             "--service-account-issuer=https://peerpod.test".to_owned(),
-            "--service-account-key-file=accounts.key".to_owned(),
+            "--service-account-key-file=accounts.pub".to_owned(),
             "--service-account-signing-key-file=accounts.key".to_owned(),
             // Pods may be made before the controllers have made a default account.
             "--disable-admission-plugins=ServiceAccount".to_owned(),
@@ -245,7 +248,9 @@ fn certificates(folder: &Path) -> Result<Vec<u8>> {
     fs::write(folder.join("ca.crt"), pem("CERTIFICATE", ca.der()))?;
     fs::write(folder.join("server.crt"), pem("CERTIFICATE", certificate.der()))?;
     secret(&folder.join("server.key"), &pem("PRIVATE KEY", server.serialized_der()))?;
-    secret(&folder.join("accounts.key"), &pem("PRIVATE KEY", key()?.serialized_der()))?;
+    let accounts = key()?;
+    secret(&folder.join("accounts.key"), &pem("PRIVATE KEY", accounts.serialized_der()))?;
+    fs::write(folder.join("accounts.pub"), pem("PUBLIC KEY", &accounts.subject_public_key_info()))?;
     Ok(ca.der().to_vec())
 }
 
