@@ -160,7 +160,7 @@ mod tests {
     #[test]
     fn digests_and_folders() {
         assert!(sha256(b"").starts_with("e3b0c44298fc1c14"));
-        assert_eq!(top("/usr/lib/modules/6/a.ko"), "/usr/lib");
+        assert_eq!(top("/usr/lib/modules/6/a.ko"), "/usr/lib/modules");
         assert_eq!(top("/etc/ssl/certs/x"), "/etc/ssl");
         assert_eq!(top("/init"), "/init");
     }
