@@ -62,7 +62,7 @@ test-aws: setup
 bench-aws: setup
 	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked $(AWS) --test burst -- --nocapture --test-threads 1
 
-bench: setup
+bench: image
 	$(CARGO) build --locked --release $(BINS) -p peerpod-benches
 	$(TARGET)/release/peerpod-benches
 
