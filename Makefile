@@ -6,15 +6,38 @@ TARGET := $(or $(CARGO_TARGET_DIR),target)
 # The clouds' SDKs are in no default build: minutes and gigabytes. Their providers have targets of their own.
 AWS := -p peerpod-providers -p peerpod-provider-aws -p peerpod-test-ec2 \
 	--features peerpod-providers/aws,peerpod-provider-aws/sdk,peerpod-test-ec2/moto
+# The features of one build of all, so that nothing is compiled twice.
+KUBE := --features peerpod-test-kube/server
 BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-provider-local -p peerpod-test-agent
 
-.PHONY: demo test test-long test-aws bench bench-aws lint fuzz setup bins docs
+# VM images. The programs in them are static builds of their own profile; the builder runs as any user.
+# KATA_AGENT=PATH (of a Kata release), PAUSE_BUNDLE=DIR, GUEST_COMPONENTS=DIR: what the image gets of others.
+IMAGE_TARGET := x86_64-unknown-linux-musl
+IMAGE_BINS := $(TARGET)/$(IMAGE_TARGET)/image
+IMAGE_PARTS = --guest $(IMAGE_BINS)/peerpod-guest \
+	$(if $(KATA_AGENT),--kata-agent $(KATA_AGENT),--test-agent $(IMAGE_BINS)/peerpod-test-agent) \
+	$(if $(PAUSE_BUNDLE),--pause-bundle $(PAUSE_BUNDLE)) $(if $(GUEST_COMPONENTS),--guest-components $(GUEST_COMPONENTS))
+
+.PHONY: demo test test-kube test-long test-aws bench bench-aws bench-kube lint fuzz setup bins docs image image-bins image-lock
 
 setup:
 	@scripts/setup
 
 bins: setup
 	$(CARGO) build --locked $(BINS)
+
+# target/image/minimal: kernel and initramfs.
+image: image-bins
+	$(TARGET)/debug/peerpod-image minimal $(IMAGE_PARTS) --cache $(TARGET)/image/cache --out $(TARGET)/image/minimal
+
+image-bins: setup
+	$(CARGO) build --locked -p peerpod-image
+	$(CARGO) build --locked --profile image --target $(IMAGE_TARGET) -p peerpod-guest \
+		$(if $(KATA_AGENT),,-p peerpod-test-agent)
+
+# Writes podvm/image/packages.lock anew, with the newest versions.
+image-lock:
+	$(CARGO) run --locked -p peerpod-image -- lock --cache $(TARGET)/image/cache
 
 demo: bins
 	$(TARGET)/debug/peerpod demo
@@ -24,6 +47,18 @@ demo: bins
 test: setup
 	$(CARGO) build --locked --workspace --all-targets
 	$(CARGO) test --locked --workspace
+
+# The cluster's side against a real kube-apiserver with etcd. The servers are compiled once, from Kubernetes' own Go
+# modules (tests/kube/build); that is why it is not part of `make test`.
+test-kube: setup
+	tests/kube/build
+	$(CARGO) build --locked --workspace --all-targets $(KUBE)
+	$(CARGO) test --locked --workspace $(KUBE) --test 'kube_*'
+
+bench-kube: setup
+	tests/kube/build
+	$(CARGO) build --locked --workspace --all-targets $(KUBE)
+	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(KUBE) --test kube_webhook -- --nocapture
 
 # What takes longer than a coffee: soaks, many kills, large counts. The same build as `make test`: what it waits for
 # is mostly processes, namespaces and deadlines, not our code.
@@ -41,13 +76,13 @@ test-aws: setup
 bench-aws: setup
 	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked $(AWS) --test burst -- --nocapture --test-threads 1
 
-bench: setup
+bench: image
 	$(CARGO) build --locked --release $(BINS) -p peerpod-benches
 	$(TARGET)/release/peerpod-benches
 
 lint: setup
 	$(CARGO) fmt --all --check
-	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+	$(CARGO) clippy --locked --workspace --all-targets $(KUBE) -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace --no-deps --document-private-items
 	scripts/deny
 	scripts/check-trees

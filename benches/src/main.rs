@@ -1,5 +1,5 @@
 //! Speed as ratios against something run beside it in the same run. `make bench` prints a table, writes
-//! `target/bench/summary.json` and fails when a gate is missed. `peerpod-benches relay net ready check thousand` runs only
+//! `target/bench/summary.json` and fails when a gate is missed. `peerpod-benches relay net ready check thousand machines` runs only
 //! what is named and leaves the other figures in the file.
 
 mod agent;
@@ -8,6 +8,7 @@ mod check;
 mod encrypted;
 mod guests;
 mod load;
+mod machines;
 mod net;
 mod pods;
 mod ready;
@@ -68,6 +69,9 @@ fn main() -> anyhow::Result<()> {
         }
         if wanted("thousand") {
             runtime.block_on(thousand::run(&folder, &mut report))?;
+        }
+        if wanted("machines") {
+            runtime.block_on(machines::run(&folder, &mut report))?;
         }
         anyhow::Ok(())
     })();

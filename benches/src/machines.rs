@@ -1,0 +1,192 @@
+//! VMs that boot (QEMU, emulated): the image's way from power-on to its first byte home beside the bare kernel with a
+//! one-line init, in turns; how large the image is; what the guest program keeps in memory while its pod is idle.
+
+use std::{
+    fs,
+    io::Read,
+    net::{Ipv4Addr, TcpListener},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, ensure};
+use peerpod_client::Annotations;
+use peerpod_link::birth::{BirthData, BirthNode, BirthTicket, TicketSecret, VERSION};
+use peerpod_world::{
+    Daemons, Settings, Sight, World,
+    qemu::{Machine, Running},
+};
+
+use crate::{
+    load::quantile,
+    report::{Goal, Report},
+};
+
+const ROUNDS: usize = 5;
+const PATIENCE: Duration = Duration::from_secs(60);
+const MEMORY: u32 = 512;
+/// What QEMU's own network calls the machine it runs on.
+const HOST: Ipv4Addr = Ipv4Addr::new(10, 0, 2, 2);
+const MIB: f64 = (1 << 20) as f64;
+/// One line on the console, and then nothing for ever: with no library, so that nothing but the kernel is measured.
+const BARE: &str = r#"
+static long call(long n, long a, long b, long c) {
+    __asm__ volatile("syscall" : "+a"(n) : "D"(a), "S"(b), "d"(c) : "rcx", "r11", "memory");
+    return n;
+}
+void _start(void) {
+    call(1, 1, (long)"bare: up\n", 9);
+    for (;;) call(34, 0, 0, 0);
+}
+"#;
+
+/// Runs it. The image and its programs must be there (`make image`).
+pub(crate) async fn run(folder: &Path, report: &mut Report) -> anyhow::Result<()> {
+    let target = target()?;
+    let image = target.join("image/minimal");
+    sizes(&image, report)?;
+    boots(folder, &image, report)?;
+    memory(&target, report).await
+}
+
+/// The folder that our own program was built in.
+fn target() -> anyhow::Result<PathBuf> {
+    let us = std::env::current_exe()?;
+    let target = us.ancestors().nth(2).context("peerpod-benches is not below a target folder")?;
+    Ok(target.to_owned())
+}
+
+fn sizes(image: &Path, report: &mut Report) -> anyhow::Result<()> {
+    let mut total = 0.0;
+    for file in ["vmlinuz", "initrd.img"] {
+        let path = image.join(file);
+        let length = fs::metadata(&path).with_context(|| format!("{}: `make image`", path.display()))?.len();
+        total += length as f64 / MIB;
+    }
+    report.figure("image_minimal_mib", total, Goal::None, "kernel and initramfs, as they are loaded");
+    Ok(())
+}
+
+fn boots(folder: &Path, image: &Path, report: &mut Report) -> anyhow::Result<()> {
+    let description: serde_json::Value = serde_json::from_slice(&fs::read(image.join("image.json"))?)?;
+    let command_line = description["cmdline_emulated"].as_str().context("image.json: no cmdline_emulated")?;
+    let bare = bare_initramfs(folder)?;
+    let (mut bare_took, mut ours_took) = (Vec::new(), Vec::new());
+    for _ in 0..ROUNDS {
+        let machine =
+            Machine::new(MEMORY).user_network("").kernel(&image.join("vmlinuz"), &bare, command_line);
+        let mut running = machine.start(folder)?;
+        running.line_blocking("bare: up", PATIENCE)?;
+        bare_took.push(running.began().elapsed().as_secs_f64());
+        drop(running);
+        ours_took.push(first_byte_home(folder, image)?);
+    }
+    let bare = quantile(&mut bare_took, 0.5).context("no boots")?;
+    let ours = quantile(&mut ours_took, 0.5).context("no boots")?;
+    report.figure("boot_bare_s", bare, Goal::None, "power-on to the one-line init's line; emulated");
+    report.figure("guest_boot_s", ours, Goal::None, "power-on to the guest's first byte home; emulated");
+    report.figure("guest_boot_vs_bare", ours / bare, Goal::AtMost(1.3), "the two above; medians in turns");
+    Ok(())
+}
+
+fn bare_initramfs(folder: &Path) -> anyhow::Result<PathBuf> {
+    let root = folder.join("bare");
+    fs::create_dir_all(&root)?;
+    let source = folder.join("bare.c");
+    fs::write(&source, BARE)?;
+    let mut compiler = Command::new("cc");
+    compiler.args(["-O2", "-static", "-nostdlib", "-fno-stack-protector", "-o"]);
+    ensure!(compiler.arg(root.join("init")).arg(&source).status()?.success(), "cc failed");
+    let archive = folder.join("bare.cpio");
+    let mut cpio = Command::new("cpio")
+        .args(["--quiet", "-o", "-H", "newc"])
+        .current_dir(&root)
+        .stdin(Stdio::piped())
+        .stdout(fs::File::create(&archive)?)
+        .spawn()
+        .context("start cpio")?;
+    std::io::Write::write_all(&mut cpio.stdin.take().context("cpio's stdin")?, b"init\n")?;
+    ensure!(cpio.wait()?.success(), "cpio failed");
+    Ok(archive)
+}
+
+/// Seconds from the start of QEMU to the first byte of the guest program at the address in its user-data.
+fn first_byte_home(folder: &Path, image: &Path) -> anyhow::Result<f64> {
+    let home = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    home.set_nonblocking(true)?;
+    let birth = BirthData {
+        version: VERSION,
+        ticket: BirthTicket { id: "b".repeat(32), secret: TicketSecret::new([7; 32]), claims: 1 },
+        node: BirthNode {
+            addresses: vec![(HOST, home.local_addr()?.port()).into()],
+            ca_sha256: vec![[8; 32]],
+            listen: None,
+        },
+        lease_seconds: 900,
+    };
+    let user_data = folder.join("user-data");
+    fs::write(&user_data, birth.to_json())?;
+    let firmware = format!("name=opt/io.peerpod/user-data,file={}", user_data.display());
+    let machine =
+        Machine::new(MEMORY).user_network("").with(["-fw_cfg", &firmware]).minimal_image(image, "")?;
+    let running = machine.start(folder)?;
+    wait_for_a_byte(&home, &running)?;
+    Ok(running.began().elapsed().as_secs_f64())
+}
+
+fn wait_for_a_byte(home: &TcpListener, running: &Running) -> anyhow::Result<()> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        match home.accept() {
+            Ok((mut connection, _)) => {
+                connection.set_nonblocking(false)?;
+                connection.set_read_timeout(Some(PATIENCE))?;
+                return connection.read_exact(&mut [0]).context("the guest's first byte");
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error.into()),
+        }
+        ensure!(Instant::now() < deadline, "the guest does not call; its console:\n{}", running.console());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// The image's own program, in a VM of the local provider, where it can be looked at.
+async fn memory(target: &Path, report: &mut Report) -> anyhow::Result<()> {
+    let guest = target.join("x86_64-unknown-linux-musl/image/peerpod-guest");
+    let length = fs::metadata(&guest).with_context(|| format!("{}: `make image`", guest.display()))?.len();
+    report.figure("guest_size_mib", length as f64 / MIB, Goal::None, "the static program in the image");
+    let world = World::new()?;
+    let settings = Settings::none()
+        .set("log.level", "info")
+        .set("provider.local.guest-binary", guest.display().to_string())
+        .set("provider.local.agent-binary", std::env::current_exe()?.to_string_lossy().into_owned());
+    let daemons = Daemons::start(&world, settings).await?;
+    let shim = daemons.shim().await?;
+    let pod = world.pod()?;
+    shim.create_vm("idle", Annotations::new("bench", "idle"), &pod.namespace().path()).await?;
+    shim.start_vm_within("idle", PATIENCE).await.with_context(|| daemons.log_tails())?;
+    let sight = Sight::of(&world, &[], &daemons)?;
+    let mut all = 0.0;
+    for pid in sight.pids("peerpod-guest") {
+        all += resident(pid)?;
+    }
+    ensure!(all > 0.0, "no peerpod-guest runs: {sight}");
+    report.figure(
+        "guest_rss_mib",
+        all,
+        Goal::AtMost(6.0),
+        "peerpod-guest, pid 1 and serve together, pages of the file counted once per process",
+    );
+    shim.stop_vm("idle").await?;
+    daemons.gone("idle", PATIENCE).await
+}
+
+/// MiB.
+fn resident(pid: u32) -> anyhow::Result<f64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("no VmRSS")?;
+    let kib: f64 = line.trim().trim_end_matches(" kB").parse()?;
+    Ok(kib / 1024.0)
+}

@@ -1,0 +1,248 @@
+//! A machine that boots, in QEMU and emulated in software, which every machine can do: started, its serial console
+//! read, killed. Test code for what no namespace can show. Several run side by side; each dies with the test.
+
+use std::{
+    fs::{self, File},
+    os::unix::process::CommandExt,
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    sync::{
+        atomic::{AtomicU32, Ordering},
+        mpsc,
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, bail};
+
+const QEMU: &str = "qemu-system-x86_64";
+/// Debian's UEFI firmware for q35, and what it remembers from one boot to the next, which must be a copy of one's own.
+const FIRMWARE: &str = "/usr/share/OVMF/OVMF_CODE_4M.fd";
+const FIRMWARE_VARIABLES: &str = "/usr/share/OVMF/OVMF_VARS_4M.fd";
+const INTERVAL: Duration = Duration::from_millis(20);
+/// How much of the console an error shows.
+const TAIL: usize = 3000;
+
+/// What a machine is made of.
+#[derive(Debug, Clone)]
+pub struct Machine {
+    arguments: Vec<String>,
+    firmware: bool,
+}
+
+impl Machine {
+    /// A q35 machine with `memory` MiB and one emulated processor, without a disk, a network or anything to boot.
+    pub fn new(memory: u32) -> Machine {
+        let memory = memory.to_string();
+        let fixed = [
+            "-accel",
+            "tcg",
+            "-machine",
+            "q35",
+            "-cpu",
+            "max",
+            "-m",
+            &memory,
+            "-display",
+            "none",
+            "-monitor",
+            "none",
+            "-nodefaults",
+            "-no-reboot",
+            "-device",
+            "virtio-rng-pci",
+        ];
+        Machine { arguments: fixed.map(str::to_owned).into(), firmware: false }
+    }
+
+    /// More of QEMU's command line.
+    pub fn with<S: AsRef<str>>(mut self, arguments: impl IntoIterator<Item = S>) -> Machine {
+        self.arguments.extend(arguments.into_iter().map(|argument| argument.as_ref().to_owned()));
+        self
+    }
+
+    /// Boots this kernel directly.
+    pub fn kernel(self, kernel: &Path, initrd: &Path, command_line: &str) -> Machine {
+        let (kernel, initrd) = (kernel.display().to_string(), initrd.display().to_string());
+        self.with(["-kernel", &kernel, "-initrd", &initrd, "-append", command_line])
+    }
+
+    /// Boots the image that `make image` left in `folder`, with these words behind its own command line.
+    ///
+    /// # Errors
+    /// When there is none (`make image`).
+    pub fn minimal_image(self, folder: &Path, more: &str) -> anyhow::Result<Machine> {
+        let path = folder.join("image.json");
+        let text =
+            fs::read(&path).with_context(|| format!("{}: is there none? `make image`", path.display()))?;
+        let image: serde_json::Value = serde_json::from_slice(&text)?;
+        let text = |key: &str| image[key].as_str().with_context(|| format!("{}: no {key}", path.display()));
+        let command_line = format!("{} {more}", text("cmdline_emulated")?);
+        Ok(self.kernel(&folder.join(text("kernel")?), &folder.join(text("initrd")?), command_line.trim()))
+    }
+
+    /// Boots by UEFI.
+    pub fn firmware(mut self) -> Machine {
+        self.firmware = true;
+        self
+    }
+
+    /// Adds a virtio disk; with `snapshot` what is written to it is forgotten.
+    pub fn disk(self, file: &Path, format: &str, snapshot: bool) -> Machine {
+        let snapshot = if snapshot { "on" } else { "off" };
+        let drive = format!("if=virtio,format={format},snapshot={snapshot},file={}", file.display());
+        self.with(["-drive", &drive])
+    }
+
+    /// Adds a virtio network card behind QEMU's own NAT and DHCP server; `forward` is of its syntax, like
+    /// `hostfwd=tcp:127.0.0.1:5555-:80`, or empty.
+    pub fn user_network(self, forward: &str) -> Machine {
+        let comma = if forward.is_empty() { "" } else { "," };
+        let network = format!("user,id=uplink{comma}{forward}");
+        self.with(["-netdev", &network, "-device", "virtio-net-pci,netdev=uplink,romfile="])
+    }
+
+    /// Starts it. Its console goes to a file below `folder`, which must be there.
+    ///
+    /// # Errors
+    /// When QEMU, or its firmware, is not installed or does not start.
+    pub fn start(self, folder: &Path) -> anyhow::Result<Running> {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let console = folder.join(format!("console-{number}"));
+        let errors = folder.join(format!("qemu-{number}"));
+        File::create(&console).with_context(|| format!("make {}", console.display()))?;
+        let mut command = Command::new("setpriv");
+        // The thread that starts it lives as long as we want it: QEMU ends with it, however we end.
+        command.args(["--pdeathsig", "KILL", QEMU]).args(&self.arguments);
+        command.arg("-serial").arg(format!("file:{}", console.display()));
+        if self.firmware {
+            let variables = folder.join(format!("firmware-{number}"));
+            fs::copy(FIRMWARE_VARIABLES, &variables)
+                .with_context(|| format!("copy {FIRMWARE_VARIABLES} (package ovmf)"))?;
+            command.arg("-drive").arg(format!("if=pflash,unit=0,format=raw,readonly=on,file={FIRMWARE}"));
+            command.arg("-drive").arg(format!("if=pflash,unit=1,format=raw,file={}", variables.display()));
+        }
+        command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&errors)?);
+        let (started, starts) = mpsc::channel();
+        let (hold, held) = mpsc::channel::<()>();
+        let parent = thread::spawn(move || {
+            let spawned = command.spawn();
+            if started.send(spawned).is_ok() {
+                // Ends with an error when the other side is dropped, which is what is waited for.
+                drop(held.recv());
+            }
+        });
+        let child = starts.recv()?.context("start QEMU by setpriv")?;
+        Ok(Running { child, began: Instant::now(), console, errors, hold: Some(hold), parent: Some(parent) })
+    }
+}
+
+/// A machine that runs; killed when it is dropped.
+#[derive(Debug)]
+pub struct Running {
+    child: Child,
+    began: Instant,
+    console: PathBuf,
+    errors: PathBuf,
+    hold: Option<mpsc::Sender<()>>,
+    parent: Option<JoinHandle<()>>,
+}
+
+impl Running {
+    /// When QEMU was started.
+    pub fn began(&self) -> Instant {
+        self.began
+    }
+
+    /// QEMU's process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// All of the console until now. What is no UTF-8 is replaced.
+    pub fn console(&self) -> String {
+        String::from_utf8_lossy(&fs::read(&self.console).unwrap_or_default()).into_owned()
+    }
+
+    /// Waits until a whole line with `what` in it is on the console; the line, without its end.
+    ///
+    /// # Errors
+    /// After `patience`, or when the machine ends before; with the end of the console.
+    pub async fn line(&mut self, what: &str, patience: Duration) -> anyhow::Result<String> {
+        let deadline = Instant::now() + patience;
+        loop {
+            if let Some(line) = self.look(what, deadline)? {
+                return Ok(line);
+            }
+            tokio::time::sleep(INTERVAL).await;
+        }
+    }
+
+    /// As [`Running::line`], for code without a runtime.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn line_blocking(&mut self, what: &str, patience: Duration) -> anyhow::Result<String> {
+        let deadline = Instant::now() + patience;
+        loop {
+            if let Some(line) = self.look(what, deadline)? {
+                return Ok(line);
+            }
+            thread::sleep(INTERVAL);
+        }
+    }
+
+    /// Waits until the machine is off.
+    ///
+    /// # Errors
+    /// After `patience`.
+    pub fn off_blocking(&mut self, patience: Duration) -> anyhow::Result<ExitStatus> {
+        let deadline = Instant::now() + patience;
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                return Ok(status);
+            }
+            if Instant::now() > deadline {
+                bail!("the machine is not off within {patience:?}{}", self.tail());
+            }
+            thread::sleep(INTERVAL);
+        }
+    }
+
+    fn look(&mut self, what: &str, deadline: Instant) -> anyhow::Result<Option<String>> {
+        // Asked first: what it said until its end counts.
+        let over = self.child.try_wait()?;
+        let console = self.console();
+        let whole = console.rfind('\n').map_or("", |end| &console[..end]);
+        if let Some(line) = whole.lines().find(|line| line.contains(what)) {
+            return Ok(Some(line.trim_end().to_owned()));
+        }
+        if let Some(status) = over {
+            bail!("the machine ended ({status}) before it said {what:?}{}", self.tail());
+        }
+        if Instant::now() > deadline {
+            bail!("the machine did not say {what:?} in time{}", self.tail());
+        }
+        Ok(None)
+    }
+
+    fn tail(&self) -> String {
+        let (console, errors) = (self.console(), fs::read_to_string(&self.errors).unwrap_or_default());
+        let start = console.char_indices().rev().nth(TAIL).map_or(0, |(at, _)| at);
+        format!("; QEMU: {}; its console:\n{}", errors.trim(), &console[start..])
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // It may be gone already; it is reaped either way.
+        drop(self.child.kill());
+        drop(self.child.wait());
+        self.hold = None;
+        if let Some(parent) = self.parent.take() {
+            drop(parent.join());
+        }
+    }
+}
