@@ -1,6 +1,6 @@
 //! The custom resources' definitions, as deployed, on a real API server.
 
-use std::{path::Path, time::Duration};
+use std::{process::Command, time::Duration};
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::{
@@ -10,7 +10,7 @@ use kube::{
     discovery::ApiResource,
 };
 use peerpod_cluster::crds::{PeerPod, PeerPodConfig, PeerpodVolume};
-use peerpod_test_kube::{Cluster, Options};
+use peerpod_test_kube::{Cluster, Options, program};
 use serde_json::{Value, json};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -28,9 +28,16 @@ async fn are_accepted_and_keep_what_they_must() {
 }
 
 async fn apply_all(cluster: &Cluster, client: &Client) {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/crds");
-    let folder = folder.to_str().unwrap();
-    cluster.kubectl(&["apply", "--server-side", "-f", folder]).unwrap();
+    // What the program prints is what is deployed.
+    let printed = Command::new(program("peerpod-cluster").unwrap()).arg("crds").output().unwrap();
+    let deployed = ["peerpods", "peerpodconfigs", "peerpodvolumes"].map(|plural| {
+        let path = format!("{}/../../deploy/crds/{plural}.yaml", env!("CARGO_MANIFEST_DIR"));
+        format!("---\n{}", std::fs::read_to_string(path).unwrap())
+    });
+    assert_eq!(String::from_utf8(printed.stdout).unwrap(), deployed.concat());
+    let file = cluster.folder().join("crds.yaml");
+    std::fs::write(&file, deployed.concat()).unwrap();
+    cluster.kubectl(&["apply", "--server-side", "-f", file.to_str().unwrap()]).unwrap();
     let crds: Api<CustomResourceDefinition> = Api::all(client.clone());
     for plural in ["peerpods", "peerpodconfigs", "peerpodvolumes"] {
         let name = format!("{plural}.confidentialcontainers.org");

@@ -1,5 +1,6 @@
 //! PeerPod: one VM. Written as an intent before the VM exists, and gone after it.
 
+#![expect(clippy::duplicated_attributes, reason = "each printed column says its type")]
 #![expect(unreachable_pub, reason = "what KubeSchema derives hides a public type in a block")]
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};

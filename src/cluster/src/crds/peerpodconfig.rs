@@ -1,5 +1,6 @@
 //! PeerPodConfig: which nodes have peer pods, how many, and with which provider settings.
 
+#![expect(clippy::duplicated_attributes, reason = "each printed column says its type")]
 #![expect(unreachable_pub, reason = "what KubeSchema derives hides a public type in a block")]
 
 use std::collections::BTreeMap;

@@ -1,6 +1,7 @@
 //! PeerpodVolume: one volume of one pod, between the CSI driver and the VM. The `wrapper…` fields hold CSI messages as
 //! JSON; secrets are never among them.
 
+#![expect(clippy::duplicated_attributes, reason = "each printed column says its type")]
 #![expect(unreachable_pub, reason = "what KubeSchema derives hides a public type in a block")]
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;

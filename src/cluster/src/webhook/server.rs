@@ -254,3 +254,6 @@ fn reply(status: StatusCode, kind: &'static str, body: Vec<u8>) -> Response<Full
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
     response
 }
+
+#[cfg(test)]
+mod tests;

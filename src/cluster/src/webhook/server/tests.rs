@@ -1,0 +1,172 @@
+use std::path::PathBuf;
+
+use base64::{Engine, prelude::BASE64_STANDARD};
+use rustls_pki_types::{CertificateDer, ServerName};
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use super::{super::mutate::Totals, *};
+
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// A server of its own, until dropped.
+struct Served {
+    address: SocketAddr,
+    admin: SocketAddr,
+    root: CertificateDer<'static>,
+    shutdown: Shutdown,
+    ended: tokio::task::JoinHandle<Result<(), Error>>,
+    folder: PathBuf,
+}
+
+impl Served {
+    async fn start(name: &str) -> Served {
+        let folder = std::env::temp_dir().join(format!("peerpod-webhook-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let pair = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
+        let pem = |label: &str, der: &[u8]| {
+            format!("-----BEGIN {label}-----\n{}\n-----END {label}-----\n", BASE64_STANDARD.encode(der))
+        };
+        std::fs::write(folder.join("tls.crt"), pem("CERTIFICATE", pair.cert.der())).unwrap();
+        std::fs::write(folder.join("tls.key"), pem("PRIVATE KEY", pair.signing_key.serialized_der()))
+            .unwrap();
+        let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
+        let profile = Profile {
+            runtime_class: "kata-remote".to_owned(),
+            resource: "kata.peerpods.io/vm".to_owned(),
+            totals: Totals::Effective,
+            gpus: Vec::new(),
+        };
+        let bound = build(WebhookConfig {
+            listen: any,
+            admin_listen: any,
+            certificate_file: folder.join("tls.crt"),
+            key_file: folder.join("tls.key"),
+            versions: vec![&rustls::version::TLS13],
+            crypto: Arc::new(rustls::crypto::ring::default_provider()),
+            excluded: Vec::new(),
+            profiles: vec![profile],
+        })
+        .await
+        .unwrap();
+        let shutdown = Shutdown::new();
+        let (address, admin, told) = (bound.address, bound.admin, shutdown.clone());
+        let ended = tokio::spawn(async move { bound.run(&told).await });
+        Served { address, admin, root: pair.cert.der().clone(), shutdown, ended, folder }
+    }
+
+    async fn connect(&self) -> tokio_rustls::client::TlsStream<TcpStream> {
+        let mut roots = rustls::RootCertStore::empty();
+        roots.add(self.root.clone()).unwrap();
+        let ring = Arc::new(rustls::crypto::ring::default_provider());
+        let config =
+            rustls::ClientConfig::builder_with_provider(ring).with_safe_default_protocol_versions().unwrap();
+        let config = Arc::new(config.with_root_certificates(roots).with_no_client_auth());
+        let stream = TcpStream::connect(self.address).await.unwrap();
+        let name = ServerName::try_from("127.0.0.1").unwrap();
+        tokio_rustls::TlsConnector::from(config).connect(name, stream).await.unwrap()
+    }
+
+    /// The whole answer, headers too, on a connection of its own.
+    async fn ask(&self, request: &str) -> String {
+        let mut stream = self.connect().await;
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        let read =
+            tokio::time::timeout(LIMIT, stream.read_to_string(&mut answer)).await.expect("an answer in time");
+        // Some ends come without TLS's own farewell.
+        drop(read);
+        answer
+    }
+
+    async fn post(&self, body: &str) -> String {
+        let length = body.len();
+        self.ask(&format!("POST {PATH}?timeout=5s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{body}"))
+            .await
+    }
+
+    async fn admin(&self, path: &str) -> String {
+        let mut stream = TcpStream::connect(self.admin).await.unwrap();
+        let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        answer
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        self.ended.abort();
+        std::fs::remove_dir_all(&self.folder).unwrap();
+    }
+}
+
+fn review(name: &str) -> Value {
+    json!({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": {
+        "uid": "u-1", "operation": "CREATE", "namespace": "shop", "kind": {"group": "", "version": "v1", "kind": "Pod"},
+        "object": {"metadata": {"name": name}, "spec": {
+            "runtimeClassName": "kata-remote", "containers": [{"name": "c", "resources": {"requests": {"cpu": "2"}}}],
+        }},
+    }})
+}
+
+#[tokio::test]
+async fn answers_reviews_and_nothing_else() {
+    let served = Served::start("answers").await;
+    let answer = served.post(&review("p").to_string()).await;
+    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("\"patchType\":\"JSONPatch\""), "{answer}");
+    let other = "GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+    assert!(served.ask(other).await.starts_with("HTTP/1.1 404"));
+    let other = format!("GET {PATH} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
+    assert!(served.ask(&other).await.starts_with("HTTP/1.1 405"));
+    for body in ["", "{", "[]", "{\"apiVersion\":\"admission.k8s.io/v1\"}"] {
+        assert!(served.post(body).await.starts_with("HTTP/1.1 400"), "{body}");
+    }
+    let metrics = served.admin("/metrics").await;
+    assert!(metrics.contains("peerpod_webhook_reviews_total{outcome=\"Changed\"} 1"), "{metrics}");
+    assert!(metrics.contains("peerpod_webhook_reviews_total{outcome=\"Malformed\"} 4"), "{metrics}");
+    assert!(served.admin("/healthz").await.starts_with("HTTP/1.1 200"));
+    assert!(served.admin("/readyz").await.starts_with("HTTP/1.1 200"));
+}
+
+#[tokio::test]
+async fn a_body_that_is_too_long_or_too_slow_is_refused() {
+    let served = Served::start("bounds").await;
+    let long = format!(
+        "POST {PATH} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {}\r\n\r\n",
+        MOST_BODY + 1
+    );
+    let answer = served.ask(&long).await;
+    assert!(answer.starts_with("HTTP/1.1 413"), "{answer}");
+    let slow =
+        format!("POST {PATH} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 100\r\n\r\n{{");
+    let answer = served.ask(&slow).await;
+    assert!(answer.starts_with("HTTP/1.1 408"), "{answer}");
+    // The largest that an API server sends is answered.
+    let answer = served.post(&review(&"n".repeat(3 << 20)).to_string()).await;
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+}
+
+/// Whoever is not yet told that we leave is answered; what is under way is finished; then it ends.
+#[tokio::test]
+async fn leaves_without_a_review_lost() {
+    let mut served = Served::start("leaves").await;
+    let mut idle = served.connect().await;
+    served.shutdown.trigger("test");
+    let began = Instant::now();
+    loop {
+        if served.admin("/readyz").await.starts_with("HTTP/1.1 503") {
+            break;
+        }
+        assert!(began.elapsed() < LIMIT, "not ready is not said");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let answer = served.post(&review("p").to_string()).await;
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    tokio::time::timeout(LIMIT, &mut served.ended).await.expect("an end").unwrap().unwrap();
+    // The connection that asked nothing was closed, not left open.
+    let mut rest = Vec::new();
+    drop(tokio::time::timeout(LIMIT, idle.read_to_end(&mut rest)).await.expect("closed"));
+    assert!(rest.is_empty());
+}
