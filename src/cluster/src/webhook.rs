@@ -1,6 +1,6 @@
 //! The mutating webhook: a pod that asks for a VM comes in, a JSON patch goes out.
 //!
-//! [`mutate`] is a pure function of the pod and a [`Profile`]; around it stands a thin TLS server ([`server`]). The server
+//! [`mutate()`] is a pure function of the pod and a [`Profile`]; around it stands a thin TLS server ([`server`]). The server
 //! asks nobody anything: an answer costs no request to the API server. What each request may take (bytes, time,
 //! connections) is bounded. May touch: its sockets and its certificate's files.
 

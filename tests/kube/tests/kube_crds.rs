@@ -1,5 +1,7 @@
 //! The custom resources' definitions, as deployed, on a real API server.
 
+#![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
+
 use std::{process::Command, time::Duration};
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;

@@ -68,7 +68,7 @@ impl Webhook {
             process.check()?;
             let said = process.said();
             let line = said.lines().find(|line| line.contains("webhook answers"));
-            Ok(line.map(|line| serde_json::from_str::<Value>(line)).transpose()?)
+            Ok(line.map(serde_json::from_str::<Value>).transpose()?)
         })
         .await
         .unwrap();

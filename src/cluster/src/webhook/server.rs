@@ -12,7 +12,7 @@ use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::{
     Method, Request, Response, StatusCode,
-    body::Incoming,
+    body::{Body, Incoming},
     header::{CONTENT_TYPE, HeaderValue},
     service::service_fn,
 };
@@ -223,6 +223,10 @@ async fn respond(request: Request<Incoming>, shared: &Shared) -> Response<Full<B
         return text(StatusCode::METHOD_NOT_ALLOWED, "post an AdmissionReview\n");
     }
     let began = Instant::now();
+    // Said by Content-Length: refused before it arrives.
+    if request.body().size_hint().lower() > MOST_BODY as u64 {
+        return malformed(shared, StatusCode::PAYLOAD_TOO_LARGE, "the body is longer than a review can be");
+    }
     let body = Limited::new(request.into_body(), MOST_BODY).collect();
     let body = match tokio::time::timeout(BODY_WITHIN, body).await {
         Ok(Ok(body)) => body.to_bytes(),
