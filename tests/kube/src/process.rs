@@ -99,7 +99,7 @@ pub(crate) fn servers() -> Result<PathBuf> {
 /// # Errors
 /// It is not there.
 pub fn program(name: &str) -> Result<PathBuf> {
-    beside_us(name).context("build it first (`make bins`)")
+    beside_us(name).context("build it first (`make test-kube` does)")
 }
 
 /// In the folder of the test's program, or in one above.
