@@ -15,14 +15,13 @@ const LIST: &str = "/etc/modules.list";
 pub(crate) fn load() -> Result<(), String> {
     let list = fs::read_to_string(LIST).map_err(|error| format!("read {LIST}: {error}"))?;
     for path in list.lines() {
-        let loaded =
-            File::open(path).map_err(|error| error.to_string()).and_then(|file| {
-                match finit_module(&file, c"", ModuleInitFlags::empty()) {
-                    // There already, or for hardware that this machine does not have.
-                    Ok(()) | Err(Errno::EEXIST | Errno::ENODEV) => Ok(()),
-                    Err(error) => Err(error.to_string()),
-                }
-            });
+        let loaded = File::open(path).map_err(|error| error.to_string()).and_then(|file| {
+            match finit_module(&file, c"", ModuleInitFlags::empty()) {
+                // There already, or for hardware that this machine does not have.
+                Ok(()) | Err(Errno::EEXIST | Errno::ENODEV) => Ok(()),
+                Err(error) => Err(error.to_string()),
+            }
+        });
         if let Err(why) = loaded {
             eprintln!("peerpod-initrd: {path}: {why}");
         }
