@@ -35,6 +35,9 @@ pub(crate) struct Settings {
     /// The pod's network namespace.
     #[serde(default = "default_podns")]
     pub(crate) podns: PathBuf,
+    /// A guest program that says nothing for so long is killed and started again, where pid 1 is ours.
+    #[serde(default = "default_hang_seconds")]
+    pub(crate) hang_seconds: u16,
     /// A `tracing` filter, like `info` or `peerpod_guest=debug`.
     #[serde(default = "default_log")]
     pub(crate) log: String,
@@ -64,6 +67,10 @@ fn default_podns() -> PathBuf {
     "/run/netns/podns".into()
 }
 
+fn default_hang_seconds() -> u16 {
+    60
+}
+
 fn default_log() -> String {
     "info".to_owned()
 }
@@ -81,6 +88,7 @@ impl Default for Settings {
             user_data: default_user_data(),
             state_dir: default_state_dir(),
             podns: default_podns(),
+            hang_seconds: default_hang_seconds(),
             log: default_log(),
             log_over_link: default_log_over_link(),
         }
@@ -146,6 +154,9 @@ impl Settings {
             if path.starts_with("/run/kata-containers") {
                 return Err((key, "CreateSandbox removes /run/kata-containers with all that is in it"));
             }
+        }
+        if self.hang_seconds < 10 {
+            return Err(("hang_seconds", "must be at least 10: a healthy guest gives a sign every 5 s"));
         }
         if self.user_data.is_empty() {
             return Err(("user_data", "must name at least one file"));

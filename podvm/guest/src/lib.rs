@@ -15,6 +15,7 @@ mod config;
 mod control;
 mod dial;
 mod encrypted;
+mod entropy;
 mod files;
 mod identity;
 mod init;
@@ -43,6 +44,10 @@ pub fn run() -> ExitCode {
         // The kernel hands words of its command line that it does not know to pid 1.
         _ if std::process::id() == 1 => Run::Init,
         [] | ["serve"] => Run::Serve,
+        // As the kernel calls its `modprobe`.
+        ["-q", "--", module] => {
+            return if init::modules::requested(module) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+        }
         ["--version"] => {
             println!("peerpod-guest {}", env!("CARGO_PKG_VERSION"));
             return ExitCode::SUCCESS;

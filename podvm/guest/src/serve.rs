@@ -19,6 +19,7 @@ use crate::{
     config::Settings,
     control::{self, Control, Notices},
     encrypted::Encrypted,
+    entropy,
     identity::Identity,
     link::{Home, Keeper},
     log::Ring,
@@ -39,9 +40,8 @@ pub(crate) fn run(settings: &Settings, ring: &Ring) -> anyhow::Result<ExitCode> 
     match end {
         End::Stopped => Ok(ExitCode::SUCCESS),
         End::LeaseOver => {
-            // In a VM it is done here also when pid 1 is ours: a process with a thread that hangs in its flush cannot
-            // end, and pid 1 would wait for it. In namespaces `off` does nothing and pid 1 ends them.
-            power::off();
+            // In namespaces nothing goes off, and pid 1 ends them.
+            power::have_ended();
             Ok(ExitCode::from(power::POWER_OFF))
         }
     }
@@ -53,9 +53,10 @@ enum End {
 }
 
 async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
+    entropy::wait()?;
     let identity = Identity::load_or_make(&settings.state_dir)?;
     let restarted = identity.is_granted();
-    let status = Arc::new(Status::new(restarted));
+    let status = Arc::new(Status::new(&settings.state_dir, restarted));
     if restarted {
         tracing::info!(sandbox = identity.sandbox_id(), "the guest program was restarted");
         status.lost(
