@@ -115,7 +115,8 @@ impl Machine {
         }
         // First the ear, then the look: so nothing falls between the two.
         let uevents = Uevents::listen();
-        let uevents = uevents.inspect_err(|error| tracing::error!(%error, "cannot hear of devices that come")).ok();
+        let uevents =
+            uevents.inspect_err(|error| tracing::error!(%error, "cannot hear of devices that come")).ok();
         let mut machine = Machine { modules, uevents, buttons: Buttons::default(), watchdog: None };
         machine.modules.cold_plug();
         machine.modules.load_list(Path::new(LIST));

@@ -11,6 +11,7 @@ use tracing_subscriber::EnvFilter;
 
 mod agent;
 mod birth;
+mod cards;
 mod config;
 mod control;
 mod dial;

@@ -15,12 +15,13 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
     agent::Agent,
-    birth,
-    config::Settings,
+    birth, cards,
+    config::{Settings, Uplink},
     control::{self, Control, Notices},
     encrypted::Encrypted,
     entropy,
     identity::Identity,
+    init,
     link::{Home, Keeper},
     log::Ring,
     personalise::{self, Person},
@@ -72,6 +73,12 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     let flushing = tokio::sync::Mutex::new(());
     let control = Arc::new(Control { identity: identity.clone(), status: status.clone(), person, flushing });
 
+    let keeps_cards = match settings.uplink {
+        Uplink::On => true,
+        Uplink::Off => false,
+        Uplink::Auto => init::is_ours(),
+    };
+    let cards_task = keeps_cards.then(|| tokio::spawn(cards::keep(status.clone())));
     let agent_task = tokio::spawn({
         let agent = agent.clone();
         async move { agent.run().await }
@@ -93,6 +100,10 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
         }
     }
     agent_task.abort();
+    // The cards keep what they have: others live by it.
+    if let Some(task) = cards_task {
+        task.abort();
+    }
     Ok(end)
 }
 

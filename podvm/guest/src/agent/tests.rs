@@ -175,7 +175,11 @@ async fn a_keeper_without_descriptors() {
     first.die();
     let mut held = Vec::new();
     for by in ["its record", "its socket"] {
-        let agent = Agent::new(&settings, Arc::new(Status::new(std::path::Path::new("/nonexistent"), false)), Ring::new(true));
+        let agent = Agent::new(
+            &settings,
+            Arc::new(Status::new(std::path::Path::new("/nonexistent"), false)),
+            Ring::new(true),
+        );
         let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
         setrlimit(Resource::RLIMIT_NOFILE, 64, most).unwrap();
         let full = loop {

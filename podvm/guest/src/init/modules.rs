@@ -232,7 +232,8 @@ fn collect_aliases(folder: &Path, depth: u32, into: &mut Vec<String>) {
 fn options(command_line: &str, module: &str) -> String {
     let own = |word: &&str| word.split_once('.').is_some_and(|(name, _)| normal(name) == module);
     let words = command_line.split_whitespace().filter(own);
-    let options: Vec<&str> = words.filter_map(|word| word.split_once('.').map(|(_, option)| option)).collect();
+    let options: Vec<&str> =
+        words.filter_map(|word| word.split_once('.').map(|(_, option)| option)).collect();
     options.join(" ")
 }
 
@@ -345,7 +346,10 @@ alias acpi*:QEMU000[0-2]:* btrfs
         assert_eq!(index.find("net-failover"), ["net_failover"]);
         assert_eq!(index.find("fs-btrfs"), ["btrfs"], "what the kernel asks for");
         assert_eq!(index.order("btrfs"), ["kernel/crypto/crc32c.ko", "kernel/fs/btrfs/btrfs.ko"]);
-        assert!(index.find("pci:v00001AF4d00001000sv1sd2bc02sc00i00").is_empty(), "the image has no virtio-pci");
+        assert!(
+            index.find("pci:v00001AF4d00001000sv1sd2bc02sc00i00").is_empty(),
+            "the image has no virtio-pci"
+        );
         assert!(index.find("virtio:d00000002v00001AF4").is_empty());
     }
 

@@ -61,7 +61,9 @@ pub(super) fn build() {
     if status::in_first_pid_namespace() && is_first_root() {
         match leave_first_root() {
             Ok(()) => {}
-            Err(error) => tracing::error!(%error, "cannot leave the initramfs as root: no container will start"),
+            Err(error) => {
+                tracing::error!(%error, "cannot leave the initramfs as root: no container will start")
+            }
         }
     }
     for entry in MOUNTS {
@@ -109,7 +111,8 @@ fn leave_first_root() -> io::Result<()> {
 
 /// An initramfs without /dev/console leaves us without a voice.
 fn take_console() {
-    let is_open = fs::read_link("/proc/self/fd/2").is_ok_and(|to| to.starts_with("/dev/") && !to.ends_with("null"));
+    let is_open =
+        fs::read_link("/proc/self/fd/2").is_ok_and(|to| to.starts_with("/dev/") && !to.ends_with("null"));
     let taken = (!is_open).then(|| File::options().read(true).write(true).open("/dev/console"));
     if let Some(Ok(console)) = taken {
         let all = [dup2_stdin(&console), dup2_stdout(&console), dup2_stderr(&console)];

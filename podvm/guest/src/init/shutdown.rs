@@ -23,8 +23,22 @@ const KILLED: Duration = Duration::from_secs(2);
 const STEP: Duration = Duration::from_millis(10);
 /// Filesystems that are the kernel's, or memory: nothing in them outlives the machine.
 const FLEETING: [&str; 16] = [
-    "autofs", "bpf", "cgroup2", "configfs", "debugfs", "devpts", "devtmpfs", "mqueue", "nsfs", "proc", "ramfs",
-    "rootfs", "securityfs", "sysfs", "tmpfs", "tracefs",
+    "autofs",
+    "bpf",
+    "cgroup2",
+    "configfs",
+    "debugfs",
+    "devpts",
+    "devtmpfs",
+    "mqueue",
+    "nsfs",
+    "proc",
+    "ramfs",
+    "rootfs",
+    "securityfs",
+    "sysfs",
+    "tmpfs",
+    "tracefs",
 ];
 
 /// Ends everything but this process. Returns when the power may go off.
