@@ -126,6 +126,12 @@ impl Machine {
             }
         }
         machine.buttons.look();
+        // Where there is no device for it, the kernel's own: that sees at least that this program hangs.
+        if !Path::new(watchdog::FIRST).exists()
+            && let Err(error) = machine.modules.load("softdog")
+        {
+            tracing::info!(%error, "no watchdog");
+        }
         machine.watchdog = Watchdog::open();
         machine
     }

@@ -4,6 +4,7 @@
 //! dies, agent, containers and network stay; its next run reads back who it was, finds them and dials again.
 
 use std::{
+    path::Path,
     process::ExitCode,
     sync::{Arc, Mutex},
     time::Duration,
@@ -26,6 +27,7 @@ use crate::{
     log::Ring,
     personalise::{self, Person},
     power::{self, Lease},
+    sources,
     status::Status,
     uplink::{self, Watcher},
 };
@@ -126,7 +128,11 @@ async fn home(
         }
     });
     let stage = status.begin("user-data");
-    let birth = birth::wait(&settings.user_data).await;
+    let (sources, wrong) = sources::load(Path::new(sources::FOLDER));
+    for error in wrong {
+        tracing::error!(%error, "sources of user-data");
+    }
+    let birth = birth::wait(&settings.user_data, &sources).await;
     status.done(stage);
     if control.person.is_new() {
         lease.set_length(Duration::from_secs(u64::from(birth.lease_seconds)));

@@ -13,7 +13,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-const DEVICES: [&str; 2] = ["/dev/watchdog0", "/dev/watchdog"];
+/// The first there is.
+pub(crate) const FIRST: &str = "/dev/watchdog0";
+const DEVICES: [&str; 2] = [FIRST, "/dev/watchdog"];
 /// Hardware bites after 30 s or so, unless `/sys` says less.
 pub(crate) const MEAL: Duration = Duration::from_secs(5);
 /// After a `serve` that hangs was killed, so many times its patience until the dog goes hungry.
