@@ -9,7 +9,6 @@ mod encrypted;
 mod guests;
 mod load;
 mod net;
-mod pods;
 mod ready;
 mod relay;
 mod report;

@@ -10,26 +10,28 @@ use async_trait::async_trait;
 use aws_sdk_ec2::types::{ResourceType, TagSpecification};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use futures_util::stream::BoxStream;
 use peerpod_provider_api::{
     Arch, Batch, Capabilities, Confidential, Console, CreateRequest, Created, CreatedMany, DiskIdentity,
     DiskRequest, Error, IdempotencyKey, InstanceId, Market as ApiMarket, Owned, Placement, Preflight,
-    Provider, Volumes,
+    Provider, ProviderEvent, Volumes,
 };
 use peerpod_provider_cloud::{Need, Offering, Planner, Policy, Scheduler, Window, offerings};
 use prometheus_client::registry::Registry;
 use tokio::sync::{Mutex, OnceCell};
 use tokio::time::Instant;
 
-use crate::client::{self, Ec2, until};
 use crate::config::{AwsConfig, Market};
-use crate::create::Launch;
-use crate::facts::{self, FRESH, Facts, Subnet};
-use crate::recent::Recent;
-use crate::remove::{self, Terminate};
-use crate::see::{self, Seen, State};
-use crate::shape::{Shape, to_tags};
-use crate::tags::{self, Owner};
-use crate::volumes;
+use crate::ec2::client::{self, Ec2, until};
+use crate::ec2::create::Launch;
+use crate::ec2::events;
+use crate::ec2::facts::{self, FRESH, Facts, Subnet};
+use crate::ec2::recent::Recent;
+use crate::ec2::remove::{self, Terminate};
+use crate::ec2::see::{self, Seen, State};
+use crate::ec2::shape::{Shape, to_tags};
+use crate::ec2::tags::{self, Owner};
+use crate::ec2::volumes;
 
 /// Raw, before base64 (EC2 User Guide, "Run commands at launch"; also a fleet's).
 const MAX_USER_DATA: usize = 16 << 10;
@@ -53,6 +55,7 @@ pub(crate) struct Aws {
     pub(crate) planner: Planner,
     pub(crate) recent: Recent,
     pub(crate) names: volumes::Names,
+    pub(crate) spots: events::Spots,
     scheduler: Scheduler,
     connection: OnceCell<Connected>,
     facts: Mutex<Option<Arc<Facts>>>,
@@ -91,6 +94,7 @@ impl AwsProvider {
             planner: Planner::new(policy),
             recent: Recent::default(),
             names: volumes::Names::default(),
+            spots: events::Spots::default(),
             scheduler: Scheduler::new(client::table()),
             connection: OnceCell::new(),
             facts: Mutex::default(),
@@ -233,6 +237,7 @@ impl Aws {
             match look.ask((), id.as_str().to_owned(), until(), what).await {
                 Ok(Some(seen)) => {
                     self.recent.seen(id.as_str());
+                    self.spots.seen(&seen);
                     if is_as_wanted(&seen) || matches!(seen.state, State::ShuttingDown | State::Terminated) {
                         return Ok(seen);
                     }
@@ -265,6 +270,10 @@ impl Aws {
         Ok(())
     }
 
+    fn follows_spot(&self) -> bool {
+        self.config.market != Market::OnDemand && !self.config.spot_watch.is_zero()
+    }
+
     fn capabilities(&self) -> Capabilities {
         Capabilities {
             images: true,
@@ -279,6 +288,7 @@ impl Aws {
             volumes: true,
             console: true,
             max_batch: self.config.batch,
+            events: self.follows_spot(),
             ..Capabilities::minimal(MAX_USER_DATA)
         }
     }
@@ -353,7 +363,7 @@ impl Provider for AwsProvider {
     }
 
     async fn preflight(&self) -> Result<Preflight, Error> {
-        crate::preflight::run(&self.0).await
+        crate::ec2::preflight::run(&self.0).await
     }
 
     async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, Error> {
@@ -395,7 +405,8 @@ impl Provider for AwsProvider {
         match seen.state {
             State::Pending | State::Running => Ok(seen.addresses(public)),
             State::Stopped | State::ShuttingDown | State::Terminated => {
-                Err(Error::not_found(format!("{what}: it has ended")))
+                let why = seen.reason.map(|why| format!(": {why}")).unwrap_or_default();
+                Err(Error::not_found(format!("{what}: it has ended{why}")))
             }
         }
     }
@@ -414,12 +425,14 @@ impl Provider for AwsProvider {
         }
         aws.recent.seen(id.as_str());
         aws.names.forget(id.as_str());
+        aws.spots.forget(id.as_str());
         Ok(())
     }
 
     async fn list_owned(&self) -> Result<Vec<Owned>, Error> {
         let aws = &self.0;
         let seen = see::all_of(&aws.ec2().await?.ec2, &aws.owner, until()).await?;
+        seen.iter().for_each(|vm| aws.spots.seen(vm));
         let mut owned: Vec<Owned> = seen.iter().filter_map(|vm| vm.owned(aws.config.use_public_ip)).collect();
         owned.extend(aws.recent.missing_from(&owned, Instant::now()));
         Ok(owned)
@@ -435,6 +448,10 @@ impl Provider for AwsProvider {
 
     fn console(&self) -> Option<&dyn Console> {
         Some(self)
+    }
+
+    fn events(&self) -> Option<BoxStream<'static, ProviderEvent>> {
+        self.0.follows_spot().then(|| events::follow(Arc::clone(&self.0)))
     }
 
     fn register_metrics(&self, registry: &mut Registry) {

@@ -7,8 +7,8 @@ use peerpod_provider_api::Error;
 use peerpod_provider_cloud::{Batcher, Window};
 use tokio::time::Instant;
 
-use crate::client::{Ec2, until};
-use crate::tags::{self, Owner};
+use crate::ec2::client::{Ec2, until};
+use crate::ec2::tags::{self, Owner};
 
 /// Terminates single VMs, all that are asked for in a moment by one call. `false`: EC2 does not know it.
 pub(crate) type Terminate = Batcher<(), String, bool>;

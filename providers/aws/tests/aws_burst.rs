@@ -7,25 +7,17 @@
 
 mod common;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
 use common::{Cloud, key, placed, request, until};
 use peerpod_provider_api::{DecoratorConfig, IdempotencyKey, InstanceId, Provider, decorate};
 use peerpod_test_ec2::ec2_bucket;
+use peerpod_tests::{Dice, report};
 use prometheus_client::registry::Registry;
 
 fn is_long() -> bool {
     std::env::var_os("PEERPOD_TEST_LONG").is_some() || std::env::var_os("PEERPOD_BENCH").is_some()
-}
-
-fn report(key: &str, value: f64) {
-    println!("{key} = {value:.3}");
-    let Some(path) = std::env::var_os("PEERPOD_BENCH") else { return };
-    let before = std::fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
-    let mut all: BTreeMap<String, f64> = before.unwrap_or_default();
-    all.insert(key.to_owned(), value);
-    std::fs::write(&path, serde_json::to_vec_pretty(&all).unwrap()).unwrap();
 }
 
 /// What a burst cost.
@@ -120,40 +112,6 @@ async fn fifty_pods_at_once_with_a_ticket_each_take_one_call_each_and_none_fails
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn fifty_pods_at_once_with_shared_tickets_take_less_than_half_a_call_each() {
-    let cloud = Cloud::start().await;
-    let burst = burst(&cloud, 50, 25).await;
-    report("aws_calls_per_pod_50", burst.calls_per_pod);
-    assert_eq!(burst.failures, 0);
-    assert!(burst.calls_per_pod <= 0.5, "{} calls per pod", burst.calls_per_pod);
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn five_hundred_pods_at_once_with_shared_tickets_take_a_fifth_of_a_call_each() {
-    let cloud = Cloud::start().await;
-    let burst = burst(&cloud, 500, 100).await;
-    report("aws_calls_per_pod_500", burst.calls_per_pod);
-    report("aws_burst500_failures", burst.failures as f64);
-    assert_eq!(burst.failures, 0);
-    assert!(burst.calls_per_pod <= 0.2, "{} calls per pod", burst.calls_per_pod);
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn five_hundred_pods_with_a_ticket_each_are_as_fast_as_the_buckets_permit() {
-    // 140 take 18 s, 500 take 90 s: the ratio is the same, the patience is not.
-    let pods = if is_long() { 500 } else { 140 };
-    let cloud = Cloud::start().await;
-    let burst = burst(&cloud, pods, 0).await;
-    let permitted = permitted("CreateFleet", pods);
-    let ratio = burst.took.as_secs_f64() / permitted.as_secs_f64();
-    report("aws_makespan_vs_buckets", ratio);
-    report("aws_calls_per_pod_500_single", burst.calls_per_pod);
-    assert_eq!(burst.failures, 0);
-    assert!(burst.calls_per_pod <= 1.2, "{} calls per pod", burst.calls_per_pod);
-    assert!(ratio <= 1.2, "{:?} where the buckets permit {permitted:?}", burst.took);
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn a_node_that_dies_at_a_hundred_random_instants_has_one_vm_per_key_afterwards() {
     let cloud = Cloud::start().await;
     cloud.proxy.set_lag(Duration::from_millis(300));
@@ -183,16 +141,4 @@ async fn a_node_that_dies_at_a_hundred_random_instants_has_one_vm_per_key_afterw
     }
     report("aws_crash100_extra_vms", machines.len() as f64 - keys.len() as f64);
     assert_eq!(machines.len(), keys.len());
-}
-
-/// Small numbers that differ from call to call and are the same in every run.
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self, below: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % below
-    }
 }
