@@ -567,6 +567,8 @@ fn hostname() -> String {
 
 #[cfg(test)]
 mod tests {
+    use peerpod_provider_api::{Arch, Market};
+
     use super::*;
 
     fn load(args: &[&str]) -> Result<NodeConfig, Mistakes> {
@@ -672,7 +674,8 @@ mod tests {
         assert_eq!(config.may_wish, ["zones", "public-ip"]);
         let told =
             load(&["--node.vm-market=cheap", "--node.vm-confidential=yes", "--node.vm-annotations=zone"])
-                .unwrap_err();
+                .unwrap_err()
+                .to_string();
         for part in ["write spot or on-demand", "write sev, sev-snp", "zone is none of them"] {
             assert!(told.contains(part), "{part} in {told}");
         }
