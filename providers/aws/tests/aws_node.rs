@@ -357,3 +357,47 @@ async fn what_a_pod_or_a_node_wishes_is_had_or_refused_in_clear_words() {
     let error = format!("{:#}", started.unwrap_err());
     assert!(error.contains("a spot VM cannot be had from provider aws"), "{error}");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_ec2_refuses_is_told_to_whoever_starts_the_pod() {
+    let node = Node::start(|settings| settings).await;
+    let shim = node.daemons.shim().await.unwrap();
+    let refusals = [
+        ("VcpuLimitExceeded", 400, "ask for a higher quota"),
+        ("UnauthorizedOperation", 403, "allow ec2:CreateFleet"),
+        ("RequestExpired", 400, "renew the credentials"),
+        ("InvalidSubnetID.NotFound", 400, "set subnet-ids"),
+        ("InvalidGroup.NotFound", 400, "set security-group-ids"),
+        ("InvalidAMIID.NotFound", 400, "set image-id"),
+        ("InvalidKeyPair.NotFound", 400, "set key-name"),
+        ("OptInRequired", 401, "subscribe the account"),
+        ("InvalidParameterValue", 400, "correct the settings"),
+    ];
+    let pods = node.pods(refusals.len() + 3);
+    let told = async |number: usize, annotations: Annotations| {
+        let (id, netns) = &pods[number];
+        shim.create_vm(id, annotations, netns).await.unwrap();
+        let started = tokio::time::timeout(PATIENCE, shim.start_vm(id)).await;
+        started.unwrap_or_else(|_| panic!("{}", node.daemons.log_tails())).unwrap_err().to_string()
+    };
+    let plain = || Annotations::new("default", "refused").size("1", 512);
+    for (number, (code, status, remedy)) in refusals.into_iter().enumerate() {
+        node.cloud.proxy.fail("CreateFleet", Fault::refuse(status, code, "Because."), 1);
+        let error = told(number, plain()).await;
+        assert!(error.contains(code) && error.contains("Because") && error.contains(remedy), "{error}");
+    }
+    let number = refusals.len();
+    let error = told(number, plain().machine_type("p5.48xlarge")).await;
+    assert!(
+        error.contains("p5.48xlarge") && error.contains("instance-types") || error.contains("not part of"),
+        "{error}"
+    );
+    let error = told(number + 1, plain().size("96", 1 << 20)).await;
+    assert!(error.contains("m6a.large") || error.contains("vcpus (96)"), "{error}");
+    node.cloud.proxy.set_stock("*", "*", "*", 0);
+    let error = told(number + 2, plain()).await;
+    for part in ["m6a.large in eu-central-1a", "InsufficientInstanceCapacity"] {
+        assert!(error.contains(part), "{part} in {error}");
+    }
+    assert!(node.cloud.machines().await.is_empty());
+}

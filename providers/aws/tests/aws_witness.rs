@@ -6,7 +6,7 @@ mod common;
 
 use base64::{Engine, engine::general_purpose::STANDARD};
 use common::{ARM_IMAGE, Cloud, IMAGE, OTHER_IMAGE, key, placed, request, until};
-use peerpod_provider_api::{CreateRequest, DiskIdentity, DiskRequest, Provider, Size};
+use peerpod_provider_api::{Arch, CreateRequest, DiskIdentity, DiskRequest, Provider, Size};
 use serde_json::{Value, json};
 
 /// The only VM that has this name.
@@ -208,6 +208,20 @@ async fn the_newest_image_of_a_name_is_found_for_the_pods_processors() {
     provider.create(&request("web-1"), &key("named", 1)).await.unwrap();
     assert_eq!(vm(&cloud, "web-1").await["ImageId"], ARM_IMAGE);
     assert_eq!(cloud.proxy.count(Some("DescribeImages")), 2, "once per provider, not per pod");
+    // One provider for both: the name stands for an image of each.
+    let both: Vec<_> = named
+        .into_iter()
+        .chain([("instance-types", "m6a.large,m7g.large"), ("disable-cvm", "true")])
+        .collect();
+    let provider = cloud.provider(&both);
+    for number in 2..5 {
+        let wish = CreateRequest { arch: Some(Arch::Aarch64), ..request(&format!("web-{number}")) };
+        let wish = placed(&*provider, &wish).await.unwrap();
+        provider.create(&wish, &key("named", number)).await.unwrap();
+        let vm = vm(&cloud, &format!("web-{number}")).await;
+        assert_eq!((&vm["ImageId"], &vm["InstanceType"]), (&ARM_IMAGE.into(), &"m7g.large".into()));
+    }
+    assert_eq!(cloud.proxy.count(Some("DescribeImages")), 4, "once for each of the two");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -236,7 +236,16 @@ pub(crate) async fn by_id(ec2: &Ec2, id: &str, what: &str, until: Instant) -> Re
     })
 }
 
-async fn newest(ec2: &Ec2, name: &str, owners: &[String], arch: &str) -> Result<ImageFacts, Error> {
+/// The newest AMI of a name for these processors.
+///
+/// # Errors
+/// [`Error::Invalid`] when there is none.
+pub(crate) async fn newest(
+    ec2: &Ec2,
+    name: &str,
+    owners: &[String],
+    arch: &str,
+) -> Result<ImageFacts, Error> {
     let what = format!("find the image {name}");
     let filter = |name: &str, value: &str| Filter::builder().name(name).values(value).build();
     let filters = vec![filter("name", name), filter("architecture", arch), filter("state", "available")];

@@ -1,6 +1,6 @@
 //! The provider: what its parts share, and the trait.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
 use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex as Lock, PoisonError};
@@ -21,7 +21,7 @@ use prometheus_client::registry::Registry;
 use tokio::sync::{Mutex, OnceCell};
 use tokio::time::Instant;
 
-use crate::config::{AwsConfig, Market};
+use crate::config::{AwsConfig, Image, Market};
 use crate::ec2::client::{self, Ec2, until};
 use crate::ec2::create::Launch;
 use crate::ec2::events;
@@ -29,7 +29,7 @@ use crate::ec2::facts::{self, FRESH, Facts, Subnet};
 use crate::ec2::recent::Recent;
 use crate::ec2::remove::{self, Terminate};
 use crate::ec2::see::{self, Seen, State};
-use crate::ec2::shape::{Shape, to_tags};
+use crate::ec2::shape::{ImageFacts, Shape, to_tags};
 use crate::ec2::tags::{self, Owner};
 use crate::ec2::volumes;
 
@@ -62,6 +62,8 @@ pub(crate) struct Aws {
     /// Which launch templates are there.
     templates: Mutex<HashSet<String>>,
     second: Lock<Vec<Subnet>>,
+    /// The named image for other processors than the configured ones.
+    images: Mutex<HashMap<Arch, (Instant, ImageFacts)>>,
 }
 
 /// The client, and what gathers calls for it.
@@ -100,6 +102,7 @@ impl AwsProvider {
             facts: Mutex::default(),
             templates: Mutex::default(),
             second: Lock::default(),
+            images: Mutex::default(),
             config,
         }))
     }
@@ -279,7 +282,11 @@ impl Aws {
             images: true,
             instance_types: true,
             gpus: true,
-            archs: vec![arch(&self.config)],
+            // A name may stand for an image of each; an id is one's.
+            archs: match &self.config.image {
+                Image::Named { .. } => vec![Arch::X86_64, Arch::Aarch64],
+                _ => vec![arch(&self.config)],
+            },
             confidential: vec![Confidential::SevSnp],
             spot: self.config.market != Market::OnDemand,
             zones: true,
@@ -330,13 +337,37 @@ impl Aws {
             None => self.placed(request).await?,
         };
         let ec2 = &self.ec2().await?.ec2;
-        let image = match &request.image {
-            Some(id) => Some(facts::by_id(ec2, id, "look at the pod's image", until).await?),
-            None => None,
-        };
+        let image = self.own_image(ec2, request, until).await?;
         let launch =
             Launch { aws: self, ec2, facts: &facts, request, key, offerings: &offerings, image, until };
         launch.go(count).await
+    }
+
+    /// Another image than the configured one: the one that the pod names, or the same for other processors.
+    async fn own_image(
+        &self,
+        ec2: &Ec2,
+        request: &CreateRequest,
+        until: Instant,
+    ) -> Result<Option<ImageFacts>, Error> {
+        if let Some(id) = &request.image {
+            return facts::by_id(ec2, id, "look at the pod's image", until).await.map(Some);
+        }
+        let Some(other) = request.arch.filter(|one| *one != arch(&self.config)) else { return Ok(None) };
+        let Image::Named { name, owners } = &self.config.image else {
+            let text =
+                format!("create of {}: the configured image is for {}", request.name, self.config.arch);
+            return Err(Error::unsupported("arch", text));
+        };
+        // Held over the call: fifty first pods ask once.
+        let mut known = self.images.lock().await;
+        if let Some((_, image)) = known.get(&other).filter(|(since, _)| since.elapsed() < FRESH) {
+            return Ok(Some(image.clone()));
+        }
+        let word = if other == Arch::Aarch64 { "arm64" } else { other.word() };
+        let image = facts::newest(ec2, name, owners, word).await?;
+        known.insert(other, (Instant::now(), image.clone()));
+        Ok(Some(image))
     }
 
     async fn placed(&self, request: &CreateRequest) -> Result<Vec<Offering>, Error> {
