@@ -34,7 +34,7 @@ test-long: setup
 
 # The AWS provider, and the real node with it, against a simulated EC2 (moto, from PyPI) behind a proxy that refuses as
 # EC2 does. The same features as `make test CLOUDS=1`, so the two share their build.
-AWS_TESTS := --test aws_burst --test aws_conformance --test aws_node --test aws_policy --test aws_refusals \
+AWS_TESTS := --test aws_conformance --test aws_drops --test aws_node --test aws_policy --test aws_refusals \
 	--test aws_witness --test ec2_proxy
 test-aws: setup
 	$(CARGO) build --locked --workspace --bins $(AWS)
@@ -44,7 +44,7 @@ test-aws: setup
 bench-aws: setup
 	$(CARGO) build --locked --workspace --bins $(AWS)
 	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(AWS) \
-		--test aws_burst --test aws_node --test provider_external -- --nocapture --test-threads 1
+		--test aws_node --test provider_external -- --nocapture --test-threads 1
 
 bench: setup
 	$(CARGO) build --locked --release $(BINS) -p peerpod-benches

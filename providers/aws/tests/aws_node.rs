@@ -285,7 +285,7 @@ async fn a_vm_that_ec2_takes_back_is_told_with_its_pods_name() {
         node.cloud.proxy.interrupt(&vm, code);
         node.until(kind, || async {
             let metrics = node.daemons.metrics("node").ok()?;
-            let told = sample(&metrics, &format!(r#"peerpod_node_vm_notices_total{{kind="{kind}""#))?;
+            let told = sample(&metrics, &format!(r#"peerpod_node_vm_notices_total{{kind="{kind}""#)).ok()?;
             (told > 0.0).then_some(())
         })
         .await;

@@ -113,7 +113,7 @@ fn is_taken(code: &str) -> bool {
 /// What happens to spot VMs, as long as somebody listens.
 pub(crate) fn follow(aws: Arc<Aws>) -> BoxStream<'static, ProviderEvent> {
     let watch = Watch { aws, heard: VecDeque::new() };
-    stream::unfold(watch, |mut watch| async {
+    stream::unfold(watch, |mut watch| async move {
         let event = watch.next().await;
         Some((event, watch))
     })
