@@ -5,6 +5,7 @@ mod create;
 mod credentials;
 mod events;
 mod facts;
+mod kept;
 mod looks;
 mod preflight;
 mod prices;

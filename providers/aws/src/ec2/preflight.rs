@@ -25,7 +25,7 @@ pub(crate) async fn run(aws: &Aws) -> Result<Preflight, Error> {
         Ok(facts) => may_launch(aws, connected, facts).await,
         Err(_) => Ok(()),
     };
-    let strays = remove::stray_cards(&connected.ec2, &aws.owner).await;
+    let strays = remove::clean(&connected.ec2, &aws.owner).await;
     let mut errors = Vec::new();
     errors.extend(facts.as_ref().err().cloned());
     errors.extend(listed.as_ref().err().cloned());

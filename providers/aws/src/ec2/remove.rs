@@ -1,6 +1,10 @@
 //! Takes VMs away: many askers, one TerminateInstances. What a launch made (cards, root disk) goes with its VM; cards
-//! that EC2 left behind are looked for and deleted at preflight. May call TerminateInstances, DescribeNetworkInterfaces,
+//! that EC2 left behind are looked for and deleted at preflight and every ten minutes. May call TerminateInstances, DescribeNetworkInterfaces,
 //! DeleteNetworkInterface.
+
+use std::collections::HashSet;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use aws_sdk_ec2::types::Filter;
 use peerpod_provider_api::Error;
@@ -53,21 +57,81 @@ async fn by_ids(ec2: &Ec2, mut ids: Vec<String>, until: Instant) -> Result<Vec<S
     Ok(unknown)
 }
 
-/// Deletes our cards that hang on no VM: EC2 leaves one when a launch breaks off half-way. Returns how many.
-pub(crate) async fn stray_cards(ec2: &Ec2, owner: &Owner) -> Result<usize, Error> {
+/// Between two looks for stray cards.
+const EVERY: Duration = Duration::from_secs(600);
+
+/// Our cards that hung on no VM when we last looked. A card may hang on nothing for a moment while its VM is launched; one
+/// that does so twice, minutes apart, is left over.
+#[derive(Debug)]
+pub(crate) struct Strays(Mutex<Looked>);
+
+#[derive(Debug)]
+struct Looked {
+    at: Instant,
+    cards: HashSet<String>,
+}
+
+impl Strays {
+    /// Nobody has looked yet; preflight does, for what an earlier process left.
+    pub(crate) fn new(now: Instant) -> Strays {
+        Strays(Mutex::new(Looked { at: now, cards: HashSet::new() }))
+    }
+
+    /// Whether it is time to look again; then it is somebody's task.
+    pub(crate) fn is_due(&self, now: Instant) -> bool {
+        let mut looked = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_due = now.saturating_duration_since(looked.at) >= EVERY;
+        if is_due {
+            looked.at = now;
+        }
+        is_due
+    }
+
+    /// Those that hung on nothing the last time, too.
+    fn again(&self, cards: Vec<String>) -> Vec<String> {
+        let mut looked = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = std::mem::replace(&mut looked.cards, cards.iter().cloned().collect());
+        cards.into_iter().filter(|card| before.contains(card)).collect()
+    }
+
+    /// Looks, and deletes what hung on nothing the last time, too. How many.
+    ///
+    /// # Errors
+    /// When EC2 refuses.
+    pub(crate) async fn clean(&self, ec2: &Ec2, owner: &Owner) -> Result<usize, Error> {
+        let cards = self.again(stray_cards(ec2, owner).await?);
+        delete_cards(ec2, cards).await
+    }
+}
+
+/// Deletes at once what hangs on nothing: before anything is launched. Returns how many.
+///
+/// # Errors
+/// When EC2 refuses.
+pub(crate) async fn clean(ec2: &Ec2, owner: &Owner) -> Result<usize, Error> {
+    delete_cards(ec2, stray_cards(ec2, owner).await?).await
+}
+
+/// Our cards that hang on no VM: EC2 leaves one when a launch breaks off half-way.
+async fn stray_cards(ec2: &Ec2, owner: &Owner) -> Result<Vec<String>, Error> {
     let filter = |name: String, value: &str| Filter::builder().name(name).values(value).build();
-    let filters = vec![
+    let mut filters = vec![
         filter(format!("tag:{}", tags::CLUSTER), &owner.cluster),
-        filter(format!("tag:{}", tags::NODE), &owner.node),
         filter("status".to_owned(), "available"),
     ];
+    if !owner.node.is_empty() {
+        filters.push(filter(format!("tag:{}", tags::NODE), &owner.node));
+    }
     let ask = ec2.client.describe_network_interfaces().set_filters(Some(filters)).max_results(100);
     let what = "look for network cards of ours that hang on nothing";
     let found = ec2.call("DescribeNetworkInterfaces", "stray", what, until(), || ask.clone().send()).await?;
+    let cards = found.network_interfaces.unwrap_or_default().into_iter();
+    Ok(cards.filter_map(|card| card.network_interface_id).collect())
+}
+
+async fn delete_cards(ec2: &Ec2, cards: Vec<String>) -> Result<usize, Error> {
     let mut deleted = 0;
-    for id in
-        found.network_interfaces.unwrap_or_default().into_iter().filter_map(|card| card.network_interface_id)
-    {
+    for id in cards {
         let what = format!("delete of the network card {id}, which hangs on nothing");
         let ask = ec2.client.delete_network_interface().network_interface_id(&id);
         match ec2.call("DeleteNetworkInterface", "stray", &what, until(), || ask.clone().send()).await {
@@ -77,4 +141,20 @@ pub(crate) async fn stray_cards(ec2: &Ec2, owner: &Owner) -> Result<usize, Error
         }
     }
     Ok(deleted)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_card_is_left_over_when_it_hung_on_nothing_twice() {
+        let now = Instant::now();
+        let strays = Strays::new(now);
+        assert!(!strays.is_due(now) && strays.is_due(now + EVERY) && !strays.is_due(now + EVERY));
+        let cards = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+        assert!(strays.again(cards(&["a", "b"])).is_empty());
+        assert_eq!(strays.again(cards(&["b", "c"])), ["b"]);
+        assert!(strays.again(cards(&["a"])).is_empty(), "it hung on something in between");
+    }
 }
