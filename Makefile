@@ -33,18 +33,21 @@ test-long: setup
 	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(WITH)
 
 # The AWS provider, and the real node with it, against a simulated EC2 (moto, from PyPI) behind a proxy that refuses as
-# EC2 does. The same features as `make test CLOUDS=1`, so the two share their build.
+# EC2 does. The same features as `make test CLOUDS=1`, so the two share their build: the binaries are built with the tests,
+# because without them tokio has other features (tests stop its clock), and the SDK would be compiled twice.
 AWS_TESTS := --test aws_conformance --test aws_drops --test aws_node --test aws_policy --test aws_refusals \
 	--test aws_witness --test ec2_proxy
 test-aws: setup
-	$(CARGO) build --locked --workspace --bins $(AWS)
+	$(CARGO) build --locked --workspace $(AWS) --bins $(AWS_TESTS)
 	$(CARGO) test --locked --workspace $(AWS) $(AWS_TESTS)
 
 # Counts and ratios to what the account's limits permit: the tests' build does.
+AWS_BENCHES := --test aws_node --test provider_external
 bench-aws: setup
-	$(CARGO) build --locked --workspace --bins $(AWS)
-	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(AWS) \
-		--test aws_node --test provider_external -- --nocapture --test-threads 1
+	$(CARGO) build --locked --workspace $(AWS) --bins $(AWS_BENCHES)
+	mkdir -p $(TARGET)/bench
+	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(AWS) $(AWS_BENCHES) \
+		-- --nocapture --test-threads 1
 
 bench: setup
 	$(CARGO) build --locked --release $(BINS) -p peerpod-benches
