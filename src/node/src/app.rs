@@ -17,7 +17,7 @@ use peerpod_base::{
     lifecycle::{Drain, Shutdown},
 };
 use peerpod_proto::relay::ConfigureRequest;
-use peerpod_provider_api::{DecoratorConfig, Provider, decorate};
+use peerpod_provider_api::{CreateRequest, DecoratorConfig, Provider, decorate};
 use prometheus_client::registry::Registry;
 use tokio::{net::UnixListener, task::JoinSet};
 use tracing::{error, info, warn};
@@ -34,7 +34,7 @@ use crate::{
     roll_over::{self, SharedTrust},
     rpc::{self, Door},
     sandbox::{
-        Deaths, Reaper, Sandboxes,
+        Deaths, Notices, Reaper, Sandboxes,
         recover::{Kept, Orphans, recover},
     },
     trust::{self, Trust},
@@ -83,6 +83,9 @@ pub enum AppError {
          another provider"
     )]
     NoSecondNic(&'static str),
+    /// The same for `node.vm-…`.
+    #[error("node.vm-arch, -confidential, -market, -zones, -public-ip: {0}")]
+    Wishes(peerpod_provider_api::Error),
     /// The admin port.
     #[error(transparent)]
     Admin(#[from] admin::Error),
@@ -157,6 +160,9 @@ pub async fn build(
     if config.wants_second_nic() && !provider.capabilities().second_nic {
         return Err(AppError::NoSecondNic(provider.name()));
     }
+    let mut request = CreateRequest { name: "every pod".to_owned(), ..CreateRequest::default() };
+    config.wishes.ask(&mut request);
+    provider.capabilities().check(&request, provider.name()).map_err(AppError::Wishes)?;
     let provider = decorate(provider, DecoratorConfig::default(), &mut registry);
     let relay = RelayClient::new(config.run_dir.join("relay.sock"), identity(trust.clone()), metrics.clone());
     let addresses = GuestAddresses::new(config.relay_addresses.clone(), config.relay_listen);
@@ -194,7 +200,7 @@ pub async fn build(
     let mut settings = config.sandbox_settings();
     settings.guest_addresses = addresses.in_words(None);
     settings.max_batch = config.max_batch(most);
-    let sandboxes = Sandboxes::new(fx, settings, metrics.clone());
+    let sandboxes = Sandboxes::new(fx.clone(), settings, metrics.clone());
 
     let count = records.len();
     let kept = Kept { records, batches, unread: unread.clone(), notes };
@@ -208,7 +214,7 @@ pub async fn build(
         "roll-over of the CA"
     });
     let orphans = Orphans::new(unread, config.orphan_grace).sparing(unread_batches);
-    look_after(&mut tasks, &sandboxes, &inbox, &metrics, orphans);
+    look_after(&mut tasks, &sandboxes, &*fx.provider, &inbox, &metrics, orphans);
 
     let admin = admin::serve(config.admin_listen, Arc::new(registry), ready.clone()).await?;
     let drain = Drain::new();
@@ -334,6 +340,7 @@ async fn preflight(
 fn look_after(
     tasks: &mut JoinSet<&'static str>,
     sandboxes: &Sandboxes,
+    provider: &dyn Provider,
     inbox: &Inbox,
     metrics: &Metrics,
     orphans: Orphans,
@@ -343,11 +350,19 @@ fn look_after(
         Reaper::default().run(table).await;
         "reaper"
     });
-    let table = sandboxes.clone();
+    let notices = Notices::default();
+    let (table, deaths) = (sandboxes.clone(), Deaths::with(notices.clone()));
     tasks.spawn(async move {
-        Deaths::default().run(table).await;
+        deaths.run(table).await;
         "deaths of VMs"
     });
+    if let Some(events) = provider.events() {
+        let table = sandboxes.clone();
+        tasks.spawn(async move {
+            notices.run(table, events).await;
+            std::future::pending().await
+        });
+    }
     let table = sandboxes.clone();
     tasks.spawn(async move {
         orphans.run(table, ORPHANS_EVERY).await;

@@ -15,6 +15,7 @@ pub mod cni;
 mod command;
 mod daemons;
 mod janitor;
+pub mod many;
 pub mod page;
 pub mod picture;
 pub mod ping;

@@ -9,7 +9,7 @@ use peerpod_provider_api::{InstanceId, Owned, OwnedState};
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{info, warn};
 
-use super::{Sandboxes, effects::CloudError, phase::Phase, table::Entry};
+use super::{Notices, Sandboxes, effects::CloudError, phase::Phase, table::Entry};
 use crate::spec::SandboxId;
 
 /// How long the provider may take to say that it has no addresses for a VM. One that has some may take for ever.
@@ -19,6 +19,7 @@ const ADDRESSES: Duration = Duration::from_secs(20);
 #[derive(Default)]
 pub struct Deaths {
     away: HashMap<SandboxId, Away>,
+    notices: Notices,
 }
 
 struct Away {
@@ -30,6 +31,11 @@ struct Away {
 }
 
 impl Deaths {
+    /// Believes what the provider says of its own accord enough to ask at once.
+    pub fn with(notices: Notices) -> Deaths {
+        Deaths { notices, ..Deaths::default() }
+    }
+
     /// Looks now and then, for ever.
     pub async fn run(mut self, table: Sandboxes) {
         let every = pause(table.0.settings.vm_gone_grace).min(Duration::from_secs(5));
@@ -49,7 +55,8 @@ impl Deaths {
         for (id, vm) in away {
             let known =
                 self.away.entry(id.clone()).or_insert(Away { since: now, ask: now + grace, missing: None });
-            if now.duration_since(known.since) >= grace && known.ask <= now {
+            let is_said_to_be_gone = self.notices.take_ended(&vm);
+            if is_said_to_be_gone || (now.duration_since(known.since) >= grace && known.ask <= now) {
                 due.push((id, vm));
             }
         }

@@ -101,6 +101,7 @@ impl Sandboxes {
             return born(view).await.map(|()| path);
         }
         let wanted = wish.wanted.map_err(Error::Invalid)?;
+        wanted.wishes.check(&self.0.settings.may_wish).map_err(Error::Invalid)?;
         let netns = self
             .0
             .fx
@@ -339,7 +340,7 @@ impl Sandboxes {
             labels.insert(key.to_owned(), value.to_owned());
         }
         let short: String = id.as_str().chars().take(12).collect();
-        let request = CreateRequest {
+        let mut request = CreateRequest {
             name: format!("{}-{short}", wanted.pod.name),
             user_data,
             size: wanted.size,
@@ -349,6 +350,7 @@ impl Sandboxes {
             labels,
             ..CreateRequest::default()
         };
+        wanted.wishes.over(&settings.wishes).ask(&mut request);
         Ok(Record {
             version: VERSION,
             phase: Phase::Created,

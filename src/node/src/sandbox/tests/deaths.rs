@@ -5,11 +5,14 @@ use std::{
     time::{Duration, SystemTime},
 };
 
+use futures_util::StreamExt;
+use peerpod_provider_api::{EventKind, InstanceId, ProviderEvent};
+
 use super::{node::*, world::*};
 use crate::{
     ledger::Ledger,
     roll_over::{SharedTrust, is_due},
-    sandbox::{Error, Stop},
+    sandbox::{Deaths, Error, Notices, Stop},
     trust::Trust,
 };
 
@@ -36,6 +39,36 @@ async fn a_sandbox_whose_vm_is_gone_fails_and_leaves_nothing() {
     assert!(!world.state().relay.contains_key("a"), "the shim's connections are closed");
     assert!(!world.state().devices.contains_key("a"));
     node.table.stop(&id("a"), Stop::Called).await.unwrap();
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_vm_that_the_provider_says_has_ended_is_looked_for_at_once() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    let vm = node.table.view(&id("a")).unwrap().borrow().vm().unwrap().clone();
+    let event = |id: InstanceId, kind| ProviderEvent { id, kind };
+    let at = SystemTime::now() + 120 * SECOND;
+    let events = [
+        event(InstanceId::new("i-of-nobody").unwrap(), EventKind::Interruption { at }),
+        event(vm.clone(), EventKind::Interruption { at }),
+        event(vm, EventKind::Ended { reason: "taken back".into() }),
+    ];
+    let notices = Notices::default();
+    notices.clone().run(node.table.clone(), futures_util::stream::iter(events).boxed()).await;
+    assert_eq!((node.metrics.notices("interruption"), node.metrics.notices("ended")), (1, 1));
+    let deaths = tokio::spawn(Deaths::with(notices).run(node.table.clone()));
+    tokio::time::sleep(settings().vm_gone_grace * 2).await;
+    assert_eq!(node.phase("a"), "running", "said is not gone: its guest is there");
+    let began = tokio::time::Instant::now();
+    world.guests_stay_away.store(true, Ordering::Relaxed);
+    node.fx.unlink("a");
+    world.state().vms.clear();
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    let took = began.elapsed();
+    assert!(took < settings().vm_gone_grace, "{took:?}: not after the grace that others have");
+    deaths.abort();
     node.kill().await;
 }
 

@@ -19,8 +19,8 @@ use peerpod_provider_cloud::{Call, Scheduler};
 use tokio::time::Instant;
 
 use crate::config::{AwsConfig, Credentials};
-use crate::credentials;
-use crate::refusal::{Refusal, Why};
+use crate::ec2::credentials;
+use crate::ec2::refusal::{Refusal, Why};
 
 /// Longest way to a TCP connection.
 const CONNECT: Duration = Duration::from_secs(5);

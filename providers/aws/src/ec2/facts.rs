@@ -8,12 +8,13 @@ use aws_sdk_ec2::types::{
     ArchitectureType, Filter, InstanceTypeInfo, LocationType, SupportedAdditionalProcessorFeature,
 };
 use peerpod_provider_api::{Arch, Confidential, Error};
-use peerpod_provider_cloud::{Catalogue, MachineType, Place, Prices};
+use peerpod_provider_cloud::{Catalogue, MachineType, Place};
 use tokio::time::Instant;
 
-use crate::client::{self, Ec2, until};
 use crate::config::{AwsConfig, Image};
-use crate::shape::ImageFacts;
+use crate::ec2::client::{self, Ec2, until};
+use crate::ec2::prices;
+use crate::ec2::shape::ImageFacts;
 
 /// How long it is believed. Types and zones hardly ever change; a newer image may have been published.
 pub(crate) const FRESH: Duration = Duration::from_secs(12 * 3600);
@@ -34,6 +35,8 @@ pub(crate) struct Facts {
     /// Whose the network is.
     pub account: String,
     pub catalogue: Catalogue,
+    /// Why prices are missing, if they are: nothing depends on them but the order.
+    pub no_prices: Option<Error>,
 }
 
 /// A subnet.
@@ -51,15 +54,19 @@ impl Facts {
     /// Every refusal: all that is missing from the rights, or wrong with the settings, in one text.
     pub(crate) async fn load(ec2: &Ec2, config: &AwsConfig) -> Result<Facts, Error> {
         let network = network(ec2, config);
-        let (network, image, types, sold) =
-            tokio::join!(network, image(ec2, config), types(ec2, config), sold(ec2, config));
+        let (network, image, types, sold, (prices, no_prices)) = tokio::join!(
+            network,
+            image(ec2, config),
+            types(ec2, config),
+            sold(ec2, config),
+            prices::load(ec2, config)
+        );
         let (network, image, types, sold) = all(network, image, types, sold)?;
         let places = network
             .subnets
             .iter()
             .map(|subnet| Place { zone: subnet.zone.clone(), subnet: Some(subnet.id.clone()) });
-        let catalogue =
-            Catalogue { types, places: places.collect(), sold: Some(sold), prices: Prices::default() };
+        let catalogue = Catalogue { types, places: places.collect(), sold: Some(sold), prices };
         Ok(Facts {
             since: Instant::now(),
             image,
@@ -67,6 +74,7 @@ impl Facts {
             subnets: network.subnets,
             account: network.account,
             catalogue,
+            no_prices,
         })
     }
 }
@@ -228,7 +236,16 @@ pub(crate) async fn by_id(ec2: &Ec2, id: &str, what: &str, until: Instant) -> Re
     })
 }
 
-async fn newest(ec2: &Ec2, name: &str, owners: &[String], arch: &str) -> Result<ImageFacts, Error> {
+/// The newest AMI of a name for these processors.
+///
+/// # Errors
+/// [`Error::Invalid`] when there is none.
+pub(crate) async fn newest(
+    ec2: &Ec2,
+    name: &str,
+    owners: &[String],
+    arch: &str,
+) -> Result<ImageFacts, Error> {
     let what = format!("find the image {name}");
     let filter = |name: &str, value: &str| Filter::builder().name(name).values(value).build();
     let filters = vec![filter("name", name), filter("architecture", arch), filter("state", "available")];

@@ -3,11 +3,14 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::World;
 use peerpod_link::net::netns;
-use peerpod_world::World;
 
 /// The namespace of pod `number` (below 60,000); its name says that it is this world's, which takes it away.
-pub(crate) fn attach(world: &World, number: usize) -> anyhow::Result<PathBuf> {
+///
+/// # Errors
+/// When a link cannot be made.
+pub fn attach(world: &World, number: usize) -> anyhow::Result<PathBuf> {
     let name = format!("{}many{number}", world.prefix());
     let path = Path::new("/run/netns").join(&name);
     netns::create_named(&path)?;
@@ -16,7 +19,7 @@ pub(crate) fn attach(world: &World, number: usize) -> anyhow::Result<PathBuf> {
          link set many{number} up\n"
     ))?;
     let host = number + 1;
-    peerpod_world::ip(
+    crate::ip(
         &name,
         &format!(
             "link set eth0 up\n\

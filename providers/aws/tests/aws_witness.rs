@@ -6,7 +6,7 @@ mod common;
 
 use base64::{Engine, engine::general_purpose::STANDARD};
 use common::{ARM_IMAGE, Cloud, IMAGE, OTHER_IMAGE, key, placed, request, until};
-use peerpod_provider_api::{CreateRequest, DiskIdentity, DiskRequest, Provider, Size};
+use peerpod_provider_api::{Arch, CreateRequest, DiskIdentity, DiskRequest, Provider, Size};
 use serde_json::{Value, json};
 
 /// The only VM that has this name.
@@ -208,6 +208,20 @@ async fn the_newest_image_of_a_name_is_found_for_the_pods_processors() {
     provider.create(&request("web-1"), &key("named", 1)).await.unwrap();
     assert_eq!(vm(&cloud, "web-1").await["ImageId"], ARM_IMAGE);
     assert_eq!(cloud.proxy.count(Some("DescribeImages")), 2, "once per provider, not per pod");
+    // One provider for both: the name stands for an image of each.
+    let both: Vec<_> = named
+        .into_iter()
+        .chain([("instance-types", "m6a.large,m7g.large"), ("disable-cvm", "true")])
+        .collect();
+    let provider = cloud.provider(&both);
+    for number in 2..5 {
+        let wish = CreateRequest { arch: Some(Arch::Aarch64), ..request(&format!("web-{number}")) };
+        let wish = placed(&*provider, &wish).await.unwrap();
+        provider.create(&wish, &key("named", number)).await.unwrap();
+        let vm = vm(&cloud, &format!("web-{number}")).await;
+        assert_eq!((&vm["ImageId"], &vm["InstanceType"]), (&ARM_IMAGE.into(), &"m7g.large".into()));
+    }
+    assert_eq!(cloud.proxy.count(Some("DescribeImages")), 4, "once for each of the two");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -313,4 +327,63 @@ async fn who_only_collects_needs_no_image_and_sees_the_vms_of_all_nodes() {
     }
     let asked: Vec<String> = cloud.proxy.actions().into_iter().collect();
     assert_eq!(asked, ["DescribeInstances", "TerminateInstances"], "nothing else is needed for it");
+}
+
+/// The offerings of a request's placement, in their order.
+async fn places(provider: &dyn Provider, name: &str) -> Vec<(String, String)> {
+    let wish = placed(provider, &request(name)).await.unwrap();
+    let placement: Value = serde_json::from_str(wish.placement.unwrap().as_str()).unwrap();
+    let one =
+        |one: &Value| (one["type"].as_str().unwrap().to_owned(), one["zone"].as_str().unwrap().to_owned());
+    placement["offerings"].as_array().unwrap().iter().map(one).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_cheapest_spot_offering_comes_first_as_ec2_or_the_administrator_says() {
+    let cloud = Cloud::start().await;
+    for (machine, zone, price) in [
+        ("m6a.large", "eu-central-1a", "0.0400"),
+        ("m6a.large", "eu-central-1b", "0.0300"),
+        ("c6a.large", "eu-central-1a", "0.0200"),
+        ("c6a.large", "eu-central-1c", "0.0250"),
+    ] {
+        cloud.proxy.set_spot_price(machine, zone, price);
+    }
+    let types = ("instance-types", "m6a.large,c6a.large");
+    let provider = cloud.provider(&[types, ("market", "spot")]);
+    let first: Vec<_> = places(&*provider, "a").await.into_iter().take(4).collect();
+    let expected = [
+        ("c6a.large", "eu-central-1a"),
+        ("c6a.large", "eu-central-1c"),
+        ("m6a.large", "eu-central-1b"),
+        ("m6a.large", "eu-central-1a"),
+    ];
+    assert_eq!(first, expected.map(|(machine, zone)| (machine.to_owned(), zone.to_owned())));
+    let provider = cloud.provider(&[types, ("market", "spot"), ("prices", "m6a.large/spot=0.001")]);
+    assert_eq!(places(&*provider, "b").await[0].0, "m6a.large", "the administrator knows better");
+    // Without the right to ask the order is by size, and that is said.
+    cloud.proxy.deny("DescribeSpotPriceHistory");
+    let warnings =
+        cloud.provider(&[types, ("market", "spot")]).preflight().await.unwrap().warnings.join("; ");
+    assert!(warnings.contains("allow ec2:DescribeSpotPriceHistory"), "{warnings}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_administrators_prices_are_the_fleets_priorities() {
+    let cloud = Cloud::start().await;
+    let types = ("instance-types", "m6a.large,c6a.large");
+    let provider = cloud.provider(&[types, ("prices", "m6a.large=0.01,c6a.large=0.02")]);
+    let wish = placed(&*provider, &request("a")).await.unwrap();
+    let made = provider.create(&wish, &key("prices", 0)).await.unwrap();
+    assert_eq!(made.instance_type.as_deref(), Some("m6a.large"), "although the other one is smaller");
+    let calls = cloud.proxy.calls();
+    let fleet = calls.iter().find(|call| call.action == "CreateFleet").unwrap();
+    let said = |name: &str| fleet.params.get(name).map(String::as_str);
+    assert_eq!(said("OnDemandOptions.AllocationStrategy"), Some("prioritized"));
+    let overrides = "LaunchTemplateConfigs.1.Overrides";
+    let priority =
+        |number: u32| said(&format!("{overrides}.{number}.Priority")).unwrap().parse::<f64>().unwrap();
+    assert_eq!(said(&format!("{overrides}.1.InstanceType")), Some("m6a.large"));
+    assert!(priority(1) < priority(2), "the lowest number comes first");
+    assert_eq!(cloud.proxy.count(Some("DescribeSpotPriceHistory")), 0, "nobody asks for what is not used");
 }

@@ -4,13 +4,14 @@ use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
 
-use aws_sdk_ec2::types::{Filter, Instance, InstanceStateName, Reservation};
+use aws_sdk_ec2::types::{Filter, Instance, InstanceLifecycleType, InstanceStateName, Reservation};
 use peerpod_provider_api::{Error, IdempotencyKey, InstanceId, Owned, OwnedState};
-use peerpod_provider_cloud::{Batcher, Window};
+use peerpod_provider_cloud::Window;
 use tokio::time::Instant;
 
-use crate::client::Ec2;
-use crate::tags::{self, Owner};
+use crate::ec2::client::Ec2;
+use crate::ec2::looks;
+use crate::ec2::tags::{self, Owner};
 
 /// Most VMs of one page.
 const PAGE: i32 = 1000;
@@ -29,6 +30,10 @@ pub(crate) struct Seen {
     pub devices: Vec<String>,
     pub tags: BTreeMap<String, String>,
     pub launched: Option<SystemTime>,
+    /// Whether EC2 may take it back.
+    pub is_spot: bool,
+    /// Why it is in the state that it is in, when EC2 says so.
+    pub reason: Option<String>,
 }
 
 /// Where it is in its life.
@@ -74,6 +79,8 @@ impl Seen {
             devices: devices.into_iter().filter_map(|device| device.device_name).collect(),
             tags: tags.into_iter().filter_map(|tag| Some((tag.key?, tag.value?))).collect(),
             launched: vm.launch_time.and_then(|at| SystemTime::try_from(at).ok()),
+            is_spot: vm.instance_lifecycle == Some(InstanceLifecycleType::Spot),
+            reason: vm.state_reason.and_then(|reason| reason.message.or(reason.code)),
         })
     }
 
@@ -109,8 +116,8 @@ impl Seen {
     }
 }
 
-/// Looks for single VMs, for all who look at that moment together. `None`: EC2 does not know it (any more, or yet).
-pub(crate) type Look = Batcher<(), String, Option<Seen>>;
+/// Looks for single VMs. `None`: EC2 does not know it (any more, or yet).
+pub(crate) type Look = looks::Look<Seen>;
 
 /// When pods come one after the other, as EC2's buckets let them through (five a second), a window that closes at the
 /// first pause would have one VM in it. A guest needs longer to boot than this one stays open.
@@ -118,20 +125,11 @@ pub(crate) const IN_A_BURST: Window =
     Window { idle: Duration::from_millis(700), longest: Duration::from_secs(2), most: 500 };
 
 pub(crate) fn look(ec2: Ec2, window: Window) -> Look {
-    Batcher::new(window, move |(), ids: Vec<String>, until| {
-        let ec2 = ec2.clone();
-        async move {
-            let seen = by_ids(&ec2, ids.clone(), until).await?;
-            // Several may look at one.
-            Ok(ids.iter().map(|id| Ok(seen.get(id).cloned())).collect())
-        }
-    })
+    looks::together(ec2, window, by_ids)
 }
 
 /// Those of these VMs that there are.
-async fn by_ids(ec2: &Ec2, mut ids: Vec<String>, until: Instant) -> Result<HashMap<String, Seen>, Error> {
-    ids.sort();
-    ids.dedup();
+async fn by_ids(ec2: Ec2, ids: Vec<String>, until: Instant) -> Result<HashMap<String, Seen>, Error> {
     let mut found = HashMap::new();
     let mut parts = vec![ids];
     while let Some(mut ids) = parts.pop() {

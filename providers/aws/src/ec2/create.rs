@@ -21,12 +21,12 @@ use peerpod_provider_api::{CreateRequest, Created, CreatedMany, Error, Idempoten
 use peerpod_provider_cloud::Offering;
 use tokio::time::Instant;
 
-use crate::client::{Ec2, Failure};
-use crate::facts::Facts;
-use crate::refusal::{self, Meaning};
-use crate::see::{self, Seen, State};
-use crate::shape::{ImageFacts, Shape, tag_specifications};
-use crate::{Aws, tags};
+use crate::ec2::client::{Ec2, Failure};
+use crate::ec2::facts::Facts;
+use crate::ec2::refusal::{self, Meaning};
+use crate::ec2::see::{self, Seen, State};
+use crate::ec2::shape::{ImageFacts, Shape, tag_specifications};
+use crate::ec2::{Aws, tags};
 
 /// How long a VM that was made may remain unseen; EC2 speaks of "eventual consistency", in practice seconds.
 const UNSEEN: Duration = Duration::from_secs(12);
@@ -157,7 +157,9 @@ impl Launch<'_> {
             let template = self.aws.template(self.ec2, self.shape().as_ref(), self.until).await?;
             let config = FleetLaunchTemplateConfigRequest::builder()
                 .launch_template_specification(self.specification(&template))
-                .set_overrides(Some(offerings.iter().map(|one| self.entry(one)).collect()));
+                .set_overrides(Some(
+                    (0..).zip(offerings).map(|(place, one)| self.entry(place, one)).collect(),
+                ));
             let market =
                 if spot { DefaultTargetCapacityType::Spot } else { DefaultTargetCapacityType::OnDemand };
             let capacity = TargetCapacitySpecificationRequest::builder()
@@ -176,7 +178,11 @@ impl Launch<'_> {
                 let strategy = SpotAllocationStrategy::PriceCapacityOptimized;
                 ask.spot_options(SpotOptionsRequest::builder().allocation_strategy(strategy).build())
             } else {
-                let strategy = FleetOnDemandAllocationStrategy::LowestPrice;
+                // The administrator's own prices are the planner's order; EC2 knows its list prices only.
+                let strategy = match self.aws.config.has_prices(Market::OnDemand) {
+                    true => FleetOnDemandAllocationStrategy::Prioritized,
+                    false => FleetOnDemandAllocationStrategy::LowestPrice,
+                };
                 ask.on_demand_options(OnDemandOptionsRequest::builder().allocation_strategy(strategy).build())
             };
             let answer = self
@@ -208,6 +214,9 @@ impl Launch<'_> {
             for one in answer.instances.unwrap_or_default() {
                 let machine = one.instance_type.map(|machine| machine.as_str().to_owned());
                 for id in one.instance_ids.unwrap_or_default() {
+                    if spot {
+                        self.aws.spots.made(&id, machine.as_deref());
+                    }
                     outcome.made.push(created(id, Vec::new(), machine.clone())?);
                 }
             }
@@ -238,9 +247,11 @@ impl Launch<'_> {
     }
 
     /// One offering of a fleet, with what differs from the template.
-    fn entry(&self, offering: &Offering) -> FleetLaunchTemplateOverridesRequest {
+    fn entry(&self, place: u32, offering: &Offering) -> FleetLaunchTemplateOverridesRequest {
+        let has_order = offering.market == Market::OnDemand && self.aws.config.has_prices(Market::OnDemand);
         let mut one = FleetLaunchTemplateOverridesRequest::builder()
             .instance_type(offering.machine.as_str().into())
+            .set_priority(has_order.then(|| f64::from(place)))
             .set_subnet_id(offering.subnet.clone());
         if let Some(image) = &self.image {
             one = one.image_id(&image.id);
@@ -404,6 +415,9 @@ impl Launch<'_> {
         let mut outcome = Outcome::default();
         for vm in answer.instances.unwrap_or_default() {
             let Some(id) = vm.instance_id else { continue };
+            if offering.market == Market::Spot {
+                self.aws.spots.made(&id, Some(&offering.machine));
+            }
             let private = vm.private_ip_address.and_then(|text| text.parse().ok());
             let addresses = private.filter(|_| !self.aws.config.use_public_ip).into_iter().collect();
             outcome.made.push(created(id, addresses, Some(offering.machine.clone()))?);

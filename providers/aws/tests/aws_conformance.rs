@@ -55,6 +55,10 @@ impl Harness for Ec2 {
         Some(self.cloud.provider(&[]))
     }
 
+    fn collector(&self) -> Option<Arc<dyn Provider>> {
+        Some(self.cloud.collector())
+    }
+
     fn volume(&self) -> Option<DiskRequest> {
         Some(DiskRequest { volume: self.volume.clone(), ..DiskRequest::default() })
     }

@@ -1,35 +1,36 @@
 //! The provider: what its parts share, and the trait.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
 use std::num::NonZeroU32;
-use std::sync::{Arc, Mutex as Lock, PoisonError};
+use std::sync::{Arc, Mutex as Lock};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use aws_sdk_ec2::types::{ResourceType, TagSpecification};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use futures_util::stream::BoxStream;
 use peerpod_provider_api::{
     Arch, Batch, Capabilities, Confidential, Console, CreateRequest, Created, CreatedMany, DiskIdentity,
     DiskRequest, Error, IdempotencyKey, InstanceId, Market as ApiMarket, Owned, Placement, Preflight,
-    Provider, Volumes,
+    Provider, ProviderEvent, Volumes,
 };
 use peerpod_provider_cloud::{Need, Offering, Planner, Policy, Scheduler, Window, offerings};
 use prometheus_client::registry::Registry;
 use tokio::sync::{Mutex, OnceCell};
 use tokio::time::Instant;
 
-use crate::client::{self, Ec2, until};
-use crate::config::{AwsConfig, Market};
-use crate::create::Launch;
-use crate::facts::{self, FRESH, Facts, Subnet};
-use crate::recent::Recent;
-use crate::remove::{self, Terminate};
-use crate::see::{self, Seen, State};
-use crate::shape::{Shape, to_tags};
-use crate::tags::{self, Owner};
-use crate::volumes;
+use crate::config::{AwsConfig, Image, Market};
+use crate::ec2::client::{self, Ec2, until};
+use crate::ec2::create::Launch;
+use crate::ec2::events;
+use crate::ec2::facts::{Facts, Subnet};
+use crate::ec2::recent::Recent;
+use crate::ec2::remove::{self, Terminate};
+use crate::ec2::see::{self, Seen, State};
+use crate::ec2::shape::ImageFacts;
+use crate::ec2::tags::Owner;
+use crate::ec2::volumes;
 
 /// Raw, before base64 (EC2 User Guide, "Run commands at launch"; also a fleet's).
 const MAX_USER_DATA: usize = 16 << 10;
@@ -53,12 +54,16 @@ pub(crate) struct Aws {
     pub(crate) planner: Planner,
     pub(crate) recent: Recent,
     pub(crate) names: volumes::Names,
+    pub(crate) spots: events::Spots,
+    strays: remove::Strays,
     scheduler: Scheduler,
     connection: OnceCell<Connected>,
-    facts: Mutex<Option<Arc<Facts>>>,
+    pub(super) facts: Mutex<Option<Arc<Facts>>>,
     /// Which launch templates are there.
-    templates: Mutex<HashSet<String>>,
-    second: Lock<Vec<Subnet>>,
+    pub(super) templates: Mutex<HashSet<String>>,
+    pub(super) second: Lock<Vec<Subnet>>,
+    /// The named image for other processors than the configured ones.
+    pub(super) images: Mutex<HashMap<Arch, (Instant, ImageFacts)>>,
 }
 
 /// The client, and what gathers calls for it.
@@ -91,17 +96,20 @@ impl AwsProvider {
             planner: Planner::new(policy),
             recent: Recent::default(),
             names: volumes::Names::default(),
+            spots: events::Spots::default(),
+            strays: remove::Strays::new(Instant::now()),
             scheduler: Scheduler::new(client::table()),
             connection: OnceCell::new(),
             facts: Mutex::default(),
             templates: Mutex::default(),
             second: Lock::default(),
+            images: Mutex::default(),
             config,
         }))
     }
 }
 
-fn arch(config: &AwsConfig) -> Arch {
+pub(super) fn arch(config: &AwsConfig) -> Arch {
     if config.arch == "arm64" { Arch::Aarch64 } else { Arch::X86_64 }
 }
 
@@ -119,96 +127,6 @@ impl Aws {
             })
         };
         self.connection.get_or_try_init(connect).await
-    }
-
-    /// What is known of the account, asked for when it is not, or not freshly.
-    pub(crate) async fn facts(&self, afresh: bool) -> Result<Arc<Facts>, Error> {
-        let mut known = self.facts.lock().await;
-        if let Some(facts) = known.as_ref().filter(|facts| !afresh && facts.since.elapsed() < FRESH) {
-            return Ok(Arc::clone(facts));
-        }
-        let ec2 = &self.ec2().await?.ec2;
-        match self.learn(ec2).await {
-            Ok(facts) => Ok(Arc::clone(known.insert(Arc::new(facts)))),
-            // What was true half a day ago is better than nothing.
-            Err(error) => match known.as_ref().filter(|_| !afresh) {
-                Some(old) => {
-                    tracing::warn!("AWS: what is known of the account is old: {error}");
-                    Ok(Arc::clone(old))
-                }
-                None => Err(error),
-            },
-        }
-    }
-
-    async fn learn(&self, ec2: &Ec2) -> Result<Facts, Error> {
-        let facts = Facts::load(ec2, &self.config).await?;
-        if !self.config.second_subnet_ids.is_empty() {
-            let second = facts::subnets(ec2, &self.config.second_subnet_ids).await?;
-            *self.second.lock().unwrap_or_else(PoisonError::into_inner) = second.0;
-        }
-        self.planner.learn(facts.catalogue.clone());
-        Ok(facts)
-    }
-
-    /// The next create asks again.
-    pub(crate) async fn forget_facts(&self) {
-        *self.facts.lock().await = None;
-    }
-
-    /// The next create makes them again.
-    pub(crate) async fn forget_templates(&self) {
-        self.templates.lock().await.clear();
-    }
-
-    pub(crate) fn second_subnets(&self) -> Vec<Subnet> {
-        self.second.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// The launch template of this shape, by name or id; made when it is not there.
-    pub(crate) async fn template(
-        &self,
-        ec2: &Ec2,
-        shape: Option<&Shape>,
-        until: Instant,
-    ) -> Result<String, Error> {
-        let shape = match (&self.config.launch_template, shape) {
-            (Some(own), _) => return Ok(own.clone()),
-            (None, Some(shape)) => shape,
-            (None, None) => {
-                return Err(Error::invalid(
-                    "make a launch template: there is no image; set provider.aws.image-id",
-                ));
-            }
-        };
-        let name = shape.template_name(&self.owner.cluster);
-        // Held over the call: fifty first creates make one template.
-        let mut known = self.templates.lock().await;
-        if known.contains(&name) {
-            return Ok(name);
-        }
-        let mut marks = self.config.tags.clone();
-        marks.insert(tags::CLUSTER.to_owned(), self.owner.cluster.clone());
-        let marks = TagSpecification::builder()
-            .resource_type(ResourceType::LaunchTemplate)
-            .set_tags(Some(to_tags(&marks)))
-            .build();
-        let ask = ec2
-            .client
-            .create_launch_template()
-            // No token of ours: the name is one already, and a token would answer for a template that was removed.
-            .launch_template_name(&name)
-            .launch_template_data(shape.template())
-            .tag_specifications(marks);
-        let what = format!("make the launch template {name}");
-        match ec2.call("CreateLaunchTemplate", "template", &what, until, || ask.clone().send()).await {
-            Ok(_) => {}
-            // Its name says what is in it: another node was first.
-            Err(failure) if failure.code().starts_with("InvalidLaunchTemplateName.AlreadyExists") => {}
-            Err(failure) => return Err(failure.into()),
-        }
-        known.insert(name.clone());
-        Ok(name)
     }
 
     /// Waits until a VM is as wanted. The caller sets the deadline by dropping it.
@@ -233,6 +151,7 @@ impl Aws {
             match look.ask((), id.as_str().to_owned(), until(), what).await {
                 Ok(Some(seen)) => {
                     self.recent.seen(id.as_str());
+                    self.spots.seen(&seen);
                     if is_as_wanted(&seen) || matches!(seen.state, State::ShuttingDown | State::Terminated) {
                         return Ok(seen);
                     }
@@ -265,12 +184,20 @@ impl Aws {
         Ok(())
     }
 
+    fn follows_spot(&self) -> bool {
+        self.config.market != Market::OnDemand && !self.config.spot_watch.is_zero()
+    }
+
     fn capabilities(&self) -> Capabilities {
         Capabilities {
             images: true,
             instance_types: true,
             gpus: true,
-            archs: vec![arch(&self.config)],
+            // A name may stand for an image of each; an id is one's.
+            archs: match &self.config.image {
+                Image::Named { .. } => vec![Arch::X86_64, Arch::Aarch64],
+                _ => vec![arch(&self.config)],
+            },
             confidential: vec![Confidential::SevSnp],
             spot: self.config.market != Market::OnDemand,
             zones: true,
@@ -279,6 +206,7 @@ impl Aws {
             volumes: true,
             console: true,
             max_batch: self.config.batch,
+            events: self.follows_spot(),
             ..Capabilities::minimal(MAX_USER_DATA)
         }
     }
@@ -320,10 +248,7 @@ impl Aws {
             None => self.placed(request).await?,
         };
         let ec2 = &self.ec2().await?.ec2;
-        let image = match &request.image {
-            Some(id) => Some(facts::by_id(ec2, id, "look at the pod's image", until).await?),
-            None => None,
-        };
+        let image = self.own_image(ec2, request, until).await?;
         let launch =
             Launch { aws: self, ec2, facts: &facts, request, key, offerings: &offerings, image, until };
         launch.go(count).await
@@ -334,6 +259,18 @@ impl Aws {
         let placed = CreateRequest { placement, ..request.clone() };
         Ok(offerings(&placed)?.unwrap_or_default())
     }
+}
+
+/// Deletes cards that were left over, behind the list that nobody keeps waiting for it.
+fn clean(aws: Arc<Aws>) {
+    tokio::spawn(async move {
+        let cleaned = async { aws.strays.clean(&aws.ec2().await?.ec2, &aws.owner).await };
+        match cleaned.await {
+            Ok(0) => {}
+            Ok(count) => tracing::info!(count, "network cards of ours hung on nothing and were deleted"),
+            Err(error) => tracing::warn!("network cards that a broken launch leaves behind stay: {error}"),
+        }
+    });
 }
 
 /// EC2's ids of VMs; anything else was never one.
@@ -353,7 +290,7 @@ impl Provider for AwsProvider {
     }
 
     async fn preflight(&self) -> Result<Preflight, Error> {
-        crate::preflight::run(&self.0).await
+        crate::ec2::preflight::run(&self.0).await
     }
 
     async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, Error> {
@@ -395,7 +332,8 @@ impl Provider for AwsProvider {
         match seen.state {
             State::Pending | State::Running => Ok(seen.addresses(public)),
             State::Stopped | State::ShuttingDown | State::Terminated => {
-                Err(Error::not_found(format!("{what}: it has ended")))
+                let why = seen.reason.map(|why| format!(": {why}")).unwrap_or_default();
+                Err(Error::not_found(format!("{what}: it has ended{why}")))
             }
         }
     }
@@ -414,12 +352,17 @@ impl Provider for AwsProvider {
         }
         aws.recent.seen(id.as_str());
         aws.names.forget(id.as_str());
+        aws.spots.forget(id.as_str());
         Ok(())
     }
 
     async fn list_owned(&self) -> Result<Vec<Owned>, Error> {
         let aws = &self.0;
         let seen = see::all_of(&aws.ec2().await?.ec2, &aws.owner, until()).await?;
+        seen.iter().for_each(|vm| aws.spots.seen(vm));
+        if aws.strays.is_due(Instant::now()) {
+            clean(Arc::clone(aws));
+        }
         let mut owned: Vec<Owned> = seen.iter().filter_map(|vm| vm.owned(aws.config.use_public_ip)).collect();
         owned.extend(aws.recent.missing_from(&owned, Instant::now()));
         Ok(owned)
@@ -435,6 +378,10 @@ impl Provider for AwsProvider {
 
     fn console(&self) -> Option<&dyn Console> {
         Some(self)
+    }
+
+    fn events(&self) -> Option<BoxStream<'static, ProviderEvent>> {
+        self.0.follows_spot().then(|| events::follow(Arc::clone(&self.0)))
     }
 
     fn register_metrics(&self, registry: &mut Registry) {

@@ -7,6 +7,7 @@ mod common;
 use std::collections::BTreeSet;
 
 use common::{Cloud, key, placed, request};
+use futures_util::StreamExt;
 use peerpod_provider_api::{CreateRequest, DiskRequest, Provider};
 use serde_json::{Value, json};
 
@@ -22,7 +23,8 @@ async fn the_policy_is_what_we_ask_for() {
     cloud.proxy.boto3("create_network_interface", &card).await.unwrap();
     let second = [("second-subnet-ids", cloud.subnets[0].as_str())];
     for launch in ["fleet", "run"] {
-        let settings: Vec<_> = second.into_iter().chain([("launch", launch)]).collect();
+        let spot = [("launch", launch), ("market", "spot"), ("spot-watch", "1s")];
+        let settings: Vec<_> = second.into_iter().chain(spot).collect();
         let provider = cloud.provider(&settings);
         provider.preflight().await.unwrap();
         let disk = DiskRequest { volume: cloud.volume("eu-central-1a").await, ..DiskRequest::default() };
@@ -35,6 +37,10 @@ async fn the_policy_is_what_we_ask_for() {
         volumes.attach(&made.id, &disk).await.unwrap();
         provider.console().unwrap().tail(&made.id, 100).await.unwrap();
         provider.list_owned().await.unwrap();
+        let mut events = provider.events().unwrap();
+        cloud.proxy.interrupt(made.id.as_str(), "marked-for-termination");
+        let event = tokio::time::timeout(common::PATIENCE, events.next()).await.unwrap().unwrap();
+        assert_eq!(event.id, made.id);
         volumes.detach(&made.id, &disk.volume).await.unwrap();
         provider.delete(&made.id).await.unwrap();
     }

@@ -7,12 +7,12 @@ use aws_sdk_ec2::types::{
 };
 use peerpod_provider_api::{Error, Preflight};
 
-use crate::client::until;
 use crate::config::Launch;
-use crate::facts::{Facts, together};
-use crate::provider::Connected;
-use crate::shape::Shape;
-use crate::{Aws, remove, see};
+use crate::ec2::client::until;
+use crate::ec2::facts::{Facts, together};
+use crate::ec2::provider::Connected;
+use crate::ec2::shape::Shape;
+use crate::ec2::{Aws, remove, see};
 
 /// Fewer free addresses than this in a subnet are worth a word.
 const FEW: i32 = 16;
@@ -25,7 +25,7 @@ pub(crate) async fn run(aws: &Aws) -> Result<Preflight, Error> {
         Ok(facts) => may_launch(aws, connected, facts).await,
         Err(_) => Ok(()),
     };
-    let strays = remove::stray_cards(&connected.ec2, &aws.owner).await;
+    let strays = remove::clean(&connected.ec2, &aws.owner).await;
     let mut errors = Vec::new();
     errors.extend(facts.as_ref().err().cloned());
     errors.extend(listed.as_ref().err().cloned());
@@ -34,6 +34,8 @@ pub(crate) async fn run(aws: &Aws) -> Result<Preflight, Error> {
         (Ok(facts), Ok(listed)) if errors.is_empty() => (facts, listed),
         _ => return Err(together(errors)),
     };
+    // Those of an earlier process are watched from now on, too.
+    listed.iter().for_each(|vm| aws.spots.seen(vm));
     let mut found = Preflight { facts: said(aws, connected, &facts), ..Preflight::default() };
     found.facts.push(format!("{} VMs of this node", listed.len()));
     match strays {
@@ -45,6 +47,9 @@ pub(crate) async fn run(aws: &Aws) -> Result<Preflight, Error> {
         Err(error) => {
             found.warnings.push(format!("network cards that a broken launch leaves behind stay: {error}"))
         }
+    }
+    if let Some(error) = &facts.no_prices {
+        found.warnings.push(format!("the cheapest spot offering cannot be told: {error}"));
     }
     for subnet in facts.subnets.iter().filter(|subnet| subnet.free < FEW) {
         found.warnings.push(format!(

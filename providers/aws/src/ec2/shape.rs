@@ -35,6 +35,20 @@ pub(crate) struct ImageFacts {
     pub root_gib: u32,
 }
 
+/// Says of a root disk what there is to say. EC2 has three types for it, with the same fields.
+macro_rules! said {
+    ($builder:expr, $root:ident) => {
+        $builder
+            .delete_on_termination(true)
+            .set_volume_size($root.size)
+            .set_volume_type($root.kind)
+            .set_iops($root.iops)
+            .set_throughput($root.throughput)
+            .set_encrypted($root.encrypted)
+            .set_kms_key_id($root.kms)
+    };
+}
+
 /// Everything that VMs of one profile have in common.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Shape {
@@ -116,18 +130,10 @@ impl Shape {
                 LaunchTemplatePlacementRequest::builder().tenancy(Tenancy::from(tenancy.as_str()));
             data = data.placement(placement.build());
         }
-        if let Some(Root { device, size, kind, iops, throughput, encrypted, kms }) = self.root_of(&self.image)
-        {
-            let ebs = LaunchTemplateEbsBlockDeviceRequest::builder()
-                .delete_on_termination(true)
-                .set_volume_size(size)
-                .set_volume_type(kind)
-                .set_iops(iops)
-                .set_throughput(throughput)
-                .set_encrypted(encrypted)
-                .set_kms_key_id(kms);
+        if let Some(root) = self.root_of(&self.image) {
+            let ebs = said!(LaunchTemplateEbsBlockDeviceRequest::builder(), root);
             let mapping =
-                LaunchTemplateBlockDeviceMappingRequest::builder().device_name(device).ebs(ebs.build());
+                LaunchTemplateBlockDeviceMappingRequest::builder().device_name(root.device).ebs(ebs.build());
             data = data.block_device_mappings(mapping.build());
         }
         data.build()
@@ -135,30 +141,16 @@ impl Shape {
 
     /// The root disk of another image, in place of the template's.
     pub(crate) fn fleet_root(&self, image: &ImageFacts) -> Option<FleetBlockDeviceMappingRequest> {
-        let Root { device, size, kind, iops, throughput, encrypted, kms } = self.root_of(image)?;
-        let ebs = FleetEbsBlockDeviceRequest::builder()
-            .delete_on_termination(true)
-            .set_volume_size(size)
-            .set_volume_type(kind)
-            .set_iops(iops)
-            .set_throughput(throughput)
-            .set_encrypted(encrypted)
-            .set_kms_key_id(kms);
-        Some(FleetBlockDeviceMappingRequest::builder().device_name(device).ebs(ebs.build()).build())
+        let root = self.root_of(image)?;
+        let ebs = said!(FleetEbsBlockDeviceRequest::builder(), root);
+        Some(FleetBlockDeviceMappingRequest::builder().device_name(root.device).ebs(ebs.build()).build())
     }
 
     /// The root disk of a call without template.
     pub(crate) fn run_root(&self, image: &ImageFacts) -> Option<BlockDeviceMapping> {
-        let Root { device, size, kind, iops, throughput, encrypted, kms } = self.root_of(image)?;
-        let ebs = EbsBlockDevice::builder()
-            .delete_on_termination(true)
-            .set_volume_size(size)
-            .set_volume_type(kind)
-            .set_iops(iops)
-            .set_throughput(throughput)
-            .set_encrypted(encrypted)
-            .set_kms_key_id(kms);
-        Some(BlockDeviceMapping::builder().device_name(device).ebs(ebs.build()).build())
+        let root = self.root_of(image)?;
+        let ebs = said!(EbsBlockDevice::builder(), root);
+        Some(BlockDeviceMapping::builder().device_name(root.device).ebs(ebs.build()).build())
     }
 
     /// The metadata service of a call without template.

@@ -11,12 +11,13 @@ use std::time::Duration;
 use aws_sdk_ec2::types::{Volume, VolumeAttachmentState, VolumeState};
 use futures_util::future::join_all;
 use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId};
-use peerpod_provider_cloud::{Batcher, Window};
+use peerpod_provider_cloud::Window;
 use tokio::time::Instant;
 
-use crate::Aws;
-use crate::client::{Ec2, until};
-use crate::see::State;
+use crate::ec2::Aws;
+use crate::ec2::client::{Ec2, until};
+use crate::ec2::looks;
+use crate::ec2::see::State;
 
 /// Between two looks; EC2 takes some seconds to run a VM and to attach a disk.
 const FIRST_LOOK: Duration = Duration::from_millis(300);
@@ -33,23 +34,14 @@ pub(crate) struct Seen {
     pub state: String,
 }
 
-/// Looks for single volumes, for all who look at that moment together. `None`: there is none.
-pub(crate) type Look = Batcher<(), String, Option<Seen>>;
+/// Looks for single volumes. `None`: there is none.
+pub(crate) type Look = looks::Look<Seen>;
 
 pub(crate) fn look(ec2: Ec2) -> Look {
-    Batcher::new(Window::LIST, move |(), ids: Vec<String>, until| {
-        let ec2 = ec2.clone();
-        async move {
-            let seen = by_ids(&ec2, ids.clone(), until).await?;
-            // Several may look at one.
-            Ok(ids.iter().map(|id| Ok(seen.get(id).cloned())).collect())
-        }
-    })
+    looks::together(ec2, Window::LIST, by_ids)
 }
 
-async fn by_ids(ec2: &Ec2, mut ids: Vec<String>, until: Instant) -> Result<HashMap<String, Seen>, Error> {
-    ids.sort();
-    ids.dedup();
+async fn by_ids(ec2: Ec2, mut ids: Vec<String>, until: Instant) -> Result<HashMap<String, Seen>, Error> {
     while !ids.is_empty() {
         let what = match &ids[..] {
             [one] => format!("look at volume {one}"),
