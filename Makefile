@@ -8,13 +8,34 @@ AWS := -p peerpod-providers -p peerpod-provider-aws -p peerpod-test-ec2 \
 	--features peerpod-providers/aws,peerpod-provider-aws/sdk,peerpod-test-ec2/moto
 BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-provider-local -p peerpod-test-agent
 
-.PHONY: demo test test-long test-aws bench bench-aws lint fuzz setup bins docs
+# VM images. The programs in them are static builds of their own profile; the builder runs as any user.
+# KATA_AGENT=PATH (of a Kata release), PAUSE_BUNDLE=DIR, GUEST_COMPONENTS=DIR: what the image gets of others.
+IMAGE_TARGET := x86_64-unknown-linux-musl
+IMAGE_BINS := $(TARGET)/$(IMAGE_TARGET)/image
+IMAGE_PARTS = --guest $(IMAGE_BINS)/peerpod-guest \
+	$(if $(KATA_AGENT),--kata-agent $(KATA_AGENT),--test-agent $(IMAGE_BINS)/peerpod-test-agent) \
+	$(if $(PAUSE_BUNDLE),--pause-bundle $(PAUSE_BUNDLE)) $(if $(GUEST_COMPONENTS),--guest-components $(GUEST_COMPONENTS))
+
+.PHONY: demo test test-long test-aws bench bench-aws lint fuzz setup bins docs image image-bins image-lock
 
 setup:
 	@scripts/setup
 
 bins: setup
 	$(CARGO) build --locked $(BINS)
+
+# target/image/minimal: kernel and initramfs.
+image: image-bins
+	$(TARGET)/debug/peerpod-image minimal $(IMAGE_PARTS) --cache $(TARGET)/image/cache --out $(TARGET)/image/minimal
+
+image-bins: setup
+	$(CARGO) build --locked -p peerpod-image
+	$(CARGO) build --locked --profile image --target $(IMAGE_TARGET) -p peerpod-guest \
+		$(if $(KATA_AGENT),,-p peerpod-test-agent)
+
+# Writes podvm/image/packages.lock anew, with the newest versions.
+image-lock:
+	$(CARGO) run --locked -p peerpod-image -- lock --cache $(TARGET)/image/cache
 
 demo: bins
 	$(TARGET)/debug/peerpod demo

@@ -1,0 +1,199 @@
+//! Packages by apt's own tools, with lists, cache and sources in a folder of ours: no root, nothing of the machine's
+//! package state is read or changed. What apt has verified against the archive's signature is verified again against
+//! `packages.lock`, and kept by its digest.
+
+use std::{
+    fs::{self, File},
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context, bail, ensure};
+use nix::fcntl::{Flock, FlockArg};
+
+use crate::{
+    lock::{Lock, Package},
+    report::sha256,
+    run,
+};
+
+const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
+const RELEASE: &str = "bookworm";
+const SNAPSHOTS: &str = "http://snapshot.debian.org/archive";
+
+/// Where packages come from and are kept.
+pub(crate) struct Store {
+    folder: PathBuf,
+    /// Of Debian's archive and of its security updates.
+    mirrors: [String; 2],
+    /// Nobody else works in the folder meanwhile.
+    _lock: Flock<File>,
+}
+
+impl Store {
+    /// Opens the cache folder, and waits until nobody else has it.
+    ///
+    /// # Errors
+    /// When it cannot be made or written.
+    pub(crate) fn open(folder: &Path, mirrors: [String; 2]) -> anyhow::Result<Store> {
+        let what = || format!("make the cache folder {}", folder.display());
+        for sub in ["apt/lists/partial", "apt/archives/partial", "debs"] {
+            fs::create_dir_all(folder.join(sub)).with_context(what)?;
+        }
+        let folder = folder.canonicalize()?;
+        let lock = File::create(folder.join("lock")).with_context(what)?;
+        let lock =
+            Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, error)| error).with_context(what)?;
+        Ok(Store { folder, mirrors, _lock: lock })
+    }
+
+    /// The files of all packages of a lock, in its order; fetches what is not in the cache.
+    ///
+    /// # Errors
+    /// When a package in that version is neither in the archive nor in its snapshots, or has another digest.
+    pub(crate) fn packages(&self, lock: &Lock) -> anyhow::Result<Vec<PathBuf>> {
+        let missing: Vec<&Package> = lock.packages.iter().filter(|package| !self.has(package)).collect();
+        if !missing.is_empty() {
+            let exact: Vec<String> =
+                missing.iter().map(|package| format!("{}={}", package.name, package.version)).collect();
+            if let Err(now) = self.update(&self.mirrors).and_then(|()| self.download(&exact)) {
+                // Debian's archive has the newest version of a package alone; all of them are in its snapshots.
+                let old =
+                    ["debian", "debian-security"].map(|part| format!("{SNAPSHOTS}/{part}/{}", lock.snapshot));
+                self.update(&old).and_then(|()| self.download(&exact)).with_context(|| {
+                    format!("{now:#}; and from {SNAPSHOTS}; newer packages: `make image-lock` writes packages.lock anew")
+                })?;
+            }
+        }
+        lock.packages
+            .iter()
+            .map(|package| {
+                let Package { name, version, sha256 } = package;
+                ensure!(
+                    self.has(package),
+                    "{name} {version}: what was fetched does not have the digest {sha256}"
+                );
+                Ok(self.path(package))
+            })
+            .collect()
+    }
+
+    /// A lock of the newest versions.
+    ///
+    /// # Errors
+    /// When the archive cannot be reached or does not have one of the packages.
+    pub(crate) fn newest(&self, names: &[&str]) -> anyhow::Result<Lock> {
+        self.update(&self.mirrors)?;
+        let mut wanted = Vec::new();
+        for name in names {
+            // The kernel's package by its own name, which has the release in it.
+            let real =
+                if name.starts_with("linux-image-") { self.depends(name)? } else { (*name).to_owned() };
+            wanted.push(real);
+        }
+        let listed =
+            run::with_input(self.apt("apt-get").args(["--print-uris", "download"]).args(&wanted), &[])?;
+        let listed = String::from_utf8_lossy(&listed).into_owned();
+        let mut lock = Lock::default();
+        for line in listed.lines() {
+            // 'URL' name_version_arch.deb SIZE SHA256:DIGEST
+            let words: Vec<&str> = line.split_whitespace().collect();
+            let [_, file, _, digest] = words[..] else { bail!("apt-get says {line:?}") };
+            let (Some((name, rest)), Some(sha256)) = (file.split_once('_'), digest.strip_prefix("SHA256:"))
+            else {
+                bail!("apt-get says {line:?}");
+            };
+            let version = rest.rsplit_once('_').map_or(rest, |(version, _)| version).replace("%3a", ":");
+            lock.packages.push(Package { name: name.into(), version, sha256: sha256.into() });
+        }
+        lock.packages.sort_by(|a, b| a.name.cmp(&b.name));
+        ensure!(
+            lock.packages.len() == names.len(),
+            "asked for {} packages, told of {}",
+            names.len(),
+            lock.packages.len()
+        );
+        let now = String::from_utf8(run::run("date", &["-u", "+%s %Y%m%dT%H%M%SZ"])?)?;
+        let (epoch, snapshot) = now.trim().split_once(' ').context("date says nothing")?;
+        lock.epoch = epoch.parse()?;
+        snapshot.clone_into(&mut lock.snapshot);
+        Ok(lock)
+    }
+
+    fn depends(&self, name: &str) -> anyhow::Result<String> {
+        let shown = run::with_input(self.apt("apt-cache").args(["show", "--no-all-versions", name]), &[])?;
+        let shown = String::from_utf8_lossy(&shown).into_owned();
+        let depends = shown.lines().find_map(|line| line.strip_prefix("Depends: "));
+        let real =
+            depends.and_then(|line| line.split([',', ' ']).find(|word| word.starts_with("linux-image-")));
+        Ok(real.with_context(|| format!("{name} does not depend on a kernel"))?.to_owned())
+    }
+
+    fn update(&self, [main, security]: &[String; 2]) -> anyhow::Result<()> {
+        let options = format!("[arch=amd64 check-valid-until=no signed-by={KEYRING}]");
+        let sources = format!(
+            "deb {options} {main} {RELEASE} main\ndeb {options} {main} {RELEASE}-updates main\n\
+             deb {options} {security} {RELEASE}-security main\n"
+        );
+        fs::write(self.folder.join("apt/sources.list"), sources)?;
+        run::with_input(self.apt("apt-get").args(["update", "--error-on=any"]), &[])?;
+        Ok(())
+    }
+
+    fn download(&self, exact: &[String]) -> anyhow::Result<()> {
+        let folder = self.folder.join("debs/partial");
+        if folder.exists() {
+            fs::remove_dir_all(&folder)?;
+        }
+        fs::create_dir(&folder)?;
+        run::with_input(self.apt("apt-get").arg("download").args(exact).current_dir(&folder), &[])?;
+        for entry in fs::read_dir(&folder)? {
+            let path = entry?.path();
+            let digest = sha256(&fs::read(&path)?);
+            fs::rename(&path, self.folder.join("debs").join(format!("{digest}.deb")))?;
+        }
+        Ok(())
+    }
+
+    fn path(&self, package: &Package) -> PathBuf {
+        self.folder.join("debs").join(format!("{}.deb", package.sha256))
+    }
+
+    /// Whether it is in the cache, whole.
+    fn has(&self, package: &Package) -> bool {
+        fs::read(self.path(package)).is_ok_and(|content| sha256(&content) == package.sha256)
+    }
+
+    fn apt(&self, program: &str) -> Command {
+        let mut command = run::tool(program);
+        let apt = self.folder.join("apt");
+        let places = [
+            ("Dir::State", ""),
+            ("Dir::State::lists", "lists"),
+            ("Dir::State::status", "status"),
+            ("Dir::Cache", ""),
+            ("Dir::Cache::archives", "archives"),
+            ("Dir::Etc::sourcelist", "sources.list"),
+        ];
+        for (key, place) in places {
+            command.arg("-o").arg(format!("{key}={}", apt.join(place).display()));
+        }
+        let others = [
+            "Dir::Etc::sourceparts=/dev/null",
+            "Dir::Etc::preferences=/dev/null",
+            "Dir::Etc::preferencesparts=/dev/null",
+            "APT::Architecture=amd64",
+            "APT::Architectures=amd64",
+            "APT::Sandbox::User=root", // no other user to change to: ours may not
+            "APT::Get::List-Cleanup=false",
+            "Acquire::Languages=none",
+            "Acquire::Retries=3",
+            "Acquire::http::Timeout=30",
+        ];
+        for option in others {
+            command.args(["-o", option]);
+        }
+        command.arg("-q");
+        command
+    }
+}

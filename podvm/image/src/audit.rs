@@ -1,0 +1,197 @@
+//! What no image may have. Looked for in the finished tree, whoever put it there, a supplied component too; the build
+//! fails with all that was found.
+
+use anyhow::bail;
+
+use crate::{
+    program::{Program, is_program},
+    tree::{Node, Tree},
+};
+
+/// Programs that let somebody in, or are what he would be let into.
+const PROGRAMS: [&str; 24] = [
+    "agetty",
+    "ash",
+    "bash",
+    "busybox",
+    "csh",
+    "dash",
+    "dropbear",
+    "fish",
+    "getty",
+    "ksh",
+    "login",
+    "mksh",
+    "nologin-shell",
+    "rbash",
+    "rlogind",
+    "scp",
+    "sh",
+    "ssh",
+    "sshd",
+    "su",
+    "sudo",
+    "sulogin",
+    "telnetd",
+    "zsh",
+];
+/// Shells that let nobody in.
+const NO_SHELL: [&str; 2] = ["/usr/sbin/nologin", "/bin/false"];
+/// Parts of names of units that ask for a login or open a shell.
+const UNITS: [&str; 6] =
+    ["getty", "debug-shell", "emergency.service", "rescue.service", "ssh", "console-shell"];
+/// What a machine makes for itself, once: in an image it would be the same everywhere.
+const OWN: [&str; 7] = [
+    "etc/machine-id",
+    "var/lib/dbus/machine-id",
+    "var/lib/systemd/random-seed",
+    "var/lib/systemd/credential.secret",
+    "etc/hostname",
+    "etc/ssh",
+    "root/.ssh",
+];
+/// systemd's word for "make one at the first boot".
+const UNINITIALIZED: &str = "uninitialized";
+/// Text that begins a private key.
+const KEY: &[u8] = b"PRIVATE KEY-----";
+
+/// Checks the finished tree of an image.
+///
+/// # Errors
+/// With everything that was found.
+pub(crate) fn check(tree: &Tree) -> anyhow::Result<()> {
+    let found = findings(tree);
+    if found.is_empty() {
+        return Ok(());
+    }
+    bail!("the image must not be like this:\n  {}", found.join("\n  "))
+}
+
+fn findings(tree: &Tree) -> Vec<String> {
+    let mut found = Vec::new();
+    for (path, node) in tree.iter() {
+        let name = path.rsplit('/').next().unwrap_or_default();
+        let bundle = path.starts_with("pause_bundle/");
+        if PROGRAMS.contains(&name) && !matches!(node, Node::Directory { .. }) && !bundle {
+            found.push(format!("/{path}: a shell, a login or a remote login"));
+        }
+        if path.contains("/systemd/") && UNITS.iter().any(|unit| name.contains(unit)) && !is_mask(node) {
+            found.push(format!("/{path}: a unit that asks for a login or opens a shell"));
+        }
+        if OWN.contains(&path) && tree.text(path).map(str::trim) != Some(UNINITIALIZED) {
+            found.push(format!("/{path}: a machine's own, not an image's"));
+        }
+        if name == "authorized_keys" || name.starts_with("ssh_host_") {
+            found.push(format!("/{path}: a key"));
+        }
+        match node {
+            Node::File { mode, content } => file(tree, path, *mode, content, &mut found),
+            Node::Directory { mode } if mode & 0o002 != 0 && mode & 0o1000 == 0 => {
+                found.push(format!("/{path}: a folder that everybody may write"));
+            }
+            _ => {}
+        }
+    }
+    accounts(tree, &mut found);
+    found
+}
+
+fn file(tree: &Tree, path: &str, mode: u32, content: &[u8], found: &mut Vec<String>) {
+    if mode & 0o7002 != 0 {
+        found.push(format!("/{path}: mode {mode:o}: set-id, or writable by everybody"));
+    }
+    if path.ends_with(".ko") {
+        return;
+    }
+    if !is_program(content) {
+        if content.windows(KEY.len()).any(|window| window == KEY) {
+            found.push(format!("/{path}: a private key"));
+        }
+        return;
+    }
+    if path.starts_with("pause_bundle/") {
+        return; // a container's root directory, with its own libraries
+    }
+    match Program::read(content) {
+        Ok(program) => {
+            let missing = program.missing(tree);
+            if !missing.is_empty() {
+                found.push(format!("/{path}: needs {}", missing.join(", ")));
+            }
+        }
+        Err(error) => found.push(format!("/{path}: {error:#}")),
+    }
+}
+
+fn is_mask(node: &Node) -> bool {
+    matches!(node, Node::Link { target } if target == "/dev/null")
+}
+
+/// Accounts that somebody could log in to.
+fn accounts(tree: &Tree, found: &mut Vec<String>) {
+    for line in tree.text("etc/passwd").unwrap_or_default().lines() {
+        let fields: Vec<&str> = line.split(':').collect();
+        let [name, password, .., shell] = fields[..] else {
+            found.push(format!("/etc/passwd: {line}"));
+            continue;
+        };
+        if !NO_SHELL.contains(&shell) {
+            found.push(format!("/etc/passwd: {name} has the shell {shell:?}"));
+        }
+        if !matches!(password, "x" | "!" | "*" | "!*") {
+            found.push(format!("/etc/passwd: {name} has a password, or needs none"));
+        }
+    }
+    for line in tree.text("etc/shadow").unwrap_or_default().lines() {
+        let mut fields = line.split(':');
+        let (name, password) = (fields.next().unwrap_or_default(), fields.next().unwrap_or_default());
+        if !matches!(password, "!" | "*" | "!*") {
+            found.push(format!("/etc/shadow: {name} has a password, or needs none"));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn one(path: &str, mode: u32, content: &str) -> String {
+        let mut tree = Tree::merged();
+        tree.file("etc/passwd", 0o644, *b"root:x:0:0:root:/:/usr/sbin/nologin\n");
+        tree.file("etc/machine-id", 0o444, *b"uninitialized\n");
+        assert_eq!(findings(&tree), Vec::<String>::new());
+        tree.file(path, mode, content.as_bytes());
+        findings(&tree).join("; ")
+    }
+
+    #[test]
+    fn each_way_in_is_found() {
+        for (path, mode, content, part) in [
+            ("usr/sbin/sshd", 0o755, "", "remote login"),
+            ("usr/local/bin/bash", 0o755, "", "a shell"),
+            ("usr/lib/systemd/system/serial-getty@.service", 0o644, "", "asks for a login"),
+            ("etc/systemd/system/debug-shell.service", 0o644, "", "opens a shell"),
+            ("etc/machine-id", 0o444, "0123456789abcdef0123456789abcdef\n", "a machine's own"),
+            ("etc/hostname", 0o644, "builder\n", "a machine's own"),
+            ("root/.ssh/authorized_keys", 0o600, "ssh-ed25519 AAAA", "a key"),
+            ("etc/tls.pem", 0o600, "-----BEGIN EC PRIVATE KEY-----", "a private key"),
+            ("etc/passwd", 0o644, "root:x:0:0:root:/root:/bin/bash\n", "root has the shell \"/bin/bash\""),
+            ("etc/passwd", 0o644, "root::0:0:root:/root:/bin/false\n", "needs none"),
+            ("etc/passwd", 0o644, "root:x:0:0:root:/root:\n", "has the shell \"\""),
+            ("etc/shadow", 0o600, "root:$6$abc:1::::::\n", "has a password"),
+            ("usr/bin/mount", 0o4755, "", "set-id"),
+            ("etc/motd", 0o666, "", "writable by everybody"),
+            ("usr/bin/agent", 0o755, "\x7fELF", "/usr/bin/agent: "),
+        ] {
+            let found = one(path, mode, content);
+            assert!(found.contains(part), "{path}: {found}");
+        }
+    }
+
+    #[test]
+    fn a_masked_unit_is_no_way_in() {
+        let mut tree = Tree::merged();
+        tree.link("etc/systemd/system/getty.target", "/dev/null");
+        assert_eq!(findings(&tree), Vec::<String>::new());
+    }
+}

@@ -1,0 +1,168 @@
+//! What every image has: the guest program, an agent with its configuration, certificates, accounts.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail, ensure};
+
+use crate::{
+    program,
+    report::{Report, sha256},
+    tree::Tree,
+};
+
+/// Where the agent is, whoever's it is.
+const AGENT: &str = "usr/local/bin/kata-agent";
+/// The socket is not below /run/kata-containers: CreateSandbox removes that. Nothing that asks for attestation is
+/// started by the agent: the guest program does it, in order.
+const AGENT_CONFIG: &str =
+    "server_addr = \"unix:///run/peerpod/agent.sock\"\nguest_components_procs = \"none\"\n";
+const PASSWD: &str =
+    "root:x:0:0:root:/:/usr/sbin/nologin\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n";
+const GROUP: &str = "root:x:0:\nnogroup:x:65534:\n";
+const HOSTS: &str = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n";
+
+/// What the user supplies.
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct Parts {
+    /// peerpod-guest, a static build
+    #[arg(long, value_name = "PATH")]
+    pub(crate) guest: PathBuf,
+    /// kata-agent of a Kata release; without it the image gets the test agent and is not for production
+    #[arg(long, value_name = "PATH")]
+    kata_agent: Option<PathBuf>,
+    /// The project's test agent, for an image without --kata-agent
+    #[arg(long, value_name = "PATH")]
+    test_agent: Option<PathBuf>,
+    /// The OCI bundle that kata-agent runs as a pod's sandbox container: config.json and rootfs; it becomes /pause_bundle
+    #[arg(long, value_name = "DIR")]
+    pause_bundle: Option<PathBuf>,
+    /// Confidential guest components and what they need: a folder that is laid over the image's root
+    #[arg(long, value_name = "DIR")]
+    guest_components: Option<PathBuf>,
+    /// Where the providers' folders are: each guest.toml says how a VM knows that it is there
+    #[arg(long, value_name = "DIR", default_value = "providers")]
+    providers: PathBuf,
+}
+
+impl Parts {
+    /// Adds all of it, and notes in the report what was supplied.
+    ///
+    /// # Errors
+    /// When a part cannot be read, or would not run in this image.
+    pub(crate) fn add(&self, tree: &mut Tree, guest_path: &str, report: &mut Report) -> anyhow::Result<()> {
+        tree.add_file(guest_path, &self.guest)?;
+        self.check_static(tree, guest_path)?;
+        // Its default settings are the image's. The file says that they were meant.
+        tree.file("etc/peerpod/guest.json", 0o644, *b"{\"version\":1}\n");
+        self.sources(tree)?;
+        if let Some(folder) = &self.guest_components {
+            tree.add_folder("", folder).context("--guest-components")?;
+            note(report, "guest-components", tree_digest(folder)?);
+        }
+        match (&self.kata_agent, &self.test_agent) {
+            (Some(agent), _) => {
+                tree.add_file(AGENT, agent)?;
+                note(report, "kata-agent", digest_of(tree, AGENT));
+            }
+            (None, Some(agent)) => {
+                tree.add_file(AGENT, agent)?;
+                report.test_agent = true;
+            }
+            (None, None) => {
+                bail!("no agent: give --kata-agent (or, for an image to test with, --test-agent)")
+            }
+        }
+        program::check_supplied(AGENT, tree).context(if report.test_agent {
+            "--test-agent"
+        } else {
+            "--kata-agent"
+        })?;
+        tree.file("etc/agent-config.toml", 0o644, AGENT_CONFIG.as_bytes());
+        if let Some(bundle) = &self.pause_bundle {
+            for part in ["config.json", "rootfs"] {
+                ensure!(
+                    bundle.join(part).exists(),
+                    "--pause-bundle: {} has no {part}: not an OCI bundle",
+                    bundle.display()
+                );
+            }
+            tree.directory("pause_bundle", 0o755);
+            tree.add_folder("pause_bundle", bundle).context("--pause-bundle")?;
+            note(report, "pause-bundle", tree_digest(bundle)?);
+        }
+        tree.file("etc/hosts", 0o644, HOSTS.as_bytes());
+        Ok(())
+    }
+
+    fn check_static(&self, tree: &Tree, path: &str) -> anyhow::Result<()> {
+        let Some(crate::tree::Node::File { content, .. }) = tree.get(path) else {
+            bail!("/{path} is not there")
+        };
+        let program = program::Program::read(content).with_context(|| self.guest.display().to_string())?;
+        ensure!(
+            program.interpreter.is_none() && program.libraries.is_empty(),
+            "{}: must be a static build (--target x86_64-unknown-linux-musl): it needs {}",
+            self.guest.display(),
+            program.libraries.join(", ")
+        );
+        Ok(())
+    }
+
+    fn sources(&self, tree: &mut Tree) -> anyhow::Result<()> {
+        let what = || format!("read the providers in {}", self.providers.display());
+        for entry in std::fs::read_dir(&self.providers).with_context(what)? {
+            let folder = entry?.path();
+            let file = folder.join("guest.toml");
+            if let (true, Some(name)) = (file.is_file(), folder.file_name().and_then(|name| name.to_str())) {
+                tree.file(
+                    &format!("etc/peerpod/sources/{name}.toml"),
+                    0o644,
+                    std::fs::read(&file).with_context(what)?,
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Accounts of an image without other services; nobody logs in.
+pub(crate) fn accounts(tree: &mut Tree) {
+    tree.file("etc/passwd", 0o644, PASSWD.as_bytes());
+    tree.file("etc/group", 0o644, GROUP.as_bytes());
+}
+
+/// All certificates of the distribution in one file, which is where programs look for them.
+///
+/// # Errors
+/// When the packages have none.
+pub(crate) fn certificates(tree: &mut Tree, packages: &Tree) -> anyhow::Result<()> {
+    let mut all = Vec::new();
+    for (path, _, content) in packages.files() {
+        if path.starts_with("usr/share/ca-certificates/") && path.ends_with(".crt") {
+            all.extend_from_slice(content);
+            if !all.ends_with(b"\n") {
+                all.push(b'\n');
+            }
+        }
+    }
+    ensure!(!all.is_empty(), "no package has certificates");
+    tree.file("etc/ssl/certs/ca-certificates.crt", 0o644, all);
+    Ok(())
+}
+
+fn note(report: &mut Report, name: &str, digest: String) {
+    report.supplied.insert(name.to_owned(), digest);
+}
+
+fn digest_of(tree: &Tree, path: &str) -> String {
+    tree.files().find(|(at, ..)| *at == path).map(|(.., content)| sha256(content)).unwrap_or_default()
+}
+
+/// One digest for a folder: of its files' names and digests, in order.
+fn tree_digest(folder: &Path) -> anyhow::Result<String> {
+    let mut tree = Tree::default();
+    tree.add_folder("", folder)?;
+    let lines: String =
+        tree.files().map(|(path, mode, content)| format!("{path} {mode:o} {}\n", sha256(content))).collect();
+    Ok(sha256(lines.as_bytes()))
+}

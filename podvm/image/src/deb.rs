@@ -1,0 +1,68 @@
+//! Debian packages, read without being unpacked: `dpkg-deb` gives the archive inside, and owners, times and set-id bits
+//! are left behind.
+
+use std::{io::Read, path::Path};
+
+use anyhow::{Context, bail};
+
+use crate::{
+    run,
+    tree::{Node, Tree},
+};
+
+/// What nobody in a VM reads.
+const LEFT_OUT: [&str; 9] = [
+    "usr/share/bash-completion/",
+    "usr/share/bug/",
+    "usr/share/doc-base/",
+    "usr/share/info/",
+    "usr/share/lintian/",
+    "usr/share/locale/",
+    "usr/share/man/",
+    "usr/share/zsh/",
+    "var/lib/",
+];
+
+/// Adds a package's files to a tree.
+///
+/// # Errors
+/// When it is not a package, or has files of a kind that no package of ours has (devices).
+pub(crate) fn add(tree: &mut Tree, package: &Path) -> anyhow::Result<()> {
+    let what = || format!("read the package {}", package.display());
+    let path = package.to_str().with_context(what)?;
+    let archive = run::run("dpkg-deb", &["--fsys-tarfile", path])?;
+    add_archive(tree, &archive).with_context(what)
+}
+
+fn add_archive(tree: &mut Tree, archive: &[u8]) -> anyhow::Result<()> {
+    for entry in tar::Archive::new(archive).entries()? {
+        let mut entry = entry?;
+        let path = entry.path()?.to_str().context("a name is not UTF-8")?.trim_start_matches("./").to_owned();
+        if path.is_empty() || LEFT_OUT.iter().any(|folder| path.starts_with(folder)) {
+            continue;
+        }
+        let mode = entry.header().mode()? & 0o777;
+        let target = entry.link_name()?.map(|target| target.to_string_lossy().into_owned());
+        let node = match entry.header().entry_type() {
+            // The old folders of packages that are not merged yet.
+            tar::EntryType::Directory if path.split('/').filter(|part| !part.is_empty()).count() < 2 => {
+                continue;
+            }
+            tar::EntryType::Directory => Node::Directory { mode },
+            tar::EntryType::Regular => {
+                let mut content = Vec::new();
+                entry.read_to_end(&mut content)?;
+                Node::File { mode, content: content.into() }
+            }
+            tar::EntryType::Symlink => Node::Link { target: target.context("a link to nothing")? },
+            // A second name: the same content again.
+            tar::EntryType::Link => {
+                let target = target.context("a link to nothing")?;
+                tree.get(&target).with_context(|| format!("{path} is {target}, which is not there"))?.clone()
+            }
+            other => bail!("{path}: a file of kind {other:?}"),
+        };
+        tree.insert(&path, node);
+    }
+    Ok(())
+}

@@ -1,0 +1,106 @@
+//! `packages.lock`: which version of which package images are built from, so that the same revision of the project
+//! gives the same image tomorrow. A text file, one package a line.
+
+use std::{fmt::Write, fs, path::Path};
+
+use anyhow::{Context, bail, ensure};
+
+/// What an image is built from.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Lock {
+    /// Seconds since 1970: the time of every file in the images.
+    pub(crate) epoch: u32,
+    /// The same moment as archives of old packages write it.
+    pub(crate) snapshot: String,
+    pub(crate) packages: Vec<Package>,
+}
+
+/// One package in one version.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub(crate) struct Package {
+    pub(crate) name: String,
+    pub(crate) version: String,
+    pub(crate) sha256: String,
+}
+
+impl Lock {
+    /// Reads the file.
+    ///
+    /// # Errors
+    /// With the line that cannot be understood.
+    pub(crate) fn read(path: &Path) -> anyhow::Result<Lock> {
+        let text = fs::read_to_string(path)
+            .with_context(|| format!("read {}; `make image-lock` makes it", path.display()))?;
+        Lock::parse(&text).with_context(|| path.display().to_string())
+    }
+
+    fn parse(text: &str) -> anyhow::Result<Lock> {
+        let mut lock = Lock::default();
+        for (number, line) in (1..).zip(text.lines()) {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            match words[..] {
+                [] => {}
+                [first, ..] if first.starts_with('#') => {}
+                ["epoch", epoch] => {
+                    lock.epoch = epoch.parse().with_context(|| format!("line {number}: epoch"))?
+                }
+                ["snapshot", stamp] => stamp.clone_into(&mut lock.snapshot),
+                [name, version, sha256] => {
+                    let plain = sha256.len() == 64 && sha256.bytes().all(|byte| byte.is_ascii_hexdigit());
+                    ensure!(plain, "line {number}: {sha256} is not a SHA-256 digest");
+                    lock.packages.push(Package {
+                        name: name.into(),
+                        version: version.into(),
+                        sha256: sha256.into(),
+                    });
+                }
+                _ => bail!("line {number}: not `name version sha256`: {line}"),
+            }
+        }
+        ensure!(lock.epoch != 0 && !lock.snapshot.is_empty(), "epoch and snapshot are missing");
+        Ok(lock)
+    }
+
+    /// The file's text.
+    pub(crate) fn text(&self) -> String {
+        let mut text = format!(
+            "# Exact packages of the images. Written by `make image-lock`; packages.txt says which and why.\n\
+             epoch {}\nsnapshot {}\n",
+            self.epoch, self.snapshot
+        );
+        for Package { name, version, sha256 } in &self.packages {
+            // Writing to a String cannot fail.
+            writeln!(text, "{name} {version} {sha256}").unwrap_or_default();
+        }
+        text
+    }
+}
+
+/// The names in packages.txt.
+pub(crate) fn names(list: &str) -> Vec<&str> {
+    words(list).collect()
+}
+
+/// The words of a data file: `#` begins a comment.
+pub(crate) fn words(text: &str) -> impl Iterator<Item = &str> {
+    text.lines().flat_map(|line| line.split('#').next().unwrap_or_default().split_whitespace())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read() {
+        let package =
+            Package { name: "libc6".into(), version: "2.36-9+deb12u14".into(), sha256: "ab".repeat(32) };
+        let lock = Lock { epoch: 1, snapshot: "20260101T000000Z".into(), packages: vec![package] };
+        assert_eq!(Lock::parse(&lock.text()).unwrap(), lock);
+        for (text, part) in
+            [("libc6 1", "line 1"), ("libc6 1 abc", "SHA-256"), ("", "epoch"), ("epoch x", "line 1: epoch")]
+        {
+            assert!(format!("{:#}", Lock::parse(text).unwrap_err()).contains(part), "{text}");
+        }
+        assert_eq!(names("# a\nlibc6  # why\nkmod\n"), ["libc6", "kmod"]);
+    }
+}

@@ -1,0 +1,119 @@
+//! `peerpod-image` builds VM images from distribution packages: as any user, the same bytes each time. `make image` runs
+//! it; README.md in this folder says what is in the images and why.
+//!
+//! It touches its output folder and its cache, and the network only for packages that the cache does not have.
+
+mod apt;
+mod audit;
+mod cmdline;
+mod content;
+mod cpio;
+mod deb;
+mod inputs;
+mod lock;
+mod minimal;
+mod modules;
+mod program;
+mod report;
+mod run;
+mod tree;
+
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+use anyhow::Context;
+use clap::{Args, Parser, Subcommand};
+
+use crate::{apt::Store, content::Parts, inputs::Inputs, lock::Lock};
+
+const PACKAGES: &str = include_str!("../data/packages.txt");
+
+/// Builds VM images from distribution packages.
+#[derive(Parser)]
+#[command(name = "peerpod-image")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// A kernel and an initramfs in which peerpod-guest is init
+    Minimal {
+        #[command(flatten)]
+        source: Source,
+        #[command(flatten)]
+        parts: Parts,
+        /// Where vmlinuz, initrd.img and image.json are written
+        #[arg(long, value_name = "DIR", default_value = "target/image/minimal")]
+        out: PathBuf,
+    },
+    /// Writes the lock anew, with the newest versions of all packages
+    Lock {
+        #[command(flatten)]
+        source: Source,
+    },
+}
+
+#[derive(Args)]
+struct Source {
+    /// Which packages, exactly
+    #[arg(long, value_name = "FILE", default_value = "podvm/image/packages.lock")]
+    lock: PathBuf,
+    /// Where packages are kept
+    #[arg(long, value_name = "DIR", default_value = "target/image/cache")]
+    cache: PathBuf,
+    /// Where the distribution's packages are fetched from
+    #[arg(long, value_name = "URL", default_value = "http://deb.debian.org/debian")]
+    mirror: String,
+    /// Where its security updates are fetched from
+    #[arg(long, value_name = "URL", default_value = "http://deb.debian.org/debian-security")]
+    security_mirror: String,
+}
+
+impl Source {
+    fn store(&self) -> anyhow::Result<Store> {
+        Store::open(&self.cache, [self.mirror.clone(), self.security_mirror.clone()])
+    }
+
+    fn inputs(&self, out: &Path) -> anyhow::Result<Inputs> {
+        Inputs::read(&self.store()?, Lock::read(&self.lock)?, &out.join("work"))
+    }
+}
+
+fn main() -> ExitCode {
+    match go(Cli::parse().command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("peerpod-image: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn go(command: Command) -> anyhow::Result<()> {
+    match command {
+        Command::Minimal { source, parts, out } => {
+            let inputs = source.inputs(&out)?;
+            minimal::build(&inputs, &parts, &out).context("build the minimal image")?;
+            remove_work(&out)
+        }
+        Command::Lock { source } => {
+            let lock = source.store()?.newest(&lock::names(PACKAGES))?;
+            std::fs::write(&source.lock, lock.text())
+                .with_context(|| format!("write {}", source.lock.display()))?;
+            println!("{}: {} packages, {}", source.lock.display(), lock.packages.len(), lock.snapshot);
+            Ok(())
+        }
+    }
+}
+
+fn remove_work(out: &Path) -> anyhow::Result<()> {
+    let work = out.join("work");
+    if work.exists() {
+        std::fs::remove_dir_all(&work).with_context(|| format!("remove {}", work.display()))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,219 @@
+//! The kernel's modules that an image has: those of `data/modules.txt` and what they need, with depmod's tables of them.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::Path,
+};
+
+use anyhow::{Context, bail};
+use elf::{ElfBytes, endian::LittleEndian};
+
+use crate::{
+    lock::words,
+    run,
+    tree::{Node, Tree},
+};
+
+/// The modules of the images, by reason.
+const LIST: &str = include_str!("../data/modules.txt");
+
+/// The tables that a program without libkmod reads; the rest of depmod's is for libkmod.
+pub(crate) const TEXT_TABLES: [&str; 5] =
+    ["modules.alias", "modules.builtin", "modules.dep", "modules.order", "modules.softdep"];
+
+/// The one kernel of these packages.
+///
+/// # Errors
+/// When there is none, or more.
+pub(crate) fn release(packages: &Tree) -> anyhow::Result<String> {
+    let found: Vec<&str> =
+        packages.files().filter_map(|(path, ..)| path.strip_prefix("boot/vmlinuz-")).collect();
+    match found[..] {
+        [release] => Ok(release.to_owned()),
+        _ => bail!("the packages have {} kernels, not one: {found:?}", found.len()),
+    }
+}
+
+/// Takes the listed modules, what they need, and depmod's tables. `work` is a folder for this step alone.
+///
+/// # Errors
+/// When a module is neither there nor built in.
+pub(crate) fn add(tree: &mut Tree, packages: &Tree, release: &str, work: &Path) -> anyhow::Result<()> {
+    let all = Catalogue::read(packages, release)?;
+    let mut chosen = Tree::default();
+    for name in all.closure(words(LIST))? {
+        let path = &all.modules[&name].path;
+        chosen.take(packages, path)?;
+    }
+    let folder = format!("usr/lib/modules/{release}");
+    for name in ["modules.builtin", "modules.builtin.modinfo", "modules.order"] {
+        chosen.take(packages, &format!("{folder}/{name}"))?;
+    }
+    let order: BTreeSet<&str> = chosen.files().map(|(path, ..)| path).collect();
+    let order: String = packages
+        .text(&format!("{folder}/modules.order"))
+        .unwrap_or_default()
+        .lines()
+        .filter(|line| order.contains(format!("{folder}/{line}").as_str()))
+        .map(|line| format!("{line}\n"))
+        .collect();
+    chosen.file(&format!("{folder}/modules.order"), 0o644, order.into_bytes());
+
+    // depmod of a machine with and without a merged /usr looks in /lib.
+    fs::create_dir_all(work.join("usr"))?;
+    std::os::unix::fs::symlink("usr/lib", work.join("lib"))?;
+    chosen.write(work)?;
+    run::run("depmod", &["-b", work.to_str().context("not UTF-8")?, release])?;
+    chosen.add_folder(&folder, &work.join(&folder))?;
+    for (path, node) in chosen.iter() {
+        tree.insert(path, node.clone());
+    }
+    Ok(())
+}
+
+/// What each module says of itself.
+struct Catalogue {
+    modules: BTreeMap<String, Module>,
+    aliases: BTreeMap<String, Vec<String>>,
+    builtin: BTreeSet<String>,
+}
+
+#[derive(Default)]
+struct Module {
+    path: String,
+    depends: Vec<String>,
+    /// What it works better with: names or aliases, which need not exist.
+    softly: Vec<String>,
+}
+
+impl Catalogue {
+    fn read(packages: &Tree, release: &str) -> anyhow::Result<Catalogue> {
+        let folder = format!("usr/lib/modules/{release}");
+        let builtin = packages.text(&format!("{folder}/modules.builtin")).context("no modules.builtin")?;
+        let mut catalogue = Catalogue {
+            modules: BTreeMap::new(),
+            aliases: BTreeMap::new(),
+            builtin: builtin.lines().filter_map(name_of).collect(),
+        };
+        for (path, node) in packages.iter() {
+            let (true, Some(name), Node::File { content, .. }) =
+                (path.starts_with(&folder), name_of(path), node)
+            else {
+                continue;
+            };
+            let mut module = Module { path: path.to_owned(), ..Module::default() };
+            for (key, value) in said(content).with_context(|| path.to_owned())? {
+                match key.as_str() {
+                    "depends" => {
+                        module.depends = value.split(',').filter(|one| !one.is_empty()).map(plain).collect();
+                    }
+                    "softdep" => module.softly.extend(
+                        value.split_whitespace().filter(|word| !word.ends_with(':')).map(str::to_owned),
+                    ),
+                    "alias" => catalogue.aliases.entry(value).or_default().push(name.clone()),
+                    _ => {}
+                }
+            }
+            catalogue.modules.insert(name, module);
+        }
+        Ok(catalogue)
+    }
+
+    fn closure<'a>(&self, wanted: impl Iterator<Item = &'a str>) -> anyhow::Result<BTreeSet<String>> {
+        let mut chosen = BTreeSet::new();
+        let mut next: Vec<String> = Vec::new();
+        for name in wanted.map(plain) {
+            if self.modules.contains_key(&name) {
+                next.push(name);
+            } else if !self.builtin.contains(&name) {
+                bail!(
+                    "data/modules.txt: this kernel has no module {name}, and does not have it built in either"
+                );
+            }
+        }
+        while let Some(name) = next.pop() {
+            let Some(module) = self.modules.get(&name) else {
+                if self.builtin.contains(&name) {
+                    continue;
+                }
+                bail!("the kernel's package lacks the module {name}, which another one needs");
+            };
+            if chosen.insert(name) {
+                next.extend(module.depends.iter().cloned());
+                for soft in &module.softly {
+                    next.extend(self.aliases.get(soft).into_iter().flatten().cloned());
+                    next.extend(Some(plain(soft)).filter(|soft| self.modules.contains_key(soft)));
+                }
+            }
+        }
+        Ok(chosen)
+    }
+}
+
+/// `kernel/a/nf-x.ko` is `nf_x`.
+fn name_of(path: &str) -> Option<String> {
+    path.rsplit('/').next()?.strip_suffix(".ko").map(plain)
+}
+
+fn plain(name: &str) -> String {
+    name.replace('-', "_")
+}
+
+/// The key=value strings of a module's `.modinfo` section.
+fn said(content: &[u8]) -> anyhow::Result<Vec<(String, String)>> {
+    let file = ElfBytes::<LittleEndian>::minimal_parse(content)?;
+    let section = file.section_header_by_name(".modinfo")?.context("no .modinfo: not a kernel module")?;
+    let (data, _) = file.section_data(&section)?;
+    let strings = data.split(|byte| *byte == 0).map(String::from_utf8_lossy);
+    Ok(strings
+        .filter_map(|one| one.split_once('=').map(|(key, value)| (key.to_owned(), value.to_owned())))
+        .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn catalogue() -> Catalogue {
+        let module = |depends: &[&str], softly: &[&str]| Module {
+            path: String::new(),
+            depends: depends.iter().map(|one| (*one).to_owned()).collect(),
+            softly: softly.iter().map(|one| (*one).to_owned()).collect(),
+        };
+        Catalogue {
+            modules: [
+                ("vxlan", module(&["udp_tunnel"], &[])),
+                ("udp_tunnel", module(&["ipv6"], &["crypto-crc32c", "nothing"])),
+                ("crc32c_intel", module(&[], &[])),
+                ("sound", module(&[], &[])),
+            ]
+            .map(|(name, module)| (name.to_owned(), module))
+            .into(),
+            aliases: [("crypto-crc32c".to_owned(), vec!["crc32c_intel".to_owned()])].into(),
+            builtin: ["ipv6", "ext4"].map(str::to_owned).into(),
+        }
+    }
+
+    #[test]
+    fn what_a_module_needs_comes_with_it_and_nothing_else() {
+        let chosen = catalogue().closure(["vxlan", "ext4"].into_iter()).unwrap();
+        assert_eq!(
+            chosen.iter().map(String::as_str).collect::<Vec<_>>(),
+            ["crc32c_intel", "udp_tunnel", "vxlan"]
+        );
+    }
+
+    #[test]
+    fn a_module_that_is_not_there_is_named() {
+        let error = catalogue().closure(["wlan"].into_iter()).unwrap_err().to_string();
+        assert!(error.contains("no module wlan"), "{error}");
+    }
+
+    #[test]
+    fn names_are_plain() {
+        assert_eq!(name_of("kernel/net/sch-ingress.ko").as_deref(), Some("sch_ingress"));
+        assert_eq!(name_of("modules.dep"), None);
+        assert!(said(b"\x7fELF").is_err());
+    }
+}

@@ -1,0 +1,167 @@
+//! What was built: `image.json` beside the image, and a short text for who built it.
+
+use std::{collections::BTreeMap, fs, path::Path};
+
+use anyhow::Context;
+use serde::Serialize;
+use sha2::{Digest, Sha256};
+
+use crate::{
+    lock::Package,
+    tree::{Node, Tree},
+};
+
+/// Of `image.json`; a reader refuses another one.
+const VERSION: u32 = 1;
+
+/// `image.json`.
+#[derive(Debug, Serialize)]
+pub(crate) struct Report {
+    version: u32,
+    /// `minimal` or `disk`.
+    kind: &'static str,
+    pub(crate) arch: &'static str,
+    pub(crate) kernel_release: String,
+    /// File names beside this one, for a boot without a disk's boot loader.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) kernel: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) initrd: Option<String>,
+    /// The kernel's command line: with a disk it is in the disk already.
+    pub(crate) cmdline: String,
+    /// The same for a machine whose processor is emulated.
+    pub(crate) cmdline_emulated: String,
+    /// The root's dm-verity hash; whoever measures the boot compares it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) root_hash: Option<String>,
+    /// Whether the agent is the project's test agent: such an image is no use in production.
+    pub(crate) test_agent: bool,
+    /// Bytes per file beside this one.
+    sizes: BTreeMap<String, u64>,
+    sha256: BTreeMap<String, String>,
+    /// The packages that it was built from.
+    packages: Vec<Package>,
+    /// What the user supplied, by name in the image.
+    pub(crate) supplied: BTreeMap<String, String>,
+    /// Every file in it: bytes of a file, the target of a link.
+    contents: BTreeMap<String, Content>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+enum Content {
+    File(usize),
+    Link(String),
+}
+
+impl Report {
+    pub(crate) fn new(kind: &'static str, kernel_release: &str, packages: &[Package]) -> Report {
+        Report {
+            version: VERSION,
+            kind,
+            arch: "x86_64",
+            kernel_release: kernel_release.to_owned(),
+            kernel: None,
+            initrd: None,
+            cmdline: String::new(),
+            cmdline_emulated: String::new(),
+            root_hash: None,
+            test_agent: false,
+            sizes: BTreeMap::new(),
+            sha256: BTreeMap::new(),
+            packages: packages.to_vec(),
+            supplied: BTreeMap::new(),
+            contents: BTreeMap::new(),
+        }
+    }
+
+    /// Lists what is in the image.
+    pub(crate) fn contents(&mut self, tree: &Tree) {
+        for (path, node) in tree.iter() {
+            let content = match node {
+                Node::Directory { .. } => continue,
+                Node::File { content, .. } => Content::File(content.len()),
+                Node::Link { target } => Content::Link(target.clone()),
+            };
+            self.contents.insert(format!("/{path}"), content);
+        }
+    }
+
+    /// Writes one of the image's files and notes its size and digest.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub(crate) fn write(&mut self, folder: &Path, name: &str, content: &[u8]) -> anyhow::Result<()> {
+        let path = folder.join(name);
+        fs::write(&path, content).with_context(|| format!("write {}", path.display()))?;
+        self.note(name, content);
+        Ok(())
+    }
+
+    /// Notes size and digest of a file that is there.
+    pub(crate) fn note(&mut self, name: &str, content: &[u8]) {
+        self.sizes.insert(name.to_owned(), content.len() as u64);
+        self.sha256.insert(name.to_owned(), sha256(content));
+    }
+
+    /// Writes `image.json`, last: where it is the image is whole.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub(crate) fn finish(&self, folder: &Path) -> anyhow::Result<()> {
+        let text = serde_json::to_string_pretty(self)?;
+        fs::write(folder.join("image.json"), text + "\n").context("write image.json")?;
+        println!("{} image in {}", self.kind, folder.display());
+        for (name, size) in &self.sizes {
+            println!(
+                "  {name:<16} {:>8.1} MiB  sha256 {}",
+                *size as f64 / f64::from(1 << 20),
+                self.sha256[name]
+            );
+        }
+        println!(
+            "  kernel {}, {} packages, {} files",
+            self.kernel_release,
+            self.packages.len(),
+            self.contents.len()
+        );
+        let mut folders: BTreeMap<&str, usize> = BTreeMap::new();
+        for (path, content) in &self.contents {
+            if let Content::File(size) = content {
+                *folders.entry(top(path)).or_default() += size;
+            }
+        }
+        for (folder, size) in folders {
+            println!("  {:>8.1} MiB  {folder}", size as f64 / f64::from(1 << 20));
+        }
+        if self.test_agent {
+            println!(
+                "  NOT FOR PRODUCTION: the agent is the project's test agent (--kata-agent supplies a real one)"
+            );
+        }
+        Ok(())
+    }
+}
+
+/// The first two parts of a path.
+fn top(path: &str) -> &str {
+    let end = path.match_indices('/').map(|(at, _)| at).nth(if path.starts_with("/usr/") { 3 } else { 2 });
+    &path[..end.unwrap_or(path.len())]
+}
+
+pub(crate) fn sha256(content: &[u8]) -> String {
+    Sha256::digest(content).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn digests_and_folders() {
+        assert!(sha256(b"").starts_with("e3b0c44298fc1c14"));
+        assert_eq!(top("/usr/lib/modules/6/a.ko"), "/usr/lib");
+        assert_eq!(top("/etc/ssl/certs/x"), "/etc/ssl");
+        assert_eq!(top("/init"), "/init");
+    }
+}

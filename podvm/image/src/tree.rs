@@ -1,0 +1,280 @@
+//! A tree of files in memory: what an image will have. Everything in it belongs to root, because there is no place to
+//! say otherwise; nothing in it has a time of its own.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::ErrorKind,
+    os::unix::fs::{PermissionsExt, symlink},
+    path::Path,
+    sync::Arc,
+};
+
+use anyhow::{Context, bail};
+
+/// How many symbolic links a path may go through.
+const MAX_LINKS: usize = 16;
+
+/// One file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Node {
+    Directory { mode: u32 },
+    File { mode: u32, content: Arc<[u8]> },
+    Link { target: String },
+}
+
+/// Files by path, without a slash in front. Parents of what is there are there.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Tree(BTreeMap<String, Node>);
+
+impl Tree {
+    /// The top: /usr holds all programs and libraries, and the old names lead there.
+    pub(crate) fn merged() -> Tree {
+        let mut tree = Tree::default();
+        for name in MERGED {
+            tree.link(name, &format!("usr/{name}"));
+            tree.directory(&format!("usr/{name}"), 0o755);
+        }
+        tree
+    }
+
+    pub(crate) fn directory(&mut self, path: &str, mode: u32) {
+        self.insert(path, Node::Directory { mode });
+    }
+
+    pub(crate) fn file(&mut self, path: &str, mode: u32, content: impl Into<Arc<[u8]>>) {
+        self.insert(path, Node::File { mode, content: content.into() });
+    }
+
+    pub(crate) fn link(&mut self, path: &str, target: &str) {
+        self.insert(path, Node::Link { target: target.to_owned() });
+    }
+
+    /// Adds one, in place of what was there, and the folders above it.
+    pub(crate) fn insert(&mut self, path: &str, node: Node) {
+        let path = place(path);
+        for (end, _) in path.match_indices('/') {
+            self.0.entry(path[..end].to_owned()).or_insert(Node::Directory { mode: 0o755 });
+        }
+        self.0.insert(path, node);
+    }
+
+    pub(crate) fn get(&self, path: &str) -> Option<&Node> {
+        self.0.get(&place(path))
+    }
+
+    /// Removes a file or a folder with what is in it; whether something was there.
+    pub(crate) fn remove(&mut self, path: &str) -> bool {
+        let path = place(path);
+        let below = format!("{path}/");
+        let before = self.0.len();
+        self.0.retain(|at, _| *at != path && !at.starts_with(&below));
+        self.0.len() != before
+    }
+
+    /// All of it, parents first.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (&str, &Node)> {
+        self.0.iter().map(|(path, node)| (path.as_str(), node))
+    }
+
+    pub(crate) fn files(&self) -> impl Iterator<Item = (&str, u32, &Arc<[u8]>)> {
+        self.iter().filter_map(|(path, node)| match node {
+            Node::File { mode, content } => Some((path, *mode, content)),
+            _ => None,
+        })
+    }
+
+    /// The text of a file.
+    pub(crate) fn text(&self, path: &str) -> Option<&str> {
+        match self.get(path)? {
+            Node::File { content, .. } => std::str::from_utf8(content).ok(),
+            _ => None,
+        }
+    }
+
+    /// Where a path leads when links are followed, those of folders too.
+    pub(crate) fn resolve(&self, path: &str) -> Option<&str> {
+        let mut wanted = place(path);
+        for _ in 0..MAX_LINKS {
+            let links: Vec<usize> =
+                wanted.match_indices('/').map(|(at, _)| at).chain([wanted.len()]).collect();
+            let link = links.iter().find_map(|end| match self.0.get(&wanted[..*end])? {
+                Node::Link { target } => Some((*end, target.clone())),
+                _ => None,
+            });
+            let Some((end, target)) = link else {
+                return self.0.get_key_value(&wanted).map(|(path, _)| path.as_str());
+            };
+            let folder = wanted[..end].rsplit_once('/').map_or("", |(folder, _)| folder);
+            let target = if target.starts_with('/') { target } else { format!("{folder}/{target}") };
+            wanted = place(&format!("{target}{}", &wanted[end..]));
+        }
+        None
+    }
+
+    /// Takes over a file, or a folder when `what` ends in a slash, from another tree, with what its links lead to.
+    ///
+    /// # Errors
+    /// When it is not there.
+    pub(crate) fn take(&mut self, from: &Tree, what: &str) -> anyhow::Result<()> {
+        let path = place(what);
+        if what.ends_with('/') {
+            let below = format!("{path}/");
+            let range = from.0.range(below.clone()..).take_while(|(at, _)| at.starts_with(&below));
+            let mut any = false;
+            for (at, node) in range {
+                self.insert(at, node.clone());
+                any = true;
+            }
+            return if any { Ok(()) } else { bail!("no package has a folder {what}") };
+        }
+        let Some(node) = from.0.get(&path) else { bail!("no package has a file {what}") };
+        self.insert(&path, node.clone());
+        if let Node::Link { .. } = node
+            && let Some(end) = from.resolve(&path)
+        {
+            self.insert(end, from.0[end].clone());
+        }
+        Ok(())
+    }
+
+    /// Adds a folder of this machine, below `path`. Executables stay executable; other modes are 0644 and 0755.
+    ///
+    /// # Errors
+    /// When something in it is neither a folder, a file nor a link, or cannot be read.
+    pub(crate) fn add_folder(&mut self, path: &str, folder: &Path) -> anyhow::Result<()> {
+        let entries =
+            fs::read_dir(folder).with_context(|| format!("read the folder {}", folder.display()))?;
+        for entry in entries {
+            let entry = entry?;
+            let (from, kind) = (entry.path(), entry.file_type()?);
+            let Some(name) = entry.file_name().to_str().map(str::to_owned) else {
+                bail!("{}: the name is not UTF-8", from.display());
+            };
+            let to = format!("{path}/{name}");
+            if kind.is_dir() {
+                self.directory(&to, 0o755);
+                self.add_folder(&to, &from)?;
+            } else if kind.is_symlink() {
+                let target = fs::read_link(&from)?;
+                self.link(&to, target.to_str().with_context(|| format!("{}: not UTF-8", from.display()))?);
+            } else if kind.is_file() {
+                self.add_file(&to, &from)?;
+            } else {
+                bail!("{}: neither a file, a folder nor a link", from.display());
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds a file of this machine.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub(crate) fn add_file(&mut self, path: &str, from: &Path) -> anyhow::Result<()> {
+        let what = || format!("read {}", from.display());
+        let executable = fs::metadata(from).with_context(what)?.permissions().mode() & 0o111 != 0;
+        let content = fs::read(from).with_context(what)?;
+        self.file(path, if executable { 0o755 } else { 0o644 }, content);
+        Ok(())
+    }
+
+    /// Writes all of it below a folder that is empty, with the exact modes whatever the umask is.
+    ///
+    /// # Errors
+    /// When something cannot be written.
+    pub(crate) fn write(&self, folder: &Path) -> anyhow::Result<()> {
+        for (path, node) in self.iter() {
+            let to = folder.join(path);
+            let what = || format!("write {}", to.display());
+            match node {
+                Node::Directory { .. } => match fs::create_dir(&to) {
+                    Err(error) if error.kind() != ErrorKind::AlreadyExists => {
+                        return Err(error).with_context(what);
+                    }
+                    _ => {}
+                },
+                Node::File { content, .. } => fs::write(&to, content).with_context(what)?,
+                Node::Link { target } => symlink(target, &to).with_context(what)?,
+            }
+        }
+        // Children first: a folder that may not be written is closed after them.
+        for (path, node) in self.0.iter().rev() {
+            if let Node::Directory { mode } | Node::File { mode, .. } = node {
+                fs::set_permissions(folder.join(path), fs::Permissions::from_mode(*mode))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes of all files.
+    pub(crate) fn size(&self) -> u64 {
+        self.files().map(|(.., content)| content.len() as u64).sum()
+    }
+}
+
+const MERGED: [&str; 4] = ["bin", "lib", "lib64", "sbin"];
+
+/// The path in its one form: no slash in front or behind, no `.` and `..`, and /lib is /usr/lib.
+fn place(path: &str) -> String {
+    let mut parts: Vec<&str> = Vec::new();
+    for part in path.split('/') {
+        match part {
+            "" | "." => {}
+            ".." => {
+                parts.pop();
+            }
+            part => parts.push(part),
+        }
+    }
+    if parts.len() > 1 && MERGED.contains(&parts[0]) {
+        parts.insert(0, "usr");
+    }
+    parts.join("/")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> Tree {
+        let mut tree = Tree::merged();
+        tree.file("/lib/x86_64-linux-gnu/libz.so.1.2", 0o644, *b"z");
+        tree.link("./lib/x86_64-linux-gnu/libz.so.1", "libz.so.1.2");
+        tree.link("usr/lib/systemd/resolved", "/bin/resolvectl");
+        tree.file("bin/resolvectl", 0o755, *b"r");
+        tree
+    }
+
+    #[test]
+    fn the_old_folders_lead_into_usr() {
+        let tree = sample();
+        assert_eq!(tree.get("lib"), Some(&Node::Link { target: "usr/lib".to_owned() }));
+        assert!(tree.get("usr/lib/x86_64-linux-gnu/libz.so.1.2").is_some());
+        assert_eq!(
+            tree.resolve("/lib/x86_64-linux-gnu/libz.so.1"),
+            Some("usr/lib/x86_64-linux-gnu/libz.so.1.2")
+        );
+        assert_eq!(tree.resolve("/usr/lib/systemd/resolved"), Some("usr/bin/resolvectl"));
+        assert_eq!(tree.resolve("usr/nothing"), None);
+    }
+
+    #[test]
+    fn links_in_a_circle_end() {
+        let mut tree = Tree::default();
+        tree.link("a", "b");
+        tree.link("b", "a");
+        assert_eq!(tree.resolve("a"), None);
+    }
+
+    #[test]
+    fn what_is_taken_brings_what_it_links_to() {
+        let mut tree = Tree::default();
+        tree.take(&sample(), "lib/x86_64-linux-gnu/libz.so.1").unwrap();
+        assert!(tree.get("usr/lib/x86_64-linux-gnu/libz.so.1.2").is_some());
+        assert!(tree.take(&sample(), "usr/bin/").is_ok());
+        assert!(tree.take(&sample(), "usr/bin/sshd").unwrap_err().to_string().contains("usr/bin/sshd"));
+        assert!(tree.remove("usr/lib/x86_64-linux-gnu"));
+        assert!(tree.get("usr/lib/x86_64-linux-gnu/libz.so.1").is_none());
+    }
+}
