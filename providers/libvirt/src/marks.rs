@@ -11,24 +11,24 @@ use crate::rpc::xdr::Uuid;
 use crate::xml::escape;
 
 /// The namespace of our metadata.
-pub const URI: &str = "https://peerpod.io/xmlns/libvirt/1";
+pub(crate) const URI: &str = "https://peerpod.io/xmlns/libvirt/1";
 /// Its prefix.
-pub const PREFIX: &str = "peerpod";
+pub(crate) const PREFIX: &str = "peerpod";
 /// What names of everything of ours in libvirt begin with.
 const NAMES: &str = "peerpod-";
 
 /// Whose VMs are ours.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Owner {
+pub(crate) struct Owner {
     /// The cluster.
-    pub cluster: String,
+    pub(crate) cluster: String,
     /// The node; empty: all of the cluster's.
-    pub node: String,
+    pub(crate) node: String,
 }
 
 impl Owner {
     /// What the names of this owner's domains and volumes begin with.
-    pub fn prefix(&self) -> String {
+    pub(crate) fn prefix(&self) -> String {
         if self.node.is_empty() {
             return NAMES.to_owned();
         }
@@ -37,7 +37,7 @@ impl Owner {
     }
 
     /// The name and UUID of the VM that is made with this key.
-    pub fn identity(&self, key: &IdempotencyKey) -> Identity {
+    pub(crate) fn identity(&self, key: &IdempotencyKey) -> Identity {
         let hash = digest(&[&self.cluster, &self.node, key.as_str()]);
         let mut uuid: Uuid = [0; 16];
         uuid.copy_from_slice(&hash[..16]);
@@ -48,23 +48,23 @@ impl Owner {
     }
 
     /// Whether these marks are of ours.
-    pub fn owns(&self, marks: &Marks) -> bool {
+    pub(crate) fn owns(&self, marks: &Marks) -> bool {
         marks.cluster == self.cluster && (self.node.is_empty() || marks.node == self.node)
     }
 }
 
 /// A VM's names.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Identity {
+pub(crate) struct Identity {
     /// The domain's name, and what its volumes' begin with.
-    pub name: String,
+    pub(crate) name: String,
     /// The domain's UUID: the instance id.
-    pub uuid: Uuid,
+    pub(crate) uuid: Uuid,
 }
 
 impl Identity {
     /// The MAC address of its card with this number: locally administered, the same for the same VM.
-    pub fn mac(&self, card: u8) -> String {
+    pub(crate) fn mac(&self, card: u8) -> String {
         let hash = Sha256::digest([&self.uuid[..], &[card]].concat());
         format!("52:{:02x}:{:02x}:{:02x}:{:02x}:{:02x}", hash[0], hash[1], hash[2], hash[3], hash[4])
     }
@@ -89,13 +89,13 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
 }
 
 /// A UUID as people and libvirt write it.
-pub fn words(uuid: &Uuid) -> String {
+pub(crate) fn words(uuid: &Uuid) -> String {
     let text = hex(uuid);
     [&text[..8], &text[8..12], &text[12..16], &text[16..20], &text[20..]].join("-")
 }
 
 /// The UUID that an instance id is; `None`: it is none of ours.
-pub fn uuid_of(id: &InstanceId) -> Option<Uuid> {
+pub(crate) fn uuid_of(id: &InstanceId) -> Option<Uuid> {
     let text = id.as_str();
     let well_formed = text.len() == 36
         && text.char_indices().all(|(index, c)| match index {
@@ -115,28 +115,28 @@ pub fn uuid_of(id: &InstanceId) -> Option<Uuid> {
 
 /// What is written into a domain's metadata. Nothing secret.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Marks {
+pub(crate) struct Marks {
     /// The cluster.
-    pub cluster: String,
+    pub(crate) cluster: String,
     /// The node.
-    pub node: String,
+    pub(crate) node: String,
     /// The key that it was made with.
-    pub key: IdempotencyKey,
+    pub(crate) key: IdempotencyKey,
     /// [`CreateRequest::digest`].
-    pub digest: String,
+    pub(crate) digest: String,
     /// For people.
-    pub name: String,
+    pub(crate) name: String,
     /// When, in seconds since 1970.
-    pub created: u64,
+    pub(crate) created: u64,
     /// It has been started: if it does not run it has ended.
-    pub started: bool,
+    pub(crate) started: bool,
     /// For people and for cost reports.
-    pub labels: BTreeMap<String, String>,
+    pub(crate) labels: BTreeMap<String, String>,
 }
 
 impl Marks {
     /// Of a VM that is about to be made.
-    pub fn new(owner: &Owner, request: &CreateRequest, key: &IdempotencyKey) -> Marks {
+    pub(crate) fn new(owner: &Owner, request: &CreateRequest, key: &IdempotencyKey) -> Marks {
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         Marks {
             cluster: owner.cluster.clone(),
@@ -151,7 +151,7 @@ impl Marks {
     }
 
     /// The element.
-    pub fn xml(&self) -> String {
+    pub(crate) fn xml(&self) -> String {
         let mut xml = format!(
             "<{PREFIX}:vm xmlns:{PREFIX}='{URI}' version='1' cluster='{}' node='{}' key='{}' digest='{}' name='{}' \
              created='{}' started='{}'>",
@@ -172,7 +172,7 @@ impl Marks {
     }
 
     /// Reads the element as libvirt gives it back, which may have lost its prefix; `None`: it is none of ours.
-    pub fn read(xml: &str) -> Option<Marks> {
+    pub(crate) fn read(xml: &str) -> Option<Marks> {
         let document = roxmltree::Document::parse(xml).ok()?;
         let element = document.root_element();
         let get = |name: &str| element.attribute(name).map(str::to_owned);
@@ -192,7 +192,7 @@ impl Marks {
     }
 
     /// When it was made.
-    pub fn created(&self) -> SystemTime {
+    pub(crate) fn created(&self) -> SystemTime {
         UNIX_EPOCH.checked_add(Duration::from_secs(self.created)).unwrap_or(UNIX_EPOCH)
     }
 }

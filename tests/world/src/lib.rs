@@ -14,6 +14,7 @@ pub mod cni;
 mod command;
 mod daemons;
 mod janitor;
+pub mod libvirtd;
 pub mod page;
 pub mod picture;
 pub mod ping;
@@ -26,6 +27,7 @@ mod wait;
 mod world;
 
 pub use command::ip;
+pub use libvirtd::Libvirtd;
 pub use daemons::{Daemons, LedgerEntry, Settings, binary};
 pub use sight::Sight;
 pub use wait::{eventually, eventually_blocking};

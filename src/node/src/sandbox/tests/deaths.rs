@@ -44,6 +44,33 @@ fn ticket(dir: &Dir, name: &str) -> String {
     serde_json::from_str::<serde_json::Value>(&text).unwrap()["ticket"]["id"].as_str().unwrap().into()
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_provider_that_tells_of_an_end_is_believed_at_once_if_it_has_no_addresses_either() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    node.run("b").await;
+    let vms = world.state().vms.clone();
+    let vm_of = |name: &str| vms.iter().find(|(_, vm)| vm.birth.ticket.id == ticket(&dir, name)).unwrap().0.clone();
+    let (a, b) = (vm_of("a"), vm_of("b"));
+    // Told of one that is there: an end of before.
+    world.ended.send((b.clone(), "somebody's hand".into())).unwrap();
+    // And of one that is gone, while its link still seems to stand.
+    world.guests_stay_away.store(true, Ordering::Relaxed);
+    world.state().vms.retain(|id, _| *id != a);
+    let began = tokio::time::Instant::now();
+    world.ended.send((a.clone(), "somebody's hand".into())).unwrap();
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    assert!(began.elapsed() < 5 * SECOND, "{:?}", began.elapsed());
+    let Err(Error::Failed { cause, .. }) = node.table.start(&id("a")).await else { panic!("not failed") };
+    for word in [format!("VM {a} has ended: somebody's hand"), "kernel panic".into()] {
+        assert!(cause.contains(&word), "{cause}");
+    }
+    tokio::time::sleep(60 * SECOND).await;
+    assert_eq!(node.phase("b"), "running");
+    node.kill().await;
+}
+
 /// An hour of each: what is no proof is not taken for one.
 #[tokio::test(start_paused = true)]
 async fn nothing_less_than_a_sure_provider_and_a_silent_link_ends_a_sandbox() {

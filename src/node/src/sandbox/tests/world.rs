@@ -147,6 +147,8 @@ pub(super) struct World {
     /// How many of the next effects panic.
     pub panics: AtomicU64,
     pub owned_fails: Mutex<Option<CloudError>>,
+    /// Where the provider tells of VMs that have ended.
+    pub ended: broadcast::Sender<(InstanceId, String)>,
     /// A sandbox whose record alone cannot be written.
     pub cannot_record: Mutex<Option<SandboxId>>,
     /// Ticks when something changed around the pods' networks.
@@ -235,6 +237,7 @@ impl World {
             disk_full: AtomicBool::new(false),
             panics: AtomicU64::new(0),
             owned_fails: Mutex::default(),
+            ended: broadcast::Sender::new(16),
             cannot_record: Mutex::default(),
             noise: watch::Sender::new(0),
             network: Mutex::new("eth0".into()),
@@ -701,6 +704,11 @@ impl Effects for Fake {
         }
         let state = self.world.state();
         Ok(state.vms.iter().find(|(_, vm)| vm.key == *key).map(|(id, _)| id.clone()))
+    }
+
+    fn ended(&self) -> BoxStream<'static, (InstanceId, String)> {
+        let told = self.world.ended.subscribe();
+        stream::unfold(told, |mut told| async move { Some((told.recv().await.ok()?, told)) }).boxed()
     }
 
     async fn owned(&self) -> Result<Vec<Owned>, CloudError> {
