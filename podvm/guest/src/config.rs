@@ -35,6 +35,12 @@ pub(crate) struct Settings {
     /// The pod's network namespace.
     #[serde(default = "default_podns")]
     pub(crate) podns: PathBuf,
+    /// Whether this program gives the VM's network cards their addresses.
+    #[serde(default)]
+    pub(crate) uplink: Uplink,
+    /// A guest program that says nothing for so long is killed and started again, where pid 1 is ours.
+    #[serde(default = "default_hang_seconds")]
+    pub(crate) hang_seconds: u16,
     /// A `tracing` filter, like `info` or `peerpod_guest=debug`.
     #[serde(default = "default_log")]
     pub(crate) log: String,
@@ -42,6 +48,19 @@ pub(crate) struct Settings {
     /// may want to tell its host nothing.
     #[serde(default = "default_log_over_link")]
     pub(crate) log_over_link: bool,
+}
+
+/// Who looks after the VM's own network cards.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Uplink {
+    /// This program where pid 1 is ours, else somebody else (networkd).
+    #[default]
+    Auto,
+    /// This program.
+    On,
+    /// Somebody else.
+    Off,
 }
 
 fn default_agent() -> Vec<String> {
@@ -64,6 +83,10 @@ fn default_podns() -> PathBuf {
     "/run/netns/podns".into()
 }
 
+fn default_hang_seconds() -> u16 {
+    60
+}
+
 fn default_log() -> String {
     "info".to_owned()
 }
@@ -81,6 +104,8 @@ impl Default for Settings {
             user_data: default_user_data(),
             state_dir: default_state_dir(),
             podns: default_podns(),
+            uplink: Uplink::default(),
+            hang_seconds: default_hang_seconds(),
             log: default_log(),
             log_over_link: default_log_over_link(),
         }
@@ -146,6 +171,9 @@ impl Settings {
             if path.starts_with("/run/kata-containers") {
                 return Err((key, "CreateSandbox removes /run/kata-containers with all that is in it"));
             }
+        }
+        if self.hang_seconds < 10 {
+            return Err(("hang_seconds", "must be at least 10: a healthy guest gives a sign every 5 s"));
         }
         if self.user_data.is_empty() {
             return Err(("user_data", "must name at least one file"));

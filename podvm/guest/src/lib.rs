@@ -11,10 +11,12 @@ use tracing_subscriber::EnvFilter;
 
 mod agent;
 mod birth;
+mod cards;
 mod config;
 mod control;
 mod dial;
 mod encrypted;
+mod entropy;
 mod files;
 mod identity;
 mod init;
@@ -28,6 +30,7 @@ mod power;
 mod proc;
 mod retries;
 mod serve;
+mod sources;
 mod status;
 mod uplink;
 mod wait;
@@ -43,6 +46,10 @@ pub fn run() -> ExitCode {
         // The kernel hands words of its command line that it does not know to pid 1.
         _ if std::process::id() == 1 => Run::Init,
         [] | ["serve"] => Run::Serve,
+        // As the kernel calls its `modprobe`.
+        ["-q", "--", module] => {
+            return if init::modules::requested(module) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+        }
         ["--version"] => {
             println!("peerpod-guest {}", env!("CARGO_PKG_VERSION"));
             return ExitCode::SUCCESS;
@@ -75,6 +82,30 @@ pub fn run() -> ExitCode {
         tracing::error!(error = format!("{error:#}"), "peerpod-guest ends");
         ExitCode::FAILURE
     })
+}
+
+/// What fuzz targets call: parsers of what others wrote.
+pub mod fuzzed {
+    use std::path::Path;
+
+    /// The answer of a metadata service, complete or in the middle.
+    pub fn metadata_answer(bytes: &[u8]) -> bool {
+        crate::sources::http::parse(bytes, false).is_ok_and(|answer| answer.is_some())
+            || crate::sources::http::parse(bytes, true).is_ok_and(|answer| answer.is_some())
+    }
+
+    /// A cloud's `guest.toml`; whether it is one.
+    pub fn source(bytes: &[u8]) -> bool {
+        crate::sources::Source::parse(bytes, Path::new("fuzz.toml")).is_ok()
+    }
+
+    /// What `depmod` wrote, an alias, and an event of the kernel's.
+    pub fn modules(bytes: &[u8]) -> usize {
+        let text = String::from_utf8_lossy(bytes);
+        let index = crate::init::modules::Index::parse(&text, &text, &text);
+        let _maybe = crate::init::uevents::parse(bytes);
+        text.lines().flat_map(|wanted| index.find(wanted)).map(|module| index.order(module).len()).sum()
+    }
 }
 
 enum Run {

@@ -4,6 +4,7 @@
 //! dies, agent, containers and network stay; its next run reads back who it was, finds them and dials again.
 
 use std::{
+    path::Path,
     process::ExitCode,
     sync::{Arc, Mutex},
     time::Duration,
@@ -15,15 +16,18 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
     agent::Agent,
-    birth,
-    config::Settings,
+    birth, cards,
+    config::{Settings, Uplink},
     control::{self, Control, Notices},
     encrypted::Encrypted,
+    entropy,
     identity::Identity,
+    init,
     link::{Home, Keeper},
     log::Ring,
     personalise::{self, Person},
     power::{self, Lease},
+    sources,
     status::Status,
     uplink::{self, Watcher},
 };
@@ -39,9 +43,8 @@ pub(crate) fn run(settings: &Settings, ring: &Ring) -> anyhow::Result<ExitCode> 
     match end {
         End::Stopped => Ok(ExitCode::SUCCESS),
         End::LeaseOver => {
-            // In a VM it is done here also when pid 1 is ours: a process with a thread that hangs in its flush cannot
-            // end, and pid 1 would wait for it. In namespaces `off` does nothing and pid 1 ends them.
-            power::off();
+            // In namespaces nothing goes off, and pid 1 ends them.
+            power::have_ended();
             Ok(ExitCode::from(power::POWER_OFF))
         }
     }
@@ -53,9 +56,10 @@ enum End {
 }
 
 async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
+    entropy::wait()?;
     let identity = Identity::load_or_make(&settings.state_dir)?;
     let restarted = identity.is_granted();
-    let status = Arc::new(Status::new(restarted));
+    let status = Arc::new(Status::new(&settings.state_dir, restarted));
     if restarted {
         tracing::info!(sandbox = identity.sandbox_id(), "the guest program was restarted");
         status.lost(
@@ -71,6 +75,12 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     let flushing = tokio::sync::Mutex::new(());
     let control = Arc::new(Control { identity: identity.clone(), status: status.clone(), person, flushing });
 
+    let keeps_cards = match settings.uplink {
+        Uplink::On => true,
+        Uplink::Off => false,
+        Uplink::Auto => init::is_ours(),
+    };
+    let cards_task = keeps_cards.then(|| tokio::spawn(cards::keep(status.clone())));
     let agent_task = tokio::spawn({
         let agent = agent.clone();
         async move { agent.run().await }
@@ -92,6 +102,10 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
         }
     }
     agent_task.abort();
+    // The cards keep what they have: others live by it.
+    if let Some(task) = cards_task {
+        task.abort();
+    }
     Ok(end)
 }
 
@@ -114,7 +128,11 @@ async fn home(
         }
     });
     let stage = status.begin("user-data");
-    let birth = birth::wait(&settings.user_data).await;
+    let (sources, wrong) = sources::load(Path::new(sources::FOLDER));
+    for error in wrong {
+        tracing::error!(%error, "sources of user-data");
+    }
+    let birth = birth::wait(&settings.user_data, &sources).await;
     status.done(stage);
     if control.person.is_new() {
         lease.set_length(Duration::from_secs(u64::from(birth.lease_seconds)));
