@@ -164,6 +164,30 @@ impl Shared {
     }
 }
 
+/// Everything that reads what libvirtd or a guest's host wrote, for fuzzing: it may say what it likes.
+#[doc(hidden)]
+pub fn read_anything(input: &[u8]) {
+    if let Some((prefix, body)) = input.split_first_chunk::<4>()
+        && rpc::message::length(*prefix).is_ok()
+        && let Ok(Some((header, payload))) = rpc::message::read(body)
+    {
+        let written = rpc::message::write(&header, payload);
+        assert_eq!(rpc::message::read(&written[4..]), Ok(Some((header, payload))));
+    }
+    drop(rpc::message::failure(input));
+    for procedure in rpc::connection::EVENTS_HEARD {
+        drop(rpc::connection::event(procedure, input));
+    }
+    if let Ok(text) = std::str::from_utf8(input) {
+        if let Some(marks) = marks::Marks::read(text) {
+            assert_eq!(marks::Marks::read(&marks.xml()).map(|again| again.key), Some(marks.key));
+        }
+        create::read_anything(text);
+        volumes::read_anything(text);
+        drop(rpc::link::Address::parse(text));
+    }
+}
+
 /// One VM's turn; the table forgets the VM with its last user.
 struct Turn<'a> {
     shared: &'a Shared,

@@ -141,6 +141,12 @@ impl Disks {
     }
 }
 
+/// See [`crate::read_anything`].
+pub(crate) fn read_anything(text: &str) {
+    let disks = Disks::read(text);
+    assert!(disks.free().is_none_or(|free| disks.0.iter().all(|disk| disk.target != free)));
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

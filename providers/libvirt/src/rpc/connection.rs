@@ -24,6 +24,9 @@ const OUTGOING: usize = 4;
 /// Events that a slow listener may be behind; it looks for itself when it missed some.
 const EVENTS: usize = 1024;
 
+/// The events that we ask for.
+pub(crate) const EVENTS_HEARD: [i32; 3] = [calls::EVENT_LIFECYCLE, calls::EVENT_DEVICE_REMOVED, calls::EVENT_DEVICE_KEPT];
+
 /// Something that happened to a domain.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
@@ -193,7 +196,7 @@ impl Shared {
 }
 
 /// Reads the events that we ask for.
-fn event(procedure: i32, payload: &[u8]) -> Result<Option<Event>, Garbled> {
+pub(crate) fn event(procedure: i32, payload: &[u8]) -> Result<Option<Event>, Garbled> {
     let mut reader = Reader::new(payload);
     let event = match procedure {
         calls::EVENT_LIFECYCLE => {

@@ -50,8 +50,10 @@ async fn a_provider_that_tells_of_an_end_is_believed_at_once_if_it_has_no_addres
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
     node.run("b").await;
-    let vms = world.state().vms.clone();
-    let vm_of = |name: &str| vms.iter().find(|(_, vm)| vm.birth.ticket.id == ticket(&dir, name)).unwrap().0.clone();
+    let vm_of = |name: &str| {
+        let state = world.state();
+        state.vms.iter().find(|(_, vm)| vm.birth.ticket.id == ticket(&dir, name)).unwrap().0.clone()
+    };
     let (a, b) = (vm_of("a"), vm_of("b"));
     // Told of one that is there: an end of before.
     world.ended.send((b.clone(), "somebody's hand".into())).unwrap();

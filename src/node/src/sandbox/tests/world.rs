@@ -13,6 +13,7 @@ use std::{
 };
 
 use async_trait::async_trait;
+use futures_util::stream::{self, BoxStream, StreamExt};
 use peerpod_link::birth::BirthData;
 use peerpod_proto::{
     guest::{NetworkPlan, Reply, Request},
@@ -21,7 +22,10 @@ use peerpod_proto::{
 use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, OwnedState, Placement};
 use serde_json::value::RawValue;
 use sha2::{Digest, Sha256};
-use tokio::{sync::watch, time::Instant};
+use tokio::{
+    sync::{broadcast, watch},
+    time::Instant,
+};
 
 use crate::{
     ledger::{Batch, Error as LedgerError, Ledger, NetnsRef, Network, Record},
