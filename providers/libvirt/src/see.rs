@@ -20,8 +20,8 @@ use crate::xml;
 /// Pauses between two looks for an address grow from this to a second.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// How long a VM must run before we believe that its kind runs: where KVM does not truly work it stops at once.
-const PROOF: Duration = Duration::from_millis(200);
+/// How long firmware may take to find nothing to boot. On a busy host KVM needs a fraction of a second for it.
+const PROOF: Duration = Duration::from_secs(10);
 
 impl Shared {
     /// Our marks on a domain; `None`: it is none of ours.
@@ -178,19 +178,20 @@ impl Shared {
         Ok(found)
     }
 
-    /// Whether a domain of this kind runs; why not.
+    /// Whether guest code runs in a domain of this kind; why not. That one can be started is no proof: there are hosts
+    /// whose KVM makes VMs and never executes an instruction.
     async fn runs(&self, libvirt: &Connection, kind: &str) -> Result<Option<&'static str>, RpcError> {
         let nonce = std::time::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos();
         let name = format!("{}probe-{}-{nonce:x}", self.owner.prefix(), std::process::id());
         let domain = libvirt.run_once(&xml::probe(&name, kind, "x86_64", &self.config.machine)).await?;
         let since = Instant::now();
         let outcome = loop {
-            let state = libvirt.state(&domain).await?;
-            if state.state != 1 {
-                break Some(state.words());
+            match libvirt.state(&domain).await {
+                Err(error) if error.is_absent() => return Ok(None),
+                other => drop(other?),
             }
             if since.elapsed() > PROOF {
-                break None;
+                break Some("a VM starts with it, and never executes anything");
             }
             sleep(FIRST_PAUSE).await;
         };

@@ -109,7 +109,6 @@ fn long_name(name: &str, short: [u8; 11]) -> [u8; 32] {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write as _;
     use std::process::{Command, Stdio};
 
     use super::*;
@@ -131,14 +130,13 @@ mod tests {
             std::fs::write(&file, image(&data, b"instance-id: x\n").unwrap()).unwrap();
             let script = "set -eu; m=$(mktemp -d); mount -t vfat -o loop,ro \"$1\" $m; trap 'umount $m' EXIT; \
                           cat $m/meta-data; cat $m/user-data; ls $m | wc -l >&2; blkid -o value -s LABEL \"$1\" >&2";
-            let run = Command::new("unshare").args(["-m", "sh", "-c", script, "sh"]).arg(&file).stdin(Stdio::null());
-            let output = run.output().unwrap();
+            let mut run = Command::new("unshare");
+            let output = run.args(["-m", "sh", "-c", script, "sh"]).arg(&file).stdin(Stdio::null()).output().unwrap();
             let said = String::from_utf8_lossy(&output.stderr).into_owned();
             assert!(output.status.success(), "{said}");
             assert_eq!(output.stdout, [&b"instance-id: x\n"[..], &data].concat(), "{length}");
             assert_eq!(said, "2\nCIDATA\n");
         }
-        std::io::stdout().flush().unwrap();
         std::fs::remove_dir_all(&dir).unwrap();
     }
 }

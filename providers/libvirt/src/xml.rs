@@ -90,8 +90,7 @@ impl Machine<'_> {
         self.os(&mut xml);
         if self.kind != "test" {
             xml.push_str("<features><acpi/><apic/></features>\n");
-            let cpu = if self.kind == "kvm" { "host-passthrough" } else { "maximum" };
-            add!(xml, "<cpu mode='{cpu}'/>\n<clock offset='utc'/>\n");
+            add!(xml, "<cpu mode='{}'/>\n<clock offset='utc'/>\n", cpu(self.kind));
             // Memory of a pod has no business in a core file.
             xml.push_str("<on_poweroff>destroy</on_poweroff><on_reboot>destroy</on_reboot><on_crash>destroy</on_crash>\n");
         }
@@ -201,6 +200,11 @@ impl Disk {
     }
 }
 
+/// All that the host's CPU can do, or all that QEMU can.
+fn cpu(kind: &str) -> &'static str {
+    if kind == "kvm" { "host-passthrough" } else { "maximum" }
+}
+
 fn network(protocol: &str, name: &str, places: &[Place], user: &Option<(String, String)>) -> String {
     let mut xml = format!("<source protocol='{protocol}' name='{}'>", escape(name));
     for place in places {
@@ -232,15 +236,18 @@ pub(crate) fn volume(name: &str, format: &str, bytes: u64, backing: Option<(&str
     xml
 }
 
-/// A domain that does nothing, to learn whether this kind of domain can be started at all.
+/// A domain whose firmware finds nothing to boot and resets at once, which ends it: it can only do so where guest code
+/// truly runs. With the CPU that VMs get, which may be more than the host can do.
 pub(crate) fn probe(name: &str, kind: &str, arch: &str, machine: &str) -> String {
     format!(
         "<domain type='{kind}'><name>{}</name><memory unit='MiB'>32</memory><vcpu>1</vcpu>\
-         <os><type arch='{}' machine='{}'>hvm</type></os><features><acpi/></features>\
-         <on_crash>destroy</on_crash><devices><controller type='usb' model='none'/><memballoon model='none'/></devices>\
+         <os><type arch='{}' machine='{}'>hvm</type><bootmenu enable='no'/><bios rebootTimeout='0'/></os>\
+         <features><acpi/><apic/></features><cpu mode='{}'/>\
+         <on_reboot>destroy</on_reboot><on_crash>destroy</on_crash><devices><controller type='usb' model='none'/><memballoon model='none'/></devices>\
          </domain>",
         escape(name),
         escape(arch),
-        escape(machine)
+        escape(machine),
+        cpu(kind)
     )
 }

@@ -178,11 +178,12 @@ async fn disks_of_all_kinds_are_attached_at_creation_and_later_and_one_in_use_is
     place.libvirtd.virsh(&["vol-create-as", POOL, "volume", "8M", "--format", "qcow2"]).unwrap();
     // A server of network disks, as another host would be one.
     let nbd = files.join("nbd.sock");
-    let server = Command::new("qemu-nbd")
+    let mut server = Command::new("qemu-nbd")
         .args(["--persistent", "--shared=4", "--format=raw", "--export-name=x", "--socket"])
         .args([&nbd, &files.join("b.raw")])
-        .stdin(Stdio::null());
-    let mut server = { let mut server = server; server.spawn().unwrap() };
+        .stdin(Stdio::null())
+        .spawn()
+        .unwrap();
     eventually("the server listens", PATIENCE, async || nbd.exists().then_some(())).await.unwrap();
     let provider = place.provider_with(&[("volume-dirs", &files.display().to_string())]);
     let disk = |volume: String| DiskRequest { volume, ..DiskRequest::default() };
