@@ -6,6 +6,7 @@ mod birth;
 mod frames;
 mod greeting;
 mod ledger;
+mod libvirt;
 mod link;
 mod packets;
 mod plan;
@@ -15,12 +16,13 @@ pub mod seeds;
 pub type Target = fn(&[u8]);
 
 /// All of them: name, and what it does with an input.
-pub const TARGETS: [(&str, Target); 8] = [
+pub const TARGETS: [(&str, Target); 9] = [
     ("agent", agent::run),
     ("birth", birth::run),
     ("frames", frames::run),
     ("greeting", greeting::run),
     ("ledger", ledger::run),
+    ("libvirt", libvirt::run),
     ("link", link::run),
     ("packets", packets::run),
     ("plan", plan::run),

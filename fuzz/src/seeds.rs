@@ -35,6 +35,7 @@ pub fn of(target: &str) -> Vec<Seed> {
         "link" => {
             link::recorded().into_iter().enumerate().map(|(n, seed)| (format!("side-{n}"), seed)).collect()
         }
+        "libvirt" => files("fuzz/seeds/libvirt"), // as a libvirtd 9.0 sent them
         "packets" => packets(),
         "plan" => plans(),
         _ => Vec::new(),

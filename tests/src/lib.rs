@@ -1,6 +1,7 @@
 //! Drives the real binaries from outside. This library holds what the tests in `tests/` have in common: a sandbox that
 //! runs, and what is asked of it again and again.
 
+pub mod image;
 pub mod vm;
 
 use std::{

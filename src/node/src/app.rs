@@ -34,7 +34,7 @@ use crate::{
     roll_over::{self, SharedTrust},
     rpc::{self, Door},
     sandbox::{
-        Deaths, Notices, Reaper, Sandboxes,
+        Deaths, Reaper, Sandboxes,
         recover::{Kept, Orphans, recover},
     },
     trust::{self, Trust},
@@ -200,7 +200,7 @@ pub async fn build(
     let mut settings = config.sandbox_settings();
     settings.guest_addresses = addresses.in_words(None);
     settings.max_batch = config.max_batch(most);
-    let sandboxes = Sandboxes::new(fx.clone(), settings, metrics.clone());
+    let sandboxes = Sandboxes::new(fx, settings, metrics.clone());
 
     let count = records.len();
     let kept = Kept { records, batches, unread: unread.clone(), notes };
@@ -214,7 +214,7 @@ pub async fn build(
         "roll-over of the CA"
     });
     let orphans = Orphans::new(unread, config.orphan_grace).sparing(unread_batches);
-    look_after(&mut tasks, &sandboxes, &*fx.provider, &inbox, &metrics, orphans);
+    look_after(&mut tasks, &sandboxes, &inbox, &metrics, orphans);
 
     let admin = admin::serve(config.admin_listen, Arc::new(registry), ready.clone()).await?;
     let drain = Drain::new();
@@ -340,7 +340,6 @@ async fn preflight(
 fn look_after(
     tasks: &mut JoinSet<&'static str>,
     sandboxes: &Sandboxes,
-    provider: &dyn Provider,
     inbox: &Inbox,
     metrics: &Metrics,
     orphans: Orphans,
@@ -350,19 +349,11 @@ fn look_after(
         Reaper::default().run(table).await;
         "reaper"
     });
-    let notices = Notices::default();
-    let (table, deaths) = (sandboxes.clone(), Deaths::with(notices.clone()));
+    let table = sandboxes.clone();
     tasks.spawn(async move {
-        deaths.run(table).await;
+        Deaths::default().run(table).await;
         "deaths of VMs"
     });
-    if let Some(events) = provider.events() {
-        let table = sandboxes.clone();
-        tasks.spawn(async move {
-            notices.run(table, events).await;
-            std::future::pending().await
-        });
-    }
     let table = sandboxes.clone();
     tasks.spawn(async move {
         orphans.run(table, ORPHANS_EVERY).await;

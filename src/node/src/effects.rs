@@ -11,12 +11,15 @@ use std::{
 };
 
 use async_trait::async_trait;
+use futures_util::stream::{self, BoxStream, StreamExt};
 use peerpod_link::net::{Error as NetError, carrier, uplink};
 use peerpod_proto::{
     guest::{NetworkPlan, Reply, Request},
     relay::{PutSandboxRequest, TunnelPeer},
 };
-use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, Placement, Provider};
+use peerpod_provider_api::{
+    CreateRequest, IdempotencyKey, InstanceId, Owned, Placement, Provider, ProviderEvent,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::value::{RawValue, to_raw_value};
 use tokio::{sync::watch, task::spawn_blocking};
@@ -256,6 +259,10 @@ impl Effects for Real {
 
     async fn owned(&self) -> Result<Vec<Owned>, CloudError> {
         self.provider.list_owned().await
+    }
+
+    fn events(&self) -> BoxStream<'static, ProviderEvent> {
+        self.provider.events().unwrap_or_else(|| stream::pending().boxed())
     }
 
     async fn addresses(&self, vm: &InstanceId) -> Result<Vec<IpAddr>, CloudError> {

@@ -8,7 +8,8 @@
 //! * `table` ([`Sandboxes`]): id → task; the door's calls end here.
 //! * [`recover`]: what a restarted node does before it answers anybody.
 //! * `reports`: what guests say of their networks.
-//! * `reaper`: what nobody stops. `deaths`: VMs that are gone; `notices`: what the provider says of VMs unasked. `revive`: tasks of ours that panicked.
+//! * `reaper`: what nobody stops. `deaths`: VMs that are gone; `notices`: VMs that
+//!   the cloud takes back. `revive`: tasks of ours that panicked.
 //!
 //! Knows nothing of ttrpc, sockets or providers' names.
 
@@ -41,7 +42,6 @@ mod view;
 pub use claims::{Claim, Secret};
 pub use deaths::Deaths;
 pub use error::{ClaimRefused, Error, Granted};
-pub use notices::Notices;
 pub use reaper::Reaper;
 pub use table::{Sandboxes, Wish};
 pub use task::Stop;

@@ -6,6 +6,7 @@
 use std::{net::IpAddr, num::NonZeroU32, path::Path, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
+use futures_util::stream::{self, BoxStream, StreamExt};
 use peerpod_proto::{
     guest::{NetworkPlan, Reply, Request},
     relay::{PutSandboxRequest, TunnelPeer},
@@ -151,6 +152,11 @@ pub trait Effects: Send + Sync + 'static {
 
     /// Every VM that this node made and that has not vanished.
     async fn owned(&self) -> Result<Vec<Owned>, CloudError>;
+
+    /// What the provider says of VMs unasked; nothing, where it does not.
+    fn events(&self) -> BoxStream<'static, ProviderEvent> {
+        stream::pending().boxed()
+    }
 
     /// The VM's addresses, best first; waits until they are known.
     async fn addresses(&self, vm: &InstanceId) -> Result<Vec<IpAddr>, CloudError>;

@@ -242,9 +242,14 @@ impl Sandboxes {
     ///
     /// # Errors
     /// When the failure could not be made durable.
-    pub(super) async fn lost(&self, id: &SandboxId, vm: &InstanceId) -> Result<bool, Error> {
+    pub(super) async fn lost(
+        &self,
+        id: &SandboxId,
+        vm: &InstanceId,
+        why: Option<String>,
+    ) -> Result<bool, Error> {
         let Some(Found::Task(running)) = self.find(id) else { return Ok(false) };
-        let asked = self.ask(&running, |answer| Command::Lost(vm.clone(), answer)).await;
+        let asked = self.ask(&running, |answer| Command::Lost(vm.clone(), why, answer)).await;
         asked.unwrap_or_else(|| Err(broken(id)))
     }
 
