@@ -11,12 +11,14 @@ use tracing_subscriber::EnvFilter;
 
 mod agent;
 mod birth;
+mod components;
 mod config;
 mod control;
 mod dial;
 mod encrypted;
 mod files;
 mod identity;
+mod images;
 mod init;
 pub mod intercept;
 mod link;
@@ -32,8 +34,9 @@ mod status;
 mod uplink;
 mod wait;
 
-const USAGE: &str = "usage: peerpod-guest [serve | --version]
-  without arguments: init when it is pid 1, else serve";
+const USAGE: &str = "usage: peerpod-guest [serve | pull | --version]
+  without arguments: init when it is pid 1, else serve
+  pull: what serve starts for each image; reads its job from standard input";
 
 /// The whole program: init when it is pid 1, else what the arguments say.
 pub fn run() -> ExitCode {
@@ -43,6 +46,7 @@ pub fn run() -> ExitCode {
         // The kernel hands words of its command line that it does not know to pid 1.
         _ if std::process::id() == 1 => Run::Init,
         [] | ["serve"] => Run::Serve,
+        ["pull"] => return peerpod_images::run(),
         ["--version"] => {
             println!("peerpod-guest {}", env!("CARGO_PKG_VERSION"));
             return ExitCode::SUCCESS;

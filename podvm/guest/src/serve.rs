@@ -16,10 +16,12 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::{
     agent::Agent,
     birth,
+    components::Components,
     config::Settings,
     control::{self, Control, Notices},
     encrypted::Encrypted,
     identity::Identity,
+    images::Images,
     link::{Home, Keeper},
     log::Ring,
     personalise::{self, Person},
@@ -67,13 +69,21 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     let agent = Arc::new(Agent::new(settings, status.clone(), ring.clone()));
     let encrypted = Arc::new(Encrypted::load_or_make(&settings.state_dir)?);
     let tunnel_key = encrypted.public_key();
-    let person = Person::load(settings, status.clone(), agent.clone(), lease.clone(), encrypted);
+    let images = Images::new(&settings.images);
+    // Before the agent: it looks for the socket once, at its start.
+    let _images = images.serve().await?;
+    let components = Components::new(settings, status.clone());
+    let person = Person::load(settings, status.clone(), agent.clone(), lease.clone(), encrypted)
+        .with_images(images, components.clone());
     let flushing = tokio::sync::Mutex::new(());
     let control = Arc::new(Control { identity: identity.clone(), status: status.clone(), person, flushing });
 
     let agent_task = tokio::spawn({
         let agent = agent.clone();
-        async move { agent.run().await }
+        async move {
+            components.wait().await;
+            agent.run().await;
+        }
     });
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
@@ -120,7 +130,11 @@ async fn home(
         lease.set_length(Duration::from_secs(u64::from(birth.lease_seconds)));
     }
 
-    let notice = Arc::new(Notices { agent: agent.clone(), network: control.person.network() });
+    let notice = Arc::new(Notices {
+        agent: agent.clone(),
+        network: control.person.network(),
+        gpus: control.person.gpus(),
+    });
     let podns = settings.podns.display().to_string();
     let (handler, events) = Home::new(agent.clone(), notice, podns, ring.clone());
     let limits = Limits {

@@ -91,7 +91,8 @@ impl Error {
                 if [libc_code(nix::errno::Errno::ENOSPC), libc_code(nix::errno::Errno::EDQUOT)]
                     .contains(&code) =>
             {
-                let cure = "give the VM a larger image disk (guest setting images.store), or use a smaller image";
+                let cure =
+                    "give the VM a larger image disk (guest setting images.store), or use a smaller image";
                 Error::new(Cause::NoSpace, format!("{text}; {cure}"))
             }
             _ => Error::new(Cause::Internal, text),
@@ -139,7 +140,9 @@ fn classify(error: &OciDistributionError) -> (Cause, String, &'static str) {
                     | OciErrorCode::NotFound
                     | OciErrorCode::NameInvalid,
                 ) => (Cause::NotFound, said, CHECK_NAME),
-                Some(OciErrorCode::Unauthorized | OciErrorCode::Denied) => (Cause::Denied, said, CHECK_SECRET),
+                Some(OciErrorCode::Unauthorized | OciErrorCode::Denied) => {
+                    (Cause::Denied, said, CHECK_SECRET)
+                }
                 Some(OciErrorCode::Toomanyrequests) => (Cause::Unreachable, said, ""),
                 _ => (Cause::Malformed, said, ""),
             }
@@ -193,7 +196,11 @@ fn of_chain(error: &(dyn StdError + 'static), redirect: bool) -> (Cause, String,
         };
     }
     if redirect {
-        return (Cause::Malformed, format!("the registry sends us round and round: {}", words.join(": ")), "");
+        return (
+            Cause::Malformed,
+            format!("the registry sends us round and round: {}", words.join(": ")),
+            "",
+        );
     }
     let silent = if timed_out { " (it did not answer in time)" } else { "" };
     (Cause::Unreachable, format!("{}{silent}", words.join(": ")), CHECK_ROUTE)
@@ -230,7 +237,8 @@ mod tests {
         assert_eq!(Error::registry("x", &wrapped).cause, Cause::Untrusted);
         let refused = OciDistributionError::IoError(io::ErrorKind::ConnectionRefused.into());
         assert_eq!(Error::registry("x", &refused).cause, Cause::Unreachable);
-        let missing = OciDistributionError::ServerError { code: 404, url: String::new(), message: "x".into() };
+        let missing =
+            OciDistributionError::ServerError { code: 404, url: String::new(), message: "x".into() };
         assert_eq!(Error::registry("x", &missing).cause, Cause::NotFound);
     }
 

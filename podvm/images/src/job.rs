@@ -35,7 +35,10 @@ pub struct Job {
 
 impl fmt::Debug for Job {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Job").field("image", &self.image).field("bundle", &self.bundle).finish_non_exhaustive()
+        f.debug_struct("Job")
+            .field("image", &self.image)
+            .field("bundle", &self.bundle)
+            .finish_non_exhaustive()
     }
 }
 

@@ -26,10 +26,8 @@ pub(crate) fn apart() -> io::Result<()> {
 pub(crate) fn overlay(layers: &[String], upper: &str, target: &Path, hasty: bool) -> io::Result<()> {
     let lower: Vec<String> = layers.iter().rev().map(|id| format!("l/{id}")).collect();
     let volatile = if hasty { ",volatile" } else { "" };
-    let options = format!(
-        "lowerdir={},upperdir={upper}/fs,workdir={upper}/work,{OPTIONS}{volatile}",
-        lower.join(":")
-    );
+    let options =
+        format!("lowerdir={},upperdir={upper}/fs,workdir={upper}/work,{OPTIONS}{volatile}", lower.join(":"));
     if options.len() >= PAGE {
         return Err(io::Error::new(io::ErrorKind::ArgumentListTooLong, "too many layers for one mount"));
     }

@@ -37,11 +37,15 @@ pub fn run() -> ExitCode {
 
 fn begin() -> Result<Job, Error> {
     let internal = |what: &str, why: String| Error::new(Cause::Internal, format!("{what}: {why}"));
-    prctl::set_pdeathsig(Signal::SIGKILL).map_err(|e| internal("asking to end with the guest", e.to_string()))?;
+    prctl::set_pdeathsig(Signal::SIGKILL)
+        .map_err(|e| internal("asking to end with the guest", e.to_string()))?;
     // It holds a pull secret.
     prctl::set_dumpable(false).map_err(|e| internal("asking for no core dump", e.to_string()))?;
     let mut text = Vec::new();
-    io::stdin().take(MAX_JOB).read_to_end(&mut text).map_err(|e| internal("reading the job", e.to_string()))?;
+    io::stdin()
+        .take(MAX_JOB)
+        .read_to_end(&mut text)
+        .map_err(|e| internal("reading the job", e.to_string()))?;
     // Its words could repeat the secret; the place is enough.
     serde_json::from_slice(&text)
         .map_err(|e| internal("reading the job", format!("line {}, column {}", e.line(), e.column())))

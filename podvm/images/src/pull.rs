@@ -3,11 +3,12 @@
 use std::{
     fs, io,
     path::{Component, Path, PathBuf},
-    sync::{Arc, mpsc},
+    sync::Arc,
     time::Instant,
 };
 
 use futures_util::stream::{self, StreamExt};
+use tokio::sync::{mpsc, oneshot};
 
 use crate::{
     cause::{Cause, Error},
@@ -15,7 +16,7 @@ use crate::{
     job::{Event, Job, Outcome},
     mount,
     registry::{self, Image, Layer, Process, Registry},
-    store::{Record, Store, chain},
+    store::{Lock, Record, Store, chain},
     stream::{Counted, open},
     unpack,
 };
@@ -59,11 +60,8 @@ pub(crate) async fn pull(job: &Job, say: &Say) -> Result<Outcome, Error> {
 }
 
 fn known(record: Record) -> (Record, Outcome) {
-    let outcome = Outcome {
-        manifest_digest: record.digest.clone(),
-        layers: record.layers.len(),
-        ..Outcome::default()
-    };
+    let outcome =
+        Outcome { manifest_digest: record.digest.clone(), layers: record.layers.len(), ..Outcome::default() };
     (record, outcome)
 }
 
@@ -95,11 +93,7 @@ async fn fresh(
     Ok((record, outcome))
 }
 
-async fn found(
-    job: &Job,
-    reference: &oci_client::Reference,
-    say: &Say,
-) -> Result<(Registry, Image), Error> {
+async fn found(job: &Job, reference: &oci_client::Reference, say: &Say) -> Result<(Registry, Image), Error> {
     let mut attempt = 0;
     loop {
         match Registry::find(job, reference).await {
@@ -122,34 +116,47 @@ async fn layers(
     say: &Say,
 ) -> Result<(usize, u64), Error> {
     let ids = chain(image.layers.iter().map(|layer| layer.diff_id.as_str()));
-    // The bytes first, some at the same time, each in a file of its own that no lock is needed for; then, under the
-    // layer's lock, one after the other into their places.
+    // Whoever makes a layer holds its lock from the first byte on, so that images that are pulled at the same time fetch
+    // what they share once. Locks are taken in the order of the layers, the lowest first: nobody waits in a circle.
     let missing: Vec<(usize, &Layer)> =
         image.layers.iter().enumerate().filter(|(at, _)| !store.has(&ids[*at])).collect();
-    let bytes = missing.iter().map(|(_, layer)| layer.size).sum();
-    let (count, fetching) = (missing.len(), std::process::id());
     let (unpacker, done) = Unpacker::start(job, store.clone(), ids.clone())?;
-    let mut files = stream::iter(missing.into_iter().map(|(at, layer)| {
-        let path = store.path().join("t").join(format!("{}.{fetching}.blob", ids[at]));
-        async move {
-            let warn = |text| say(Event::Warning { text });
-            let fetched = fetch::layer(registry, layer, &path, warn).await;
-            say(Event::Progress {
-                text: format!("layer {} of {}: {} KiB", at + 1, image.layers.len(), layer.size >> 10),
-            });
-            (Work { at, blob: Blob(path), layer: layer.clone() }, fetched)
-        }
-    }))
-    .buffered(AT_ONCE);
+    let ids = &ids;
+    let mut files = stream::iter(missing)
+        .then(|(at, layer)| async move {
+            let (store, id) = (store.clone(), ids[at].clone());
+            let locked = tokio::task::spawn_blocking(move || store.lock(&id)).await;
+            let locked = locked.unwrap_or_else(|e| Err(Error::new(Cause::Internal, e.to_string())));
+            (at, layer, locked)
+        })
+        .map(|(at, layer, locked)| async move {
+            let lock = locked?;
+            if store.has(&ids[at]) {
+                return Ok(None); // another process was faster
+            }
+            let blob = Blob(store.path().join("t").join(format!("{}.blob", ids[at])));
+            fetch::layer(registry, layer, &blob.0, |text| say(Event::Warning { text })).await?;
+            let text = format!("layer {} of {}: {} KiB", at + 1, image.layers.len(), layer.size >> 10);
+            say(Event::Progress { text });
+            Ok(Some(Work { at, blob, layer: layer.clone(), _lock: lock }))
+        })
+        .buffered(AT_ONCE);
+    let (mut count, mut bytes) = (0, 0);
     let mut failed = None;
-    while let Some((work, fetched)) = files.next().await {
-        // If the unpacker has ended its own word says why.
-        if let Err(error) = fetched {
-            failed = Some(error);
-            break;
-        }
-        if unpacker.send(work).is_err() {
-            break;
+    while let Some(fetched) = files.next().await {
+        match fetched {
+            Ok(None) => {}
+            Ok(Some(work)) => {
+                (count, bytes) = (count + 1, bytes + work.layer.size);
+                // If the unpacker has ended its own word says why.
+                if unpacker.send(work).await.is_err() {
+                    break;
+                }
+            }
+            Err(error) => {
+                failed = Some(error);
+                break;
+            }
         }
     }
     drop((files, unpacker));
@@ -176,6 +183,7 @@ struct Work {
     at: usize,
     blob: Blob,
     layer: Layer,
+    _lock: Lock,
 }
 
 type Unpacked = Result<Vec<String>, Error>;
@@ -193,9 +201,9 @@ impl Unpacker {
         job: &Job,
         store: Store,
         ids: Vec<String>,
-    ) -> Result<(mpsc::SyncSender<Work>, tokio::sync::oneshot::Receiver<Unpacked>), Error> {
-        let (sender, work) = mpsc::sync_channel(AT_ONCE);
-        let (told, done) = tokio::sync::oneshot::channel();
+    ) -> Result<(mpsc::Sender<Work>, oneshot::Receiver<Unpacked>), Error> {
+        let (sender, work) = mpsc::channel(1);
+        let (told, done) = oneshot::channel();
         let mut unpacker =
             Unpacker { store, ids, bytes: job.limits.unpacked_bytes, entries: job.limits.entries };
         std::thread::Builder::new()
@@ -205,12 +213,12 @@ impl Unpacker {
         Ok((sender, done))
     }
 
-    fn run(&mut self, work: mpsc::Receiver<Work>) -> Unpacked {
+    fn run(&mut self, mut work: mpsc::Receiver<Work>) -> Unpacked {
         mount::apart()
             .and_then(|()| std::env::set_current_dir(self.store.path()))
             .map_err(|e| Error::disk("taking mounts apart for", self.store.path(), &e))?;
         let mut warnings = Vec::new();
-        for work in work {
+        while let Some(work) = work.blocking_recv() {
             warnings.extend(self.layer(work)?);
         }
         Ok(warnings)
@@ -218,10 +226,6 @@ impl Unpacker {
 
     fn layer(&mut self, work: Work) -> Result<Option<String>, Error> {
         let id = self.ids[work.at].clone();
-        let _alone = self.store.lock(&id)?;
-        if self.store.has(&id) {
-            return Ok(None); // another process was faster
-        }
         let place = self.store.begin(&id)?;
         let made = self.make(&work, &place);
         if made.is_err() {
@@ -246,7 +250,8 @@ impl Unpacker {
             (place.join("fs"), false)
         } else {
             let merged = place.join("merged");
-            mount::overlay(below, &format!("t/{id}"), &merged, true).map_err(|e| overlay_failed(&merged, &e))?;
+            mount::overlay(below, &format!("t/{id}"), &merged, true)
+                .map_err(|e| overlay_failed(&merged, &e))?;
             (merged, true)
         };
         let unpacked = self.archive(work, &root);
@@ -279,7 +284,9 @@ impl Unpacker {
 fn overlay_failed(target: &Path, error: &io::Error) -> Error {
     let mut error = Error::disk("mounting an overlay on", target, error);
     if error.cause == Cause::Internal {
-        error.text.push_str("; has the kernel overlayfs, and is the store (images.store) on a disk or tmpfs?");
+        error
+            .text
+            .push_str("; has the kernel overlayfs, and is the store (images.store) on a disk or tmpfs?");
     }
     error
 }
@@ -345,7 +352,9 @@ mod tests {
     #[test]
     fn a_bundle_is_below_the_agents_folder() {
         assert!(checked_bundle(Path::new("/run/kata-containers/abc/images")).is_ok());
-        for wrong in ["/run/kata-containers", "/etc", "run/kata-containers/x", "/run/kata-containers/../../etc"] {
+        for wrong in
+            ["/run/kata-containers", "/etc", "run/kata-containers/x", "/run/kata-containers/../../etc"]
+        {
             assert!(checked_bundle(Path::new(wrong)).is_err(), "{wrong}");
         }
     }

@@ -84,7 +84,10 @@ pub(crate) struct Registry {
 pub(crate) fn parse(image: &str) -> Result<Reference, Error> {
     let image = image.strip_prefix("docker://").unwrap_or(image);
     image.parse().map_err(|error| {
-        let text = format!("the image's name {:?}: {error}; it is written like registry.example/app:tag", quote(image));
+        let text = format!(
+            "the image's name {:?}: {error}; it is written like registry.example/app:tag",
+            quote(image)
+        );
         Error::new(Cause::Malformed, text)
     })
 }
@@ -119,8 +122,10 @@ impl Registry {
                 }
                 Ok(Err(error)) => return Err(error),
                 Err(_) => {
-                    let text = format!("asking {registry_name} for the manifest: no whole answer within {QUESTIONS:?}",
-                        registry_name = reference.resolve_registry());
+                    let text = format!(
+                        "asking {registry_name} for the manifest: no whole answer within {QUESTIONS:?}",
+                        registry_name = reference.resolve_registry()
+                    );
                     return Err(Error::new(Cause::Unreachable, text));
                 }
             }
@@ -166,7 +171,10 @@ impl Registry {
         })
         .await?;
         serde_json::from_slice(&bytes).map_err(|error| {
-            Error::new(Cause::Unsupported, format!("the image's configuration cannot be read: {error}; is it a container image?"))
+            Error::new(
+                Cause::Unsupported,
+                format!("the image's configuration cannot be read: {error}; is it a container image?"),
+            )
         })
     }
 
@@ -177,10 +185,13 @@ impl Registry {
         mut take: impl FnMut(&[u8]) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let what = format!("fetching {} from {}", descriptor.digest, self.reference.resolve_registry());
-        let late = |_| Error::new(Cause::Unreachable, format!("{what}: the registry is silent for {:?}", self.silence));
+        let late = |_| {
+            Error::new(Cause::Unreachable, format!("{what}: the registry is silent for {:?}", self.silence))
+        };
         // Without addresses of third parties: they come from the manifest's author.
         let descriptor = OciDescriptor { urls: None, ..descriptor.clone() };
-        let opening = tokio::time::timeout(self.silence, self.client.pull_blob_stream(&self.reference, &descriptor));
+        let opening =
+            tokio::time::timeout(self.silence, self.client.pull_blob_stream(&self.reference, &descriptor));
         let mut stream = opening.await.map_err(late)?.map_err(|e| Error::registry(&what, &e))?;
         let mut left = u64::try_from(descriptor.size).unwrap_or(0);
         while let Some(part) = tokio::time::timeout(self.silence, stream.next()).await.map_err(late)? {
@@ -193,7 +204,10 @@ impl Registry {
         }
         match left {
             0 => Ok(()),
-            left => Err(Error::new(Cause::Digest, format!("{what}: {left} bytes of {} are missing", descriptor.size))),
+            left => Err(Error::new(
+                Cause::Digest,
+                format!("{what}: {left} bytes of {} are missing", descriptor.size),
+            )),
         }
     }
 }
@@ -233,20 +247,25 @@ fn pair(layers: Vec<OciDescriptor>, diff_ids: &[String]) -> Result<Vec<Layer>, E
         return Err(malformed(text));
     }
     if layers.is_empty() || layers.len() > MAX_LAYERS {
-        return Err(malformed(format!("the image has {} layers; 1 to {MAX_LAYERS} are possible", layers.len())));
+        return Err(malformed(format!(
+            "the image has {} layers; 1 to {MAX_LAYERS} are possible",
+            layers.len()
+        )));
     }
     layers
         .into_iter()
         .zip(diff_ids)
         .map(|(descriptor, diff_id)| {
             let sha256 = |text: &str| {
-                text.strip_prefix("sha256:")
-                    .is_some_and(|hex| hex.len() == 64 && hex.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f')))
+                text.strip_prefix("sha256:").is_some_and(|hex| {
+                    hex.len() == 64 && hex.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
+                })
             };
             if !sha256(&descriptor.digest) || !sha256(diff_id) {
                 return Err(Error::new(Cause::Unsupported, "a layer's digest is not a sha256"));
             }
-            let size = u64::try_from(descriptor.size).map_err(|_| malformed("a layer of negative size".into()))?;
+            let size =
+                u64::try_from(descriptor.size).map_err(|_| malformed("a layer of negative size".into()))?;
             let packing = Packing::of(&descriptor.media_type)?;
             Ok(Layer { descriptor, packing, diff_id: diff_id.clone(), size })
         })
@@ -264,7 +283,10 @@ fn client(job: &Job) -> Result<Client, Error> {
         ..ClientConfig::default()
     };
     Client::try_from(config).map_err(|error| {
-        Error::new(Cause::Internal, format!("making the registry client: {error}; has the VM image CA certificates?"))
+        Error::new(
+            Cause::Internal,
+            format!("making the registry client: {error}; has the VM image CA certificates?"),
+        )
     })
 }
 

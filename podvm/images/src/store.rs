@@ -42,6 +42,9 @@ pub(crate) struct Record {
     pub(crate) process: Process,
 }
 
+/// Who holds it makes the layer.
+pub(crate) type Lock = Flock<File>;
+
 /// The store's directory.
 #[derive(Clone, Debug)]
 pub(crate) struct Store(PathBuf);
@@ -79,11 +82,16 @@ impl Store {
     }
 
     /// Waits until nobody else makes the layer. Blocks.
-    pub(crate) fn lock(&self, id: &str) -> Result<Flock<File>, Error> {
+    pub(crate) fn lock(&self, id: &str) -> Result<Lock, Error> {
         let path = self.0.join("k").join(id);
         let failed = |error: io::Error| Error::disk("locking", &path, &error);
-        let file =
-            OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(&path).map_err(failed)?;
+        let file = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .mode(0o600)
+            .open(&path)
+            .map_err(failed)?;
         Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, error)| failed(error.into()))
     }
 

@@ -25,8 +25,9 @@ pub(crate) enum Packing {
 impl Packing {
     /// By its media type.
     pub(crate) fn of(media_type: &str) -> Result<Packing, Error> {
-        let unsupported =
-            |why: &str| Err(Error::new(Cause::Unsupported, format!("a layer of type {media_type:.100}: {why}")));
+        let unsupported = |why: &str| {
+            Err(Error::new(Cause::Unsupported, format!("a layer of type {media_type:.100}: {why}")))
+        };
         if media_type.contains("encrypted") {
             return unsupported("encrypted layers need the confidential data hub in the VM image");
         }

@@ -17,7 +17,8 @@ use std::{
 
 use rustix::fs::{
     AtFlags, CWD, FileType, Gid, Mode, OFlags, ResolveFlags, Timespec, Timestamps, Uid, XattrFlags, chownat,
-    fchmod, fchown, fsetxattr, futimens, linkat, mkdirat, mknodat, open, openat, openat2, symlinkat, utimensat,
+    fchmod, fchown, fsetxattr, futimens, linkat, mkdirat, mknodat, open, openat, openat2, symlinkat,
+    utimensat,
 };
 use tar::{Entry, EntryType};
 
@@ -176,7 +177,8 @@ impl Unpacker {
                 owner_at(&parent, &name, &entry)?;
             }
             other => {
-                let text = format!("the layer has an entry of type {:?}, which no image needs", other.as_byte());
+                let text =
+                    format!("the layer has an entry of type {:?}, which no image needs", other.as_byte());
                 return Err(Error::new(Cause::Malformed, text));
             }
         }
@@ -244,12 +246,10 @@ impl Unpacker {
         let fd = match open() {
             Ok(fd) => fd,
             // Not there, or something else is.
-            Err(_) => {
-                remove::tree(parent.as_fd(), OsStr::from_bytes(name.file()))
-                    .and_then(|_| mkdirat(parent, name.file(), Mode::from_raw_mode(0o700)))
-                    .and_then(|()| open())
-                    .map_err(|e| name.failed("making the folder", e))?
-            }
+            Err(_) => remove::tree(parent.as_fd(), OsStr::from_bytes(name.file()))
+                .and_then(|_| mkdirat(parent, name.file(), Mode::from_raw_mode(0o700)))
+                .and_then(|()| open())
+                .map_err(|e| name.failed("making the folder", e))?,
         };
         self.attributes(&fd, name, entry)?;
         self.times.push((name.whole.clone(), times(entry)));
@@ -257,12 +257,7 @@ impl Unpacker {
         Ok(())
     }
 
-    fn file(
-        &mut self,
-        parent: &OwnedFd,
-        name: &Name,
-        entry: &mut Entry<'_, impl Read>,
-    ) -> Result<(), Error> {
+    fn file(&mut self, parent: &OwnedFd, name: &Name, entry: &mut Entry<'_, impl Read>) -> Result<(), Error> {
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let fd = openat(parent, name.file(), flags, Mode::from_raw_mode(0o600))
             .map_err(|e| name.failed("making the file", e))?;
@@ -302,13 +297,9 @@ impl Unpacker {
         fchmod(fd, mode(entry)).map_err(|e| name.failed("setting the mode of", e))
     }
 
-    fn hard_link(
-        &self,
-        parent: &OwnedFd,
-        name: &Name,
-        entry: &Entry<'_, impl Read>,
-    ) -> Result<(), Error> {
-        let missing = |why: &str| Error::new(Cause::Malformed, format!("the hard link {}: {why}", shown(name)));
+    fn hard_link(&self, parent: &OwnedFd, name: &Name, entry: &Entry<'_, impl Read>) -> Result<(), Error> {
+        let missing =
+            |why: &str| Error::new(Cause::Malformed, format!("the hard link {}: {why}", shown(name)));
         let target = entry.link_name_bytes().ok_or_else(|| missing("without a target"))?;
         let target = Name::parse(&target)?.ok_or_else(|| missing("to the root"))?;
         let folder = self

@@ -13,7 +13,7 @@ use std::{
 use async_trait::async_trait;
 use peerpod_link::net::{Error as NetError, carrier, uplink};
 use peerpod_proto::{
-    guest::{NetworkPlan, Reply, Request},
+    guest::{Images, NetworkPlan, Reply, Request},
     relay::{PutSandboxRequest, TunnelPeer},
 };
 use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, Placement, Provider};
@@ -25,6 +25,7 @@ use crate::{
     birth,
     ledger::{self, Batch, Ledger, NetnsRef, Network, Record},
     localhost::Localhost,
+    registries::Registries,
     relay_client::RelayClient,
     roll_over::SharedTrust,
     sandbox::{
@@ -74,6 +75,8 @@ pub struct Real {
     pub localhost: Localhost,
     /// The kernel's boot id: after a reboot no namespace is the one it was.
     pub boot_id: String,
+    /// What guests are told of registries.
+    pub registries: Registries,
     /// What changes around the node.
     pub surroundings: Surroundings,
 }
@@ -442,6 +445,10 @@ impl Effects for Real {
 
     fn guest(&self, id: &SandboxId) -> watch::Receiver<Guest> {
         self.relay.guest(id)
+    }
+
+    fn images(&self) -> Option<Images> {
+        Some(self.registries.images())
     }
 
     async fn call(&self, id: &SandboxId, request: Request, timeout: Duration) -> Result<Reply, RelayError> {

@@ -10,6 +10,7 @@ mod pod;
 use std::collections::HashMap;
 
 pub use id::{BadId, SandboxId};
+use peerpod_link::initdata::Initdata;
 pub use peerpod_provider_api::Size;
 pub use pod::PodRef;
 use serde::{Deserialize, Serialize};
@@ -114,6 +115,16 @@ pub fn parse(annotations: &HashMap<String, String>) -> Result<Wanted, Error> {
             }
             other => other.cloned(),
         },
+    })
+    .and_then(|wanted| {
+        if let Some(text) = &wanted.initdata {
+            Initdata::parse(text).map_err(|why| Error::Bad {
+                key: INIT_DATA,
+                value: "…".to_owned(),
+                why: why.to_string(),
+            })?;
+        }
+        Ok(wanted)
     })
 }
 

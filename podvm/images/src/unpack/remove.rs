@@ -49,7 +49,12 @@ pub(super) fn tree(folder: BorrowedFd<'_>, name: &OsStr) -> Result<()> {
 }
 
 /// Removes the name unless this layer made it; of a folder that it made, what it did not make.
-pub(super) fn unmade(folder: BorrowedFd<'_>, name: &OsStr, path: &[u8], made: &BTreeSet<Vec<u8>>) -> Result<()> {
+pub(super) fn unmade(
+    folder: BorrowedFd<'_>,
+    name: &OsStr,
+    path: &[u8],
+    made: &BTreeSet<Vec<u8>>,
+) -> Result<()> {
     if !made.contains(path) && !is_above(path, made) {
         return tree(folder, name);
     }
@@ -66,11 +71,8 @@ pub(super) fn unmade(folder: BorrowedFd<'_>, name: &OsStr, path: &[u8], made: &B
 pub(super) fn below(folder: BorrowedFd<'_>, path: &[u8], made: &BTreeSet<Vec<u8>>) -> Result<()> {
     // No deeper than names of entries can be: what this layer made is at most so deep.
     for name in names(folder)? {
-        let child = if path.is_empty() {
-            name.as_bytes().to_vec()
-        } else {
-            [path, b"/", name.as_bytes()].concat()
-        };
+        let child =
+            if path.is_empty() { name.as_bytes().to_vec() } else { [path, b"/", name.as_bytes()].concat() };
         unmade(folder, &name, &child, made)?;
     }
     Ok(())
