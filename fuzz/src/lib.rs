@@ -5,6 +5,8 @@ mod agent;
 mod birth;
 mod frames;
 mod greeting;
+mod initdata;
+mod layer;
 mod ledger;
 mod link;
 mod packets;
@@ -15,11 +17,13 @@ pub mod seeds;
 pub type Target = fn(&[u8]);
 
 /// All of them: name, and what it does with an input.
-pub const TARGETS: [(&str, Target); 8] = [
+pub const TARGETS: [(&str, Target); 10] = [
     ("agent", agent::run),
     ("birth", birth::run),
     ("frames", frames::run),
     ("greeting", greeting::run),
+    ("initdata", initdata::run),
+    ("layer", layer::run),
     ("ledger", ledger::run),
     ("link", link::run),
     ("packets", packets::run),

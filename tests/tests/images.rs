@@ -20,7 +20,7 @@ use images_common::{
     hostile::{Hostile, answer, for_ever, head},
     inspect, job, layers_in, ordinary, pull,
 };
-use peerpod_client::{Annotations, AgentClient, ContainerSpec};
+use peerpod_client::{AgentClient, Annotations, ContainerSpec};
 use peerpod_proto::agent::{CreateContainerRequest, CreateSandboxRequest, Storage};
 use peerpod_tests::{PATIENCE, fresh_id, stop_in_time};
 use peerpod_world::{Daemons, Settings, World, eventually_blocking};
@@ -81,7 +81,8 @@ fn images_share_the_layers_they_have_in_common_and_their_registry_may_go_away() 
     let of = |name: &str| job(&store.0, &format!("{}/{name}:v1", registry.address));
     let jobs = [of("a"), of("b")];
     // At the same time: who is later waits for who makes the shared one.
-    let both = jobs.clone().map(|job| std::thread::spawn(move || pull(&job).unwrap()["fetched"].as_u64().unwrap()));
+    let both =
+        jobs.clone().map(|job| std::thread::spawn(move || pull(&job).unwrap()["fetched"].as_u64().unwrap()));
     assert_eq!(both.map(|one| one.join().unwrap()).iter().sum::<u64>(), 3);
     registry.stop();
     // A container that starts again does not need it.
@@ -95,8 +96,10 @@ fn images_share_the_layers_they_have_in_common_and_their_registry_may_go_away() 
 fn what_the_registry_refuses_is_told_apart() {
     let store = Folder::new();
     let image = Image::of(&[LayerBuilder::new().file("x", 0o644, b"x").build(Packing::Gzip)]);
-    let registry =
-        Registry::start(&[("team/app:v1", &image)], &Serving { secret: Some(("pod", "geheim")), ..Serving::default() });
+    let registry = Registry::start(
+        &[("team/app:v1", &image)],
+        &Serving { secret: Some(("pod", "geheim")), ..Serving::default() },
+    );
     let of = |name: &str, secret: &str| {
         let mut job = job(&store.0, &format!("{}/{name}", registry.address));
         let key = format!("{}/team", registry.address);
@@ -137,7 +140,11 @@ fn a_token_service_is_asked_and_its_token_goes_nowhere_else() {
         tokens(request, stream).or_else(|| {
             // Layers lie with somebody else, as in a cloud's object store.
             request.path.contains("/blobs/").then(|| {
-                let to = format!("Location: http://localhost:{}{}\r\nContent-Length: 0\r\n", other.port(), request.path);
+                let to = format!(
+                    "Location: http://localhost:{}{}\r\nContent-Length: 0\r\n",
+                    other.port(),
+                    request.path
+                );
                 head(stream, "307 Temporary Redirect", &to);
             })
         })
@@ -187,7 +194,9 @@ fn certificates_decide_whom_the_vm_speaks_to() {
 fn a_pull_that_is_killed_anywhere_is_as_if_it_had_not_been() {
     let store = Folder::new();
     let files = |n: u32| {
-        (0..40).fold(LayerBuilder::new(), |layer, k| layer.file(&format!("d{n}/f{k}"), 0o644, &[n as u8; 60_000]))
+        (0..40).fold(LayerBuilder::new(), |layer, k| {
+            layer.file(&format!("d{n}/f{k}"), 0o644, &[n as u8; 60_000])
+        })
     };
     let layers: Vec<Layer> = (0..4).map(|n| files(n).build(Packing::Gzip)).collect();
     let registry = Registry::start(&[("app:v1", &Image::of(&layers))], &Serving::default());
@@ -201,7 +210,10 @@ fn a_pull_that_is_killed_anywhere_is_as_if_it_had_not_been() {
         child.kill().unwrap();
         child.wait().unwrap();
         for whole in fs::read_dir(store.join("l")).into_iter().flatten().flatten() {
-            let files = fs::read_dir(whole.path()).unwrap().flatten().flat_map(|dir| fs::read_dir(dir.path()).unwrap());
+            let files = fs::read_dir(whole.path())
+                .unwrap()
+                .flatten()
+                .flat_map(|dir| fs::read_dir(dir.path()).unwrap());
             assert_eq!(files.count(), 40, "a layer that has its name is whole");
         }
         killed += usize::from(running);
@@ -222,7 +234,8 @@ fn a_pull_that_is_killed_anywhere_is_as_if_it_had_not_been() {
 #[test]
 fn a_full_disk_is_said_and_leaves_room() {
     let store = Folder::new();
-    let mount = |arguments: &[&str]| assert!(Command::new("mount").args(arguments).status().unwrap().success());
+    let mount =
+        |arguments: &[&str]| assert!(Command::new("mount").args(arguments).status().unwrap().success());
     let path = store.join("small");
     fs::create_dir(&path).unwrap();
     mount(&["-t", "tmpfs", "-o", "size=4m", "none", path.to_str().unwrap()]);
@@ -236,7 +249,10 @@ fn a_full_disk_is_said_and_leaves_room() {
 }
 
 /// What is wrong, the image, and what the error must be.
-fn lies(image: Image, lie: impl Fn(&hostile::Request, &mut std::net::TcpStream) -> Option<()> + Send + Sync + 'static) -> (String, String, Folder) {
+fn lies(
+    image: Image,
+    lie: impl Fn(&hostile::Request, &mut std::net::TcpStream) -> Option<()> + Send + Sync + 'static,
+) -> (String, String, Folder) {
     let store = Folder::new();
     let registry = Hostile::start(image, lie);
     let mut job = job(&store.0, &registry.name());
@@ -337,11 +353,27 @@ fn a_hostile_layer_stays_within_the_image() {
         ("upwards", layer().file("../out", 0o644, b"x").build(Packing::Plain), "malformed"),
         ("upwards within", layer().file("a/../../out", 0o644, b"x").build(Packing::Plain), "malformed"),
         ("link upwards", layer().hard_link("x", "../../etc/passwd").build(Packing::Plain), "malformed"),
-        ("link to what is not there", layer().hard_link("x", "etc/passwd").build(Packing::Plain), "malformed"),
+        (
+            "link to what is not there",
+            layer().hard_link("x", "etc/passwd").build(Packing::Plain),
+            "malformed",
+        ),
         ("removal upwards", layer().file(".wh...", 0o644, b"").build(Packing::Plain), "malformed"),
-        ("links in a circle", layer().symlink("a", "b").symlink("b", "a").file("a/x", 0o644, b"x").build(Packing::Plain), "malformed"),
-        ("below a file", layer().file("a", 0o644, b"").file("a/x", 0o644, b"x").build(Packing::Plain), "malformed"),
-        ("an unknown kind", layer().raw(tar::EntryType::new(b'Z'), b"z", 0o644, b"", b"").build(Packing::Plain), "malformed"),
+        (
+            "links in a circle",
+            layer().symlink("a", "b").symlink("b", "a").file("a/x", 0o644, b"x").build(Packing::Plain),
+            "malformed",
+        ),
+        (
+            "below a file",
+            layer().file("a", 0o644, b"").file("a/x", 0o644, b"x").build(Packing::Plain),
+            "malformed",
+        ),
+        (
+            "an unknown kind",
+            layer().raw(tar::EntryType::new(b'Z'), b"z", 0o644, b"", b"").build(Packing::Plain),
+            "malformed",
+        ),
         ("not an archive", Layer::of(vec![b'x'; 2048], Packing::Gzip), "malformed"),
         ("a bomb", bomb, "too_large"),
         ("too many files", many.build(Packing::Gzip), "too_large"),
@@ -365,10 +397,8 @@ fn a_hostile_layer_stays_within_the_image() {
         .build(Packing::Plain);
     let image = Image::of(&[layer]);
     let registry = Hostile::start(image, |_, _| None);
-    let seen = inspect(
-        &job(&store.0, &registry.name()),
-        &format!("cat absolute tmp/through {out}/through; ls"),
-    );
+    let seen =
+        inspect(&job(&store.0, &registry.name()), &format!("cat absolute tmp/through {out}/through; ls"));
     assert!(seen.starts_with("ininin"), "{seen}");
     assert_eq!(fs::read_dir(&outside.0).unwrap().count(), 0);
     assert!(!Path::new("/tmp/through").exists());
@@ -412,7 +442,8 @@ async fn a_container_runs_from_an_image_that_its_vm_pulled_with_a_secret() {
     let serving = Serving { secret: Some(("pod", "geheim")), at, ..Serving::default() };
     let image = ordinary();
     let registry = tokio::task::block_in_place(|| Registry::start(&[("team/app:v1", &image)], &serving));
-    let socket = shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
+    let socket =
+        shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
     tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap();
     let agent = AgentClient::connect(&socket).await.unwrap();
     let mut sandbox = CreateSandboxRequest::new();
@@ -428,16 +459,20 @@ async fn a_container_runs_from_an_image_that_its_vm_pulled_with_a_secret() {
 
     // What is wrong with an image the pod's user reads in the answer.
     let wrong = format!("{address}/team/app:v2");
-    let error = agent.create_container(&container(&wrong, "second", &["/bin/sh"])).await.unwrap_err().to_string();
+    let error =
+        agent.create_container(&container(&wrong, "second", &["/bin/sh"])).await.unwrap_err().to_string();
     assert!(error.contains("not found") && error.contains("team/app:v2"), "{error}");
     drop(registry);
-    let error = agent.create_container(&container(&wrong, "third", &["/bin/sh"])).await.unwrap_err().to_string();
+    let error =
+        agent.create_container(&container(&wrong, "third", &["/bin/sh"])).await.unwrap_err().to_string();
     assert!(error.contains("no route") && error.contains(&wrong), "{error}");
 
     // It was fetched before the agent asked, and the log says so; nobody's log has the secret.
     let fetched = eventually_blocking("the relay's log tells of the image", PATIENCE, || {
         let log = fs::read_to_string(daemons.log("relay")).ok()?;
-        log.lines().find(|line| line.contains("image is here") && line.contains("early=true")).map(str::to_owned)
+        log.lines()
+            .find(|line| line.contains("image is here") && line.contains("early=true"))
+            .map(str::to_owned)
     })
     .unwrap();
     assert!(fetched.contains("fetched=3"), "{fetched}");
@@ -458,7 +493,8 @@ async fn initdata_becomes_files_and_its_digest_is_kept() {
     let (pod, shim, id) = (world.pod().unwrap(), daemons.shim().await.unwrap(), fresh_id("initdata"));
     let refused = |text: &str| Annotations::new("default", &id).hypervisor("cc_init_data", text);
     let netns = pod.namespace().path();
-    let error = shim.create_vm(&id, refused("algorithm = \"crc\"\nversion = \"0.1.0\""), &netns).await.unwrap_err();
+    let error =
+        shim.create_vm(&id, refused("algorithm = \"crc\"\nversion = \"0.1.0\""), &netns).await.unwrap_err();
     assert!(error.to_string().contains("sha256, sha384 and sha512"), "{error}");
     let text = "algorithm = \"sha384\"\nversion = \"0.1.0\"\n[data]\n\"aa.toml\" = \"kbs\"\n\"policy.rego\" = \"package agent_policy\"\n";
     shim.create_vm(&id, refused(text), &netns).await.unwrap();
@@ -468,7 +504,10 @@ async fn initdata_becomes_files_and_its_digest_is_kept() {
     let run = Path::new("/proc").join(pid.to_string()).join("root/run/peerpod");
     assert_eq!(fs::read_to_string(run.join("aa.toml")).unwrap(), "kbs");
     assert_eq!(fs::read_to_string(run.join("policy.rego")).unwrap(), "package agent_policy");
-    let expected = Command::new("sh").args(["-c", &format!("printf %s '{text}' | sha384sum | cut -d' ' -f1")]).output().unwrap();
+    let expected = Command::new("sh")
+        .args(["-c", &format!("printf %s '{text}' | sha384sum | cut -d' ' -f1")])
+        .output()
+        .unwrap();
     let digest = fs::read_to_string(run.join("initdata.digest")).unwrap();
     assert_eq!(digest, String::from_utf8_lossy(&expected.stdout).trim());
     stop_in_time(&shim, &id).await.unwrap();

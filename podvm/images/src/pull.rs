@@ -140,7 +140,8 @@ async fn layers(
             say(Event::Progress { text });
             Ok(Some(Work { at, blob, layer: layer.clone(), _lock: lock }))
         })
-        .buffered(AT_ONCE);
+        .buffered(AT_ONCE)
+        .boxed_local();
     let (mut count, mut bytes) = (0, 0);
     let mut failed = None;
     while let Some(fetched) = files.next().await {

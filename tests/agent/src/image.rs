@@ -21,7 +21,9 @@ const TIMEOUT: Duration = Duration::from_secs(20 * 60);
 
 /// Where the container's root is mounted; `None`: it asks for no image.
 pub(crate) async fn pull(root: &Path, request: &CreateContainerRequest) -> ttrpc::Result<Option<PathBuf>> {
-    let Some(storage) = request.storages.iter().find(|storage| storage.driver == DRIVER) else { return Ok(None) };
+    let Some(storage) = request.storages.iter().find(|storage| storage.driver == DRIVER) else {
+        return Ok(None);
+    };
     let sandbox = request.OCI.Annotations.get("io.kubernetes.cri.container-type");
     if sandbox.is_some_and(|kind| kind == "sandbox") {
         return Ok(None);

@@ -32,7 +32,10 @@ pub struct Hostile {
 }
 
 impl Hostile {
-    pub fn start(image: Image, lie: impl Fn(&Request, &mut TcpStream) -> Option<()> + Send + Sync + 'static) -> Hostile {
+    pub fn start(
+        image: Image,
+        lie: impl Fn(&Request, &mut TcpStream) -> Option<()> + Send + Sync + 'static,
+    ) -> Hostile {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let (image, lie): (_, Arc<Lie>) = (Arc::new(image), Arc::new(lie));
@@ -66,12 +69,21 @@ fn serve(mut stream: TcpStream, image: &Image, lie: &Lie, blobs: &AtomicUsize) {
         "/v2/" => answer(&mut stream, "200 OK", "application/json", b"{}"),
         path if path.contains("/manifests/") => {
             let by_digest = all.clone().find(|bytes| digest(bytes) == asked);
-            let kind = if by_digest.is_some() { "application/vnd.oci.image.manifest.v1+json" } else { image.media_type };
+            let kind = if by_digest.is_some() {
+                "application/vnd.oci.image.manifest.v1+json"
+            } else {
+                image.media_type
+            };
             answer(&mut stream, "200 OK", kind, by_digest.unwrap_or(&image.manifest));
         }
         _ => match all.clone().find(|bytes| digest(bytes) == asked) {
             Some(bytes) => answer(&mut stream, "200 OK", "application/octet-stream", bytes),
-            None => answer(&mut stream, "404 Not Found", "application/json", b"{\"errors\":[{\"code\":\"BLOB_UNKNOWN\",\"message\":\"no\"}]}"),
+            None => answer(
+                &mut stream,
+                "404 Not Found",
+                "application/json",
+                b"{\"errors\":[{\"code\":\"BLOB_UNKNOWN\",\"message\":\"no\"}]}",
+            ),
         },
     }
 }
@@ -122,7 +134,9 @@ pub fn for_ever(stream: &mut TcpStream, piece: &[u8], pause: Duration) {
 
 /// A token service in front: `/token` wants user and password, all else the token. What it was shown elsewhere is an
 /// error of whoever shows it.
-pub fn with_tokens(address_of: Arc<std::sync::OnceLock<SocketAddr>>) -> impl Fn(&Request, &mut TcpStream) -> Option<()> {
+pub fn with_tokens(
+    address_of: Arc<std::sync::OnceLock<SocketAddr>>,
+) -> impl Fn(&Request, &mut TcpStream) -> Option<()> {
     move |request, stream| {
         let address = address_of.get()?;
         if request.path.starts_with("/token") {

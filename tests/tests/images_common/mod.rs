@@ -64,7 +64,14 @@ impl LayerBuilder {
     }
 
     /// Any entry; the name is written as it is, whatever it is.
-    pub fn raw(mut self, kind: tar::EntryType, name: &[u8], mode: u32, link: &[u8], data: &[u8]) -> LayerBuilder {
+    pub fn raw(
+        mut self,
+        kind: tar::EntryType,
+        name: &[u8],
+        mode: u32,
+        link: &[u8],
+        data: &[u8],
+    ) -> LayerBuilder {
         let mut header = tar::Header::new_gnu();
         header.set_entry_type(kind);
         header.set_mode(mode);
@@ -296,7 +303,8 @@ impl Registry {
         eventually_blocking("the registry listens", PATIENCE, || match &netns {
             None => TcpStream::connect(address).ok().map(drop),
             Some(netns) => {
-                let listing = Command::new("ip").args(["netns", "exec", netns, "ss", "-Hltn"]).output().ok()?;
+                let listing =
+                    Command::new("ip").args(["netns", "exec", netns, "ss", "-Hltn"]).output().ok()?;
                 let port = format!(":{} ", address.port());
                 String::from_utf8_lossy(&listing.stdout).contains(&port).then_some(())
             }
