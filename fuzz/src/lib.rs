@@ -5,6 +5,8 @@ mod agent;
 mod birth;
 mod frames;
 mod greeting;
+mod initdata;
+mod layer;
 mod ledger;
 mod libvirt;
 mod link;
@@ -16,11 +18,13 @@ pub mod seeds;
 pub type Target = fn(&[u8]);
 
 /// All of them: name, and what it does with an input.
-pub const TARGETS: [(&str, Target); 9] = [
+pub const TARGETS: [(&str, Target); 11] = [
     ("agent", agent::run),
     ("birth", birth::run),
     ("frames", frames::run),
     ("greeting", greeting::run),
+    ("initdata", initdata::run),
+    ("layer", layer::run),
     ("ledger", ledger::run),
     ("libvirt", libvirt::run),
     ("link", link::run),

@@ -12,6 +12,7 @@ use tracing_subscriber::EnvFilter;
 mod agent;
 mod birth;
 mod cards;
+mod components;
 mod config;
 mod control;
 mod dial;
@@ -19,6 +20,7 @@ mod encrypted;
 mod entropy;
 mod files;
 mod identity;
+mod images;
 mod init;
 pub mod intercept;
 mod link;
@@ -35,8 +37,9 @@ mod status;
 mod uplink;
 mod wait;
 
-const USAGE: &str = "usage: peerpod-guest [serve | --version]
-  without arguments: init when it is pid 1, else serve";
+const USAGE: &str = "usage: peerpod-guest [serve | pull | --version]
+  without arguments: init when it is pid 1, else serve
+  pull: what serve starts for each image; reads its job from standard input";
 
 /// The whole program: init when it is pid 1, else what the arguments say.
 pub fn run() -> ExitCode {
@@ -50,6 +53,7 @@ pub fn run() -> ExitCode {
         ["-q", "--", module] => {
             return if init::modules::requested(module) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
         }
+        ["pull"] => return peerpod_images::run(),
         ["--version"] => {
             println!("peerpod-guest {}", env!("CARGO_PKG_VERSION"));
             return ExitCode::SUCCESS;

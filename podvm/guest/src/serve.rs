@@ -17,11 +17,13 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::{
     agent::Agent,
     birth, cards,
+    components::Components,
     config::{Settings, Uplink},
     control::{self, Control, Notices},
     encrypted::Encrypted,
     entropy,
     identity::Identity,
+    images::Images,
     init,
     link::{Home, Keeper},
     log::Ring,
@@ -71,7 +73,12 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     let agent = Arc::new(Agent::new(settings, status.clone(), ring.clone()));
     let encrypted = Arc::new(Encrypted::load_or_make(&settings.state_dir)?);
     let tunnel_key = encrypted.public_key();
-    let person = Person::load(settings, status.clone(), agent.clone(), lease.clone(), encrypted);
+    let images = Images::new(&settings.images);
+    // Before the agent: it looks for the socket once, at its start.
+    let _images = images.serve().await?;
+    let components = Components::new(settings, status.clone());
+    let person = Person::load(settings, status.clone(), agent.clone(), lease.clone(), encrypted)
+        .with_images(images, components.clone());
     let flushing = tokio::sync::Mutex::new(());
     let control = Arc::new(Control { identity: identity.clone(), status: status.clone(), person, flushing });
 
@@ -83,7 +90,10 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     let cards_task = keeps_cards.then(|| tokio::spawn(cards::keep(status.clone())));
     let agent_task = tokio::spawn({
         let agent = agent.clone();
-        async move { agent.run().await }
+        async move {
+            components.wait().await;
+            agent.run().await;
+        }
     });
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
@@ -138,7 +148,11 @@ async fn home(
         lease.set_length(Duration::from_secs(u64::from(birth.lease_seconds)));
     }
 
-    let notice = Arc::new(Notices { agent: agent.clone(), network: control.person.network() });
+    let notice = Arc::new(Notices {
+        agent: agent.clone(),
+        network: control.person.network(),
+        gpus: control.person.gpus(),
+    });
     let podns = settings.podns.display().to_string();
     let (handler, events) = Home::new(agent.clone(), notice, podns, ring.clone());
     let limits = Limits {

@@ -166,6 +166,11 @@ impl Status {
         self.lock().path.clone().unwrap_or_default()
     }
 
+    /// What initdata is measured as.
+    pub(crate) fn initdata(&self, digest: &str) {
+        self.lock().initdata_digest = digest.to_owned();
+    }
+
     /// The MTU the pod has.
     pub(crate) fn pod_mtu(&self, bytes: u32) {
         self.lock().pod_mtu = bytes;

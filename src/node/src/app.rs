@@ -195,6 +195,7 @@ pub async fn build(
         lease: config.lease,
         localhost: Localhost::new(config.localhost).await,
         boot_id,
+        registries: config.registries.clone(),
         surroundings,
     });
     let mut settings = config.sandbox_settings();

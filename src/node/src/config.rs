@@ -15,6 +15,7 @@ use peerpod_base::{
 use peerpod_providers::{Context, Purpose};
 
 use crate::{
+    registries::Registries,
     sandbox,
     spec::wishes::{self, Wishes},
     tunnel::{
@@ -88,6 +89,8 @@ pub struct NodeConfig {
     pub tunnel: TunnelConfig,
     /// `tunnel.localhost`: whether connections to a pod's localhost in the node's side of its namespace are carried.
     pub localhost: bool,
+    /// What guests are told of registries.
+    pub registries: Registries,
 }
 
 /// An address guests dial: with its port, or with the relay's.
@@ -225,6 +228,7 @@ impl NodeConfig {
                 "true",
                 "carry connections to 127.0.0.1 and ::1 of a pod's namespace (port-forward) into its VM",
             ),
+            registries: Registries::read(reader),
         };
         if let Some(wireguard) = &mut config.tunnel.wireguard {
             wireguard.key_dir = config.state_dir.join("trust");

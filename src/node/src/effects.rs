@@ -14,7 +14,7 @@ use async_trait::async_trait;
 use futures_util::stream::{self, BoxStream, StreamExt};
 use peerpod_link::net::{Error as NetError, carrier, uplink};
 use peerpod_proto::{
-    guest::{NetworkPlan, Reply, Request},
+    guest::{Images, NetworkPlan, Reply, Request},
     relay::{PutSandboxRequest, TunnelPeer},
 };
 use peerpod_provider_api::{
@@ -28,6 +28,7 @@ use crate::{
     birth,
     ledger::{self, Batch, Ledger, NetnsRef, Network, Record},
     localhost::Localhost,
+    registries::Registries,
     relay_client::RelayClient,
     roll_over::SharedTrust,
     sandbox::{
@@ -77,6 +78,8 @@ pub struct Real {
     pub localhost: Localhost,
     /// The kernel's boot id: after a reboot no namespace is the one it was.
     pub boot_id: String,
+    /// What guests are told of registries.
+    pub registries: Registries,
     /// What changes around the node.
     pub surroundings: Surroundings,
 }
@@ -449,6 +452,10 @@ impl Effects for Real {
 
     fn guest(&self, id: &SandboxId) -> watch::Receiver<Guest> {
         self.relay.guest(id)
+    }
+
+    fn images(&self) -> Option<Images> {
+        Some(self.registries.images())
     }
 
     async fn call(&self, id: &SandboxId, request: Request, timeout: Duration) -> Result<Reply, RelayError> {

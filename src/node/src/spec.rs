@@ -11,6 +11,7 @@ pub mod wishes;
 use std::collections::HashMap;
 
 pub use id::{BadId, SandboxId};
+use peerpod_link::initdata::Initdata;
 pub use peerpod_provider_api::Size;
 pub use pod::PodRef;
 use serde::{Deserialize, Serialize};
@@ -120,6 +121,16 @@ pub fn parse(annotations: &HashMap<String, String>) -> Result<Wanted, Error> {
             other => other.cloned(),
         },
         wishes: Wishes::read(annotations)?,
+    })
+    .and_then(|wanted| {
+        if let Some(text) = &wanted.initdata {
+            Initdata::parse(text).map_err(|why| Error::Bad {
+                key: INIT_DATA,
+                value: "…".to_owned(),
+                why: why.to_string(),
+            })?;
+        }
+        Ok(wanted)
     })
 }
 

@@ -9,6 +9,7 @@
 mod container;
 mod error;
 mod files;
+mod image;
 mod process;
 mod service;
 mod stats;

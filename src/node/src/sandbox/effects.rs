@@ -8,7 +8,7 @@ use std::{net::IpAddr, num::NonZeroU32, path::Path, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use futures_util::stream::{self, BoxStream, StreamExt};
 use peerpod_proto::{
-    guest::{NetworkPlan, Reply, Request},
+    guest::{Images, NetworkPlan, Reply, Request},
     relay::{PutSandboxRequest, TunnelPeer},
 };
 use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, Placement};
@@ -261,6 +261,11 @@ pub trait Effects: Send + Sync + 'static {
 
     /// What the relay says of the sandbox's guest.
     fn guest(&self, id: &SandboxId) -> watch::Receiver<Guest>;
+
+    /// How guests get at images: what is known of registries now.
+    fn images(&self) -> Option<Images> {
+        None
+    }
 
     /// One request to the guest and its answer.
     async fn call(&self, id: &SandboxId, request: Request, timeout: Duration) -> Result<Reply, RelayError>;

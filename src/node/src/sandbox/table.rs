@@ -344,6 +344,7 @@ impl Sandboxes {
         ] {
             labels.insert(key.to_owned(), value.to_owned());
         }
+        let gpus = wanted.size.gpus;
         let short: String = id.as_str().chars().take(12).collect();
         let mut request = CreateRequest {
             name: format!("{}-{short}", wanted.pod.name),
@@ -363,6 +364,7 @@ impl Sandboxes {
             netns: Some(netns),
             request: Some(request),
             initdata: wanted.initdata,
+            gpus,
             ticket: Some(ticket),
             trust: Some(fx.trusted().borrow().id.clone()),
             cause: None,
