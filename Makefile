@@ -3,10 +3,11 @@
 
 CARGO ?= cargo
 TARGET := $(or $(CARGO_TARGET_DIR),target)
-# The clouds' SDKs are in no default build: minutes and gigabytes. Their providers have targets of their own.
-AWS := -p peerpod-providers -p peerpod-provider-aws -p peerpod-test-ec2 \
-	--features peerpod-providers/aws,peerpod-provider-aws/sdk,peerpod-test-ec2/moto
-# The features of one build of all, so that nothing is compiled twice.
+# The clouds' SDKs are in no default build: minutes and gigabytes. `make test CLOUDS=1` (as CI does) has them in the one
+# build of everything: a second build beside it would have other features, and compile tokio, serde and all of ours again.
+AWS := --features peerpod-providers/aws,peerpod-provider-aws/sdk,peerpod-test-ec2/moto
+WITH := $(if $(CLOUDS),$(AWS))
+# The features of the tests with a real API server.
 KUBE := --features peerpod-test-kube/server
 BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-provider-local -p peerpod-test-agent
 
@@ -45,36 +46,43 @@ demo: bins
 # The binaries first: the tests under tests/ drive them from outside. In one build with the tests, because a build of
 # some packages has other features than one of all, and would compile tokio, rustls and all of ours a second time.
 test: setup
-	$(CARGO) build --locked --workspace --all-targets
-	$(CARGO) test --locked --workspace
+	$(CARGO) build --locked --workspace --all-targets $(WITH)
+	$(CARGO) test --locked --workspace $(WITH)
 
 # The cluster's side against a real kube-apiserver with etcd. The servers are compiled once, from Kubernetes' own Go
 # modules (tests/kube/build); that is why it is not part of `make test`.
 test-kube: setup
 	tests/kube/build
-	$(CARGO) build --locked --workspace --all-targets $(KUBE)
-	$(CARGO) test --locked --workspace $(KUBE) --test 'kube_*'
+	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(WITH)
+	$(CARGO) test --locked --workspace $(KUBE) $(WITH) --test 'kube_*'
 
 bench-kube: setup
 	tests/kube/build
-	$(CARGO) build --locked --workspace --all-targets $(KUBE)
-	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(KUBE) --test kube_webhook -- --nocapture
+	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(WITH)
+	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(KUBE) $(WITH) --test kube_webhook -- --nocapture
 
 # What takes longer than a coffee: soaks, many kills, large counts. The same build as `make test`: what it waits for
 # is mostly processes, namespaces and deadlines, not our code.
 test-long: setup
-	$(CARGO) build --locked --workspace --all-targets
-	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast
+	$(CARGO) build --locked --workspace --all-targets $(WITH)
+	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(WITH)
 
-# The AWS provider against a simulated EC2 (moto, from PyPI) behind a proxy that refuses as EC2 does. Not part of
-# `make test`: the SDK alone takes longer to compile than all of ours.
+# The AWS provider, and the real node with it, against a simulated EC2 (moto, from PyPI) behind a proxy that refuses as
+# EC2 does. The same features as `make test CLOUDS=1`, so the two share their build: the binaries are built with the tests,
+# because without them tokio has other features (tests stop its clock), and the SDK would be compiled twice.
+AWS_TESTS := --test aws_conformance --test aws_drops --test aws_node --test aws_policy --test aws_refusals \
+	--test aws_witness --test ec2_proxy
 test-aws: setup
-	$(CARGO) clippy --locked $(AWS) --all-targets -- -D warnings
-	$(CARGO) test --locked $(AWS)
+	$(CARGO) build --locked --workspace $(AWS) --bins $(AWS_TESTS)
+	$(CARGO) test --locked --workspace $(AWS) $(AWS_TESTS)
 
 # Counts and ratios to what the account's limits permit: the tests' build does.
+AWS_BENCHES := --test aws_node --test provider_external
 bench-aws: setup
-	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked $(AWS) --test burst -- --nocapture --test-threads 1
+	$(CARGO) build --locked --workspace $(AWS) --bins $(AWS_BENCHES)
+	mkdir -p $(TARGET)/bench
+	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(AWS) $(AWS_BENCHES) \
+		-- --nocapture --test-threads 1
 
 bench: image
 	$(CARGO) build --locked --release $(BINS) -p peerpod-benches
@@ -82,7 +90,8 @@ bench: image
 
 lint: setup
 	$(CARGO) fmt --all --check
-	$(CARGO) clippy --locked --workspace --all-targets $(KUBE) -- -D warnings
+	$(CARGO) clippy --locked --workspace --all-targets $(KUBE) $(WITH) -- -D warnings
+	$(if $(CLOUDS),$(CARGO) check --locked -p peerpod-providers -p peerpod-provider-aws)
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace --no-deps --document-private-items
 	scripts/deny
 	scripts/check-trees

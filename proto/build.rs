@@ -4,8 +4,18 @@ use std::{env, fmt::Write, fs};
 
 use ttrpc_codegen::{Codegen, Customize};
 
-const PROTOS: &[&str] =
-    &["agent", "guest", "hypervisor", "intercept", "node", "podvminfo", "provider", "relay", "ttrpc_frame"];
+const PROTOS: &[&str] = &[
+    "agent",
+    "guest",
+    "hub",
+    "hypervisor",
+    "intercept",
+    "node",
+    "podvminfo",
+    "provider",
+    "relay",
+    "ttrpc_frame",
+];
 
 fn main() -> std::io::Result<()> {
     println!("cargo::rerun-if-changed=protos");

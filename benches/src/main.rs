@@ -10,7 +10,6 @@ mod guests;
 mod load;
 mod machines;
 mod net;
-mod pods;
 mod ready;
 mod relay;
 mod report;

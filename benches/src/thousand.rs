@@ -11,13 +11,12 @@ use std::{
 use anyhow::Context;
 use peerpod_client::{Annotations, ShimClient};
 use peerpod_link::net::netns::{self, Netns};
-use peerpod_world::{Daemons, Settings, World};
+use peerpod_world::{Daemons, Settings, World, many};
 
 use crate::{
     chain::role,
     guests::{Guests, rss_mib},
     load::{Call, Client, median},
-    pods,
     report::{Goal, Report},
 };
 
@@ -55,7 +54,7 @@ async fn scenario(agent: &Path, report: &mut Report) -> anyhow::Result<()> {
     let mut agents = Vec::with_capacity(MANY);
     let mut seen = [Vec::new(), Vec::new()];
     for number in 0..MANY {
-        let path = pods::attach(&world, number)?;
+        let path = many::attach(&world, number)?;
         for (window, seen) in WINDOWS.iter().zip(&mut seen) {
             if [window.start, window.end].contains(&number) {
                 seen.push(Stages::of(&daemons)?);

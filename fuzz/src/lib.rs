@@ -5,7 +5,10 @@ mod agent;
 mod birth;
 mod frames;
 mod greeting;
+mod initdata;
+mod layer;
 mod ledger;
+mod libvirt;
 mod link;
 mod packets;
 mod plan;
@@ -15,12 +18,15 @@ pub mod seeds;
 pub type Target = fn(&[u8]);
 
 /// All of them: name, and what it does with an input.
-pub const TARGETS: [(&str, Target); 8] = [
+pub const TARGETS: [(&str, Target); 11] = [
     ("agent", agent::run),
     ("birth", birth::run),
     ("frames", frames::run),
     ("greeting", greeting::run),
+    ("initdata", initdata::run),
+    ("layer", layer::run),
     ("ledger", ledger::run),
+    ("libvirt", libvirt::run),
     ("link", link::run),
     ("packets", packets::run),
     ("plan", plan::run),

@@ -31,10 +31,13 @@ pub fn of(target: &str) -> Vec<Seed> {
         "birth" => files("fuzz/seeds/birth"),
         "frames" => frames(),
         "greeting" => greetings(),
+        "initdata" => files("fuzz/seeds/initdata"),
+        "layer" => files("fuzz/seeds/layer"),
         "ledger" => files("src/node/tests/samples"), // every released version of a record
         "link" => {
             link::recorded().into_iter().enumerate().map(|(n, seed)| (format!("side-{n}"), seed)).collect()
         }
+        "libvirt" => files("fuzz/seeds/libvirt"), // as a libvirtd 9.0 sent them
         "packets" => packets(),
         "plan" => plans(),
         _ => Vec::new(),

@@ -9,7 +9,15 @@ pub use peerpod_provider_aws::caa::{Converted, Value};
 type Convert = fn(&BTreeMap<String, String>) -> Converted;
 
 /// What `CLOUD_PROVIDER` says, and who knows its variables.
-const TABLE: &[(&str, Convert)] = &[("aws", peerpod_provider_aws::caa::convert)];
+const TABLE: &[(&str, Convert)] = &[("aws", peerpod_provider_aws::caa::convert), ("libvirt", libvirt)];
+
+/// In the words of the first.
+fn libvirt(variables: &BTreeMap<String, String>) -> Converted {
+    let peerpod_provider_libvirt::caa::Converted { settings, lost, known } =
+        peerpod_provider_libvirt::caa::convert(variables);
+    let value = |text: String| text.parse().map_or(Value::Text(text), Value::Number);
+    Converted { settings: settings.into_iter().map(|(key, text)| (key, value(text))).collect(), lost, known }
+}
 
 /// The providers whose settings can be converted.
 pub fn known() -> Vec<&'static str> {

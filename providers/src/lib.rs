@@ -48,7 +48,7 @@ type Opened = Result<Arc<dyn Provider>, Error>;
 type Opener = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = Opened> + Send>> + Send>;
 
 /// For providers that need to wait for nothing when they are opened, which is all but one.
-#[cfg(any(feature = "aws", feature = "drill", feature = "local"))]
+#[cfg(any(feature = "aws", feature = "drill", feature = "libvirt", feature = "local"))]
 fn at_once(open: impl FnOnce() -> Opened + Send + 'static) -> Opener {
     Box::new(|| Box::pin(async { open() }))
 }
@@ -73,6 +73,18 @@ const TABLE: &[Row] = &[
             let config = peerpod_provider_aws::AwsConfig::read(reader, creates);
             let (cluster, node) = (context.cluster_id.clone(), context.node_name.clone());
             at_once(move || Ok(Arc::new(peerpod_provider_aws::AwsProvider::new(config, &cluster, &node))))
+        },
+    },
+    #[cfg(feature = "libvirt")]
+    Row {
+        kind: "libvirt",
+        // Whose host it is, and what else runs there, nobody knows.
+        free: false,
+        read: |reader, context| {
+            use peerpod_provider_libvirt::{LibvirtConfig, LibvirtProvider};
+            let config = LibvirtConfig::read(reader, context.purpose == Purpose::Create);
+            let (cluster, node) = (context.cluster_id.clone(), context.node_name.clone());
+            at_once(move || Ok(Arc::new(LibvirtProvider::new(config, &cluster, &node))))
         },
     },
     #[cfg(feature = "drill")]

@@ -1,6 +1,7 @@
 //! Drives the real binaries from outside. This library holds what the tests in `tests/` have in common: a sandbox that
 //! runs, and what is asked of it again and again.
 
+pub mod image;
 pub mod vm;
 
 use std::{
@@ -25,6 +26,17 @@ static COUNTER: AtomicU32 = AtomicU32::new(0);
 /// Whether the long versions were asked for (`make test-long`).
 pub fn long() -> bool {
     std::env::var_os("PEERPOD_TEST_LONG").is_some()
+}
+
+/// Adds a figure to the summary that `PEERPOD_BENCH` names, where it does, and prints it.
+pub fn report(key: &str, value: f64) {
+    println!("{key} = {value:.3}");
+    let Some(path) = std::env::var_os("PEERPOD_BENCH") else { return };
+    let before = std::fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+    let mut all: std::collections::BTreeMap<String, f64> = before.unwrap_or_default();
+    all.insert(key.to_owned(), value);
+    // A figure that cannot be kept was printed.
+    serde_json::to_vec_pretty(&all).ok().and_then(|bytes| std::fs::write(&path, bytes).ok());
 }
 
 /// An id that no other test has.

@@ -6,12 +6,11 @@ use std::time::Instant;
 use anyhow::Context;
 use peerpod_link::net::netlink::messages_sent;
 use peerpod_node::tunnel::{Netns, Reserved, Tunnel, TunnelConfig};
-use peerpod_world::World;
+use peerpod_world::{World, many};
 
 use super::cloud::{Cloud, VM};
 use crate::{
     load::{median, quantile},
-    pods,
     report::{Goal, Report},
 };
 
@@ -62,7 +61,7 @@ fn open(cloud: &Cloud) -> anyhow::Result<Tunnel> {
 }
 
 fn namespaces(world: &World, count: usize) -> anyhow::Result<Vec<Netns>> {
-    (0..count).map(|number| Ok(Netns::open(pods::attach(world, number)?)?)).collect()
+    (0..count).map(|number| Ok(Netns::open(many::attach(world, number)?)?)).collect()
 }
 
 /// A node with pods, and the namespace of one more.

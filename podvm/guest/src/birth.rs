@@ -8,23 +8,44 @@ use std::{path::PathBuf, time::Duration};
 
 use peerpod_link::birth::{BirthData, BirthError, MAX_LEN};
 
-use crate::files;
+use crate::{files, sources::Source};
 
 const POLL: Duration = Duration::from_millis(50);
 
-/// Waits until one of the files holds usable birth data. Ends only by success: the caller's lease ends it otherwise.
-pub(crate) async fn wait(files: &[PathBuf]) -> BirthData {
+/// A service that answers that there is nothing is not asked twenty times a second.
+const AGAIN: Duration = Duration::from_millis(250);
+
+/// Waits until one of the files, or a place of a cloud that this is, holds usable birth data. Ends only by success: the
+/// caller's lease ends it otherwise.
+pub(crate) async fn wait(files: &[PathBuf], sources: &[Source]) -> BirthData {
     let mut said = String::new();
     loop {
-        match look(files) {
+        let mut why = match look(files) {
             Ok(data) => return data,
-            Err(why) if why != said => {
-                tracing::info!(reason = %why, "waiting for user-data");
-                said = why;
+            Err(why) => why,
+        };
+        let mut pause = POLL;
+        for source in sources.iter().filter(|source| source.is_here()) {
+            for place in source.places() {
+                let found = place.read().await.and_then(|found| match found {
+                    None => Err("not there".to_owned()),
+                    Some(content) => BirthData::parse(&content).map_err(|error| error.to_string()),
+                });
+                match found {
+                    Ok(data) => {
+                        tracing::info!(cloud = source.name, %place, "found user-data");
+                        return data;
+                    }
+                    Err(reason) => why += &format!("; {} {place}: {reason}", source.name),
+                }
+                pause = AGAIN;
             }
-            Err(_) => {}
         }
-        tokio::time::sleep(POLL).await;
+        if why != said {
+            tracing::info!(reason = %why, "waiting for user-data");
+            said = why;
+        }
+        tokio::time::sleep(pause).await;
     }
 }
 
@@ -73,7 +94,7 @@ mod tests {
         let json = sample().to_json();
         let waiting = tokio::spawn({
             let places = places.clone();
-            async move { wait(&places).await }
+            async move { wait(&places, &[]).await }
         });
         for part in ["", " ", &json[..40], &json] {
             assert!(!waiting.is_finished());

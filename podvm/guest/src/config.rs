@@ -35,6 +35,12 @@ pub(crate) struct Settings {
     /// The pod's network namespace.
     #[serde(default = "default_podns")]
     pub(crate) podns: PathBuf,
+    /// Whether this program gives the VM's network cards their addresses.
+    #[serde(default)]
+    pub(crate) uplink: Uplink,
+    /// A guest program that says nothing for so long is killed and started again, where pid 1 is ours.
+    #[serde(default = "default_hang_seconds")]
+    pub(crate) hang_seconds: u16,
     /// A `tracing` filter, like `info` or `peerpod_guest=debug`.
     #[serde(default = "default_log")]
     pub(crate) log: String,
@@ -42,6 +48,92 @@ pub(crate) struct Settings {
     /// may want to tell its host nothing.
     #[serde(default = "default_log_over_link")]
     pub(crate) log_over_link: bool,
+    /// Containers' images.
+    #[serde(default)]
+    pub(crate) images: Images,
+    /// What answers for secrets and attestation, where the image has it.
+    #[serde(default)]
+    pub(crate) components: Components,
+    /// Where the files of initdata go.
+    #[serde(default = "default_initdata_dir")]
+    pub(crate) initdata_dir: PathBuf,
+}
+
+/// How images are pulled where no confidential data hub does it.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct Images {
+    /// Whether we answer the agent.
+    pub(crate) serve: bool,
+    /// Where the agent asks: the hub's socket.
+    pub(crate) socket: PathBuf,
+    /// Where layers are kept: a directory on a disk, if there is one. (`/run` is memory.) Overlays must be possible on
+    /// it.
+    pub(crate) store: PathBuf,
+    /// Registries, `host` or `host:port`, that are spoken to in plain HTTP.
+    pub(crate) plain_http: Vec<String>,
+    /// CA certificates (PEM) that registries may have theirs from.
+    pub(crate) ca_files: Vec<PathBuf>,
+    /// What one image may cost.
+    pub(crate) limits: peerpod_images::Limits,
+}
+
+impl Default for Images {
+    fn default() -> Self {
+        Images {
+            serve: true,
+            socket: "/run/confidential-containers/cdh.sock".into(),
+            store: "/run/peerpod/images".into(),
+            plain_http: Vec::new(),
+            ca_files: vec!["/etc/ssl/certs/ca-certificates.crt".into()],
+            limits: peerpod_images::Limits::default(),
+        }
+    }
+}
+
+/// The confidential guest components, supplied by whoever builds the image. Started in this order, each after the one
+/// before listens, when initdata is there, and before the agent.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct Components {
+    /// First `attestation-agent`.
+    pub(crate) attestation_agent: Option<Component>,
+    /// Then `confidential-data-hub`, which then answers for images, too.
+    pub(crate) data_hub: Option<Component>,
+}
+
+impl Components {
+    /// Whether there are any.
+    pub(crate) fn any(&self) -> bool {
+        self.attestation_agent.is_some() || self.data_hub.is_some()
+    }
+}
+
+/// One of them.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Component {
+    /// Command line.
+    pub(crate) command: Vec<String>,
+    /// Where it listens when it is ready.
+    pub(crate) socket: PathBuf,
+}
+
+fn default_initdata_dir() -> PathBuf {
+    "/run/peerpod".into()
+}
+
+/// Who looks after the VM's own network cards.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Uplink {
+    /// This program where pid 1 is ours, else somebody else (networkd).
+    #[default]
+    Auto,
+    /// This program.
+    On,
+    /// Somebody else.
+    Off,
 }
 
 fn default_agent() -> Vec<String> {
@@ -64,6 +156,10 @@ fn default_podns() -> PathBuf {
     "/run/netns/podns".into()
 }
 
+fn default_hang_seconds() -> u16 {
+    60
+}
+
 fn default_log() -> String {
     "info".to_owned()
 }
@@ -81,8 +177,13 @@ impl Default for Settings {
             user_data: default_user_data(),
             state_dir: default_state_dir(),
             podns: default_podns(),
+            uplink: Uplink::default(),
+            hang_seconds: default_hang_seconds(),
             log: default_log(),
             log_over_link: default_log_over_link(),
+            images: Images::default(),
+            components: Components::default(),
+            initdata_dir: default_initdata_dir(),
         }
     }
 }
@@ -121,6 +222,11 @@ impl Settings {
         Settings::parse(&text, path)
     }
 
+    /// Whether a data hub of the image's answers for images.
+    pub(crate) fn has_hub(&self) -> bool {
+        self.components.data_hub.is_some()
+    }
+
     fn parse(text: &[u8], path: &Path) -> Result<Settings, Error> {
         #[derive(Deserialize)]
         struct Versioned {
@@ -133,7 +239,8 @@ impl Settings {
         }
         let settings: Settings = serde_json::from_slice(text).map_err(json)?;
         settings.check().map_err(|(key, why)| Error::Value { path: path.to_owned(), key, why })?;
-        Ok(settings)
+        let images = Images { serve: settings.images.serve && !settings.has_hub(), ..settings.images };
+        Ok(Settings { images, ..settings })
     }
 
     fn check(&self) -> Result<(), (&'static str, &'static str)> {
@@ -147,8 +254,28 @@ impl Settings {
                 return Err((key, "CreateSandbox removes /run/kata-containers with all that is in it"));
             }
         }
+        if self.hang_seconds < 10 {
+            return Err(("hang_seconds", "must be at least 10: a healthy guest gives a sign every 5 s"));
+        }
         if self.user_data.is_empty() {
             return Err(("user_data", "must name at least one file"));
+        }
+        for (key, path) in [
+            ("images.socket", &self.images.socket),
+            ("images.store", &self.images.store),
+            ("initdata_dir", &self.initdata_dir),
+        ] {
+            if !path.is_absolute() || path.starts_with("/run/kata-containers") {
+                return Err((key, "must be an absolute path, and not below /run/kata-containers"));
+            }
+        }
+        if self.images.limits.memory_mib < 64 || self.images.limits.seconds == 0 {
+            return Err(("images.limits", "64 MiB of memory and 1 second are the least"));
+        }
+        let components = [&self.components.attestation_agent, &self.components.data_hub];
+        if components.into_iter().flatten().any(|one| one.command.first().is_none_or(|p| !p.starts_with('/')))
+        {
+            return Err(("components", "a command must begin with an absolute path"));
         }
         if self.agent.first().is_some_and(|program| !program.starts_with('/')) {
             return Err(("agent", "must begin with an absolute path"));

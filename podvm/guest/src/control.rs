@@ -3,7 +3,10 @@
 //! Each request is worked on in a task of its own, so that a Flush never waits behind an agent that does not start;
 //! what must not run twice at a time holds its own lock.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{
+    Arc, Mutex, PoisonError,
+    atomic::{AtomicU32, Ordering::Relaxed},
+};
 
 use bytes::Bytes;
 use peerpod_link::endpoint::EndpointHandle;
@@ -130,6 +133,8 @@ fn send(handle: &EndpointHandle, reply: &Reply) {
 pub(crate) struct Notices {
     pub(crate) agent: Arc<Agent>,
     pub(crate) network: Arc<Network>,
+    /// Of the VM.
+    pub(crate) gpus: Arc<AtomicU32>,
 }
 
 impl Notice for Notices {
@@ -139,6 +144,10 @@ impl Notice for Notices {
 
     fn bind_source(&self, source: &str) {
         personalise::make_bind_source(source);
+    }
+
+    fn gpus(&self) -> u32 {
+        self.gpus.load(Relaxed)
     }
 
     fn network_admin(&self) {

@@ -1,9 +1,12 @@
-//! Pid 1, where the image has no other: mounts what is missing, brings `lo` up, reaps, and keeps `peerpod-guest serve`
-//! running. Small and single-threaded, because nothing may go wrong here: the end of pid 1 is the end of the VM.
+//! Pid 1, where the image has no other: mounts what is missing, loads the machine's modules, reaps, keeps
+//! `peerpod-guest serve` running, feeds the watchdog, and ends the machine in order. Small and single-threaded, because
+//! nothing may go wrong here: the end of pid 1 is the end of the VM.
 //!
 //! `serve` is a process of its own so that agent and containers survive its death: they are then pid 1's children.
+//! In a "VM" of namespaces the same program does what concerns its own processes, and leaves the machine alone.
 
 use std::{
+    fs,
     os::{fd::AsFd, unix::process::CommandExt},
     path::Path,
     process::{Command, ExitCode, Stdio},
@@ -16,7 +19,6 @@ use netlink_packet_route::{
 };
 use nix::{
     errno::Errno,
-    mount::{MsFlags, mount},
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::{
         signal::{SigSet, Signal, kill},
@@ -26,7 +28,24 @@ use nix::{
     unistd::Pid,
 };
 
-use crate::{config::Settings, power};
+use crate::{
+    config::Settings,
+    files, power,
+    status::{self, Past},
+};
+
+mod button;
+pub(crate) mod modules;
+mod root;
+mod settle;
+mod shutdown;
+pub(crate) mod uevents;
+mod watchdog;
+
+use button::Buttons;
+use modules::Modules;
+use uevents::Uevents;
+use watchdog::{MEAL, Pulse, Verdict, Watchdog};
 
 /// Before `serve` is started again; doubled with each quick death.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -35,35 +54,16 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 const STABLE: Duration = Duration::from_secs(10);
 /// `serve` may take so long to end when it is asked to.
 const GRACE: Duration = Duration::from_secs(2);
-/// A pause of `serve` is also the moment to look at the lease; never longer than this without a look.
-const LOOK: Duration = Duration::from_secs(60);
-
-/// Source, target, type, flags, data.
-type Mount = (&'static str, &'static str, &'static str, MsFlags, Option<&'static str>);
-
-const SAFE: MsFlags = MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOEXEC);
-const MOUNTS: &[Mount] = &[
-    ("proc", "/proc", "proc", SAFE, None),
-    ("sysfs", "/sys", "sysfs", SAFE, None),
-    ("devtmpfs", "/dev", "devtmpfs", MsFlags::MS_NOSUID, Some("mode=0755")),
-    (
-        "devpts",
-        "/dev/pts",
-        "devpts",
-        MsFlags::MS_NOSUID.union(MsFlags::MS_NOEXEC),
-        Some("gid=5,mode=620,ptmxmode=666"),
-    ),
-    ("tmpfs", "/dev/shm", "tmpfs", MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV), Some("mode=1777")),
-    ("tmpfs", "/run", "tmpfs", MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV), Some("mode=0755")),
-    ("tmpfs", "/tmp", "tmpfs", MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV), Some("mode=1777")),
-    ("cgroup2", "/sys/fs/cgroup", "cgroup2", SAFE, None),
-];
+/// Modules that no device announces and the kernel does not ask for, as the image's builder knows.
+const LIST: &str = "/etc/peerpod/modules";
+/// A driver announces devices whose drivers announce devices: PCI, virtio, SCSI, disk.
+const ROUNDS: u32 = 16;
 
 /// Runs until the machine is to go off. Its end is the end of the VM.
 pub(crate) fn run(settings: &Settings) -> anyhow::Result<ExitCode> {
-    for entry in MOUNTS {
-        mount_missing(entry);
-    }
+    let began = status::since_boot();
+    root::build();
+    settle::settle();
     if let Err(error) = loopback_up() {
         tracing::warn!(error, "cannot bring lo up");
     }
@@ -73,8 +73,80 @@ pub(crate) fn run(settings: &Settings) -> anyhow::Result<ExitCode> {
     }
     signals.thread_block()?; // a child gets an empty mask from std
     let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
-    Keeper { signals, serve: None, begun: Instant::now(), due: Instant::now(), pause: PAUSE }
-        .keep(&settings.state_dir)
+    let mut stages = vec![Past::new("init", began)];
+    let machine = status::in_first_pid_namespace().then(|| {
+        let began = status::since_boot();
+        let machine = Machine::new();
+        stages.push(Past::new("modules", began));
+        machine
+    });
+    if let Err(error) = files::make_private_dir(&settings.state_dir)
+        .and_then(|()| status::note_past(&settings.state_dir, &stages))
+    {
+        tracing::warn!(%error, "cannot note the times of the boot");
+    }
+    let patience = Duration::from_secs(settings.hang_seconds.into());
+    let pulse = Pulse::new(settings.state_dir.join(power::FILE), patience);
+    let now = Instant::now();
+    let keeper = Keeper { signals, serve: None, begun: now, due: now, pause: PAUSE, pulse, machine };
+    keeper.keep(&settings.state_dir)
+}
+
+/// Whether this process is `serve` below a pid 1 of ours, which then does what is pid 1's to do.
+pub(crate) fn is_ours() -> bool {
+    let exe = |who: &str| fs::read_link(format!("/proc/{who}/exe")).ok();
+    nix::unistd::getppid().as_raw() == 1 && exe("1").is_some_and(|init| Some(init) == exe("self"))
+}
+
+/// What only a machine of its own has.
+struct Machine {
+    modules: Modules,
+    uevents: Option<Uevents>,
+    buttons: Buttons,
+    watchdog: Option<Watchdog>,
+}
+
+impl Machine {
+    /// Loads the drivers of all there is.
+    fn new() -> Machine {
+        let modules = Modules::open();
+        if modules.is_empty() {
+            tracing::warn!("the image has no modules for this kernel; what is built in must do");
+        }
+        // First the ear, then the look: so nothing falls between the two.
+        let uevents = Uevents::listen();
+        let uevents =
+            uevents.inspect_err(|error| tracing::error!(%error, "cannot hear of devices that come")).ok();
+        let mut machine = Machine { modules, uevents, buttons: Buttons::default(), watchdog: None };
+        machine.modules.cold_plug();
+        machine.modules.load_list(Path::new(LIST));
+        for _ in 0..ROUNDS {
+            if !machine.hear() {
+                break;
+            }
+        }
+        machine.buttons.look();
+        // Where there is no device for it, the kernel's own: that sees at least that this program hangs.
+        if !Path::new(watchdog::FIRST).exists()
+            && let Err(error) = machine.modules.load("softdog")
+        {
+            tracing::info!(%error, "no watchdog");
+        }
+        machine.watchdog = Watchdog::open();
+        machine
+    }
+
+    /// Loads what devices that came announce; whether any came.
+    fn hear(&mut self) -> bool {
+        let came = self.uevents.as_ref().map(Uevents::take).unwrap_or_default();
+        for alias in came.iter().filter_map(|added| added.alias.as_deref()) {
+            self.modules.load_for_device(alias);
+        }
+        if came.iter().any(|added| added.is_input) {
+            self.buttons.look();
+        }
+        !came.is_empty()
+    }
 }
 
 struct Keeper {
@@ -83,6 +155,8 @@ struct Keeper {
     begun: Instant,
     due: Instant,
     pause: Duration,
+    pulse: Pulse,
+    machine: Option<Machine>,
 }
 
 enum Turn {
@@ -102,22 +176,44 @@ impl Keeper {
                     self.start();
                 }
             }
-            self.wait(LOOK)?;
+            // A pause of `serve` is also the moment to look at the lease and at its pulse.
+            self.wait(MEAL)?;
             if let Turn::Off = self.signals_and_children()? {
+                break;
+            }
+            if self.look_after() {
+                tracing::info!("the power button was pressed");
                 break;
             }
         }
         self.stop()?;
-        match power::within(power::LAST_FLUSH, power::flush) {
-            Some(problems) => {
-                for problem in problems {
-                    tracing::error!(problem, "the last flush is not complete");
-                }
-            }
-            None => tracing::error!("the last flush takes too long"),
+        match self.machine.take() {
+            Some(machine) => shutdown::finish(machine.watchdog),
+            None => flush(),
         }
         power::off();
         Ok(ExitCode::SUCCESS)
+    }
+
+    /// Devices, buttons, the pulse and the dog; whether the power button was pressed.
+    fn look_after(&mut self) -> bool {
+        let verdict = self.pulse.look();
+        if let (Verdict::Hangs | Verdict::Lost, Some(serve)) = (verdict, self.serve)
+            && self.begun.elapsed() > self.pulse.patience()
+        {
+            tracing::error!("peerpod-guest serve hangs: it is killed and started again");
+            if let Err(error) = kill(serve, Signal::SIGKILL) {
+                tracing::debug!(%error, "peerpod-guest serve is gone already");
+            }
+        }
+        let Some(machine) = &mut self.machine else { return false };
+        machine.hear();
+        match &mut machine.watchdog {
+            Some(_) if verdict == Verdict::Lost => tracing::error!("the watchdog is not fed any more"),
+            Some(watchdog) => watchdog.feed(),
+            None => {}
+        }
+        machine.buttons.pressed()
     }
 
     fn start(&mut self) {
@@ -150,7 +246,12 @@ impl Keeper {
         let until_due = self.due.saturating_duration_since(Instant::now());
         let wait = if self.serve.is_none() { until_due.min(limit) } else { limit };
         let wait = PollTimeout::try_from(wait + Duration::from_millis(1))?;
-        match poll(&mut [PollFd::new(self.signals.as_fd(), PollFlags::POLLIN)], wait) {
+        let mut ears = vec![PollFd::new(self.signals.as_fd(), PollFlags::POLLIN)];
+        if let Some(machine) = &self.machine {
+            let fds = machine.uevents.iter().map(Uevents::fd).chain(machine.buttons.fds());
+            ears.extend(fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
+        }
+        match poll(&mut ears, wait) {
             Ok(_) | Err(Errno::EINTR) => Ok(()),
             Err(error) => Err(error.into()),
         }
@@ -199,23 +300,16 @@ impl Keeper {
     }
 }
 
-/// Mounts unless something is mounted there. A failure is said and survived: namespaces do not allow all of it.
-fn mount_missing(&(source, target, kind, flags, data): &Mount) {
-    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    if is_mounted(&mounts, target) {
-        return;
+/// Where the machine is not ours: what is mounted for the pod.
+fn flush() {
+    match power::within(power::LAST_FLUSH, power::flush) {
+        Some(problems) => {
+            for problem in problems {
+                tracing::error!(problem, "the last flush is not complete");
+            }
+        }
+        None => tracing::error!("the last flush takes too long"),
     }
-    if let Err(error) = std::fs::create_dir_all(target) {
-        tracing::warn!(target, %error, "cannot make a mount point");
-        return;
-    }
-    if let Err(error) = mount(Some(source), target, Some(kind), flags, data) {
-        tracing::warn!(target, kind, %error, "cannot mount");
-    }
-}
-
-fn is_mounted(mountinfo: &str, target: &str) -> bool {
-    mountinfo.lines().any(|line| line.split(' ').nth(4) == Some(target))
 }
 
 fn loopback_up() -> Result<(), String> {
@@ -230,19 +324,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_mounted_is_seen() {
-        let mountinfo = "22 1 0:20 / / rw - ext4 /dev/vda rw\n30 22 0:5 / /dev/pts rw - devpts x rw\n";
-        assert!(is_mounted(mountinfo, "/"));
-        assert!(is_mounted(mountinfo, "/dev/pts"));
-        assert!(!is_mounted(mountinfo, "/dev"));
-        assert!(is_mounted(&std::fs::read_to_string("/proc/self/mountinfo").unwrap(), "/proc"));
-    }
-
-    #[test]
     fn quick_deaths_are_answered_slower_and_slower() {
         let signals = SignalFd::with_flags(&SigSet::empty(), SfdFlags::SFD_CLOEXEC).unwrap();
         let now = Instant::now();
-        let mut keeper = Keeper { signals, serve: None, begun: now, due: now, pause: PAUSE };
+        let pulse = Pulse::new("/nonexistent".into(), STABLE);
+        let mut keeper =
+            Keeper { signals, serve: None, begun: now, due: now, pause: PAUSE, pulse, machine: None };
         for expected in [100, 200, 400, 800, 1600, 3200, 5000, 5000] {
             assert_eq!(keeper.pause.as_millis(), expected);
             keeper.back_off();

@@ -2,7 +2,8 @@
 //! requests that the VM must change or notice.
 //!
 //! * `CreateContainer`: the shim strips the network namespace, so containers would run in the VM's own; the pod's is
-//!   put in. Missing bind sources are made, below two folders only.
+//!   put in. Missing bind sources are made, below two folders only. In a VM with GPUs a container that asks for them is
+//!   marked for the agent to give it them.
 //! * `CreateSandbox`: `dns` is cleared, or the agent would overwrite the VM's own resolv.conf with the pod's.
 //! * `DestroySandbox`: the flush begins.
 //!
@@ -36,6 +37,10 @@ pub trait Notice: Send + Sync {
     fn bind_source(&self, source: &str);
     /// The container may change the pod's network.
     fn network_admin(&self) {}
+    /// How many GPUs the VM has.
+    fn gpus(&self) -> u32 {
+        0
+    }
     /// The shim ends the sandbox.
     fn sandbox_ends(&self);
 }

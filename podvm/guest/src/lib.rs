@@ -11,12 +11,16 @@ use tracing_subscriber::EnvFilter;
 
 mod agent;
 mod birth;
+mod cards;
+mod components;
 mod config;
 mod control;
 mod dial;
 mod encrypted;
+mod entropy;
 mod files;
 mod identity;
+mod images;
 mod init;
 pub mod intercept;
 mod link;
@@ -28,12 +32,14 @@ mod power;
 mod proc;
 mod retries;
 mod serve;
+mod sources;
 mod status;
 mod uplink;
 mod wait;
 
-const USAGE: &str = "usage: peerpod-guest [serve | --version]
-  without arguments: init when it is pid 1, else serve";
+const USAGE: &str = "usage: peerpod-guest [serve | pull | --version]
+  without arguments: init when it is pid 1, else serve
+  pull: what serve starts for each image; reads its job from standard input";
 
 /// The whole program: init when it is pid 1, else what the arguments say.
 pub fn run() -> ExitCode {
@@ -43,6 +49,11 @@ pub fn run() -> ExitCode {
         // The kernel hands words of its command line that it does not know to pid 1.
         _ if std::process::id() == 1 => Run::Init,
         [] | ["serve"] => Run::Serve,
+        // As the kernel calls its `modprobe`.
+        ["-q", "--", module] => {
+            return if init::modules::requested(module) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+        }
+        ["pull"] => return peerpod_images::run(),
         ["--version"] => {
             println!("peerpod-guest {}", env!("CARGO_PKG_VERSION"));
             return ExitCode::SUCCESS;
@@ -75,6 +86,30 @@ pub fn run() -> ExitCode {
         tracing::error!(error = format!("{error:#}"), "peerpod-guest ends");
         ExitCode::FAILURE
     })
+}
+
+/// What fuzz targets call: parsers of what others wrote.
+pub mod fuzzed {
+    use std::path::Path;
+
+    /// The answer of a metadata service, complete or in the middle.
+    pub fn metadata_answer(bytes: &[u8]) -> bool {
+        crate::sources::http::parse(bytes, false).is_ok_and(|answer| answer.is_some())
+            || crate::sources::http::parse(bytes, true).is_ok_and(|answer| answer.is_some())
+    }
+
+    /// A cloud's `guest.toml`; whether it is one.
+    pub fn source(bytes: &[u8]) -> bool {
+        crate::sources::Source::parse(bytes, Path::new("fuzz.toml")).is_ok()
+    }
+
+    /// What `depmod` wrote, an alias, and an event of the kernel's.
+    pub fn modules(bytes: &[u8]) -> usize {
+        let text = String::from_utf8_lossy(bytes);
+        let index = crate::init::modules::Index::parse(&text, &text, &text);
+        let _maybe = crate::init::uevents::parse(bytes);
+        text.lines().flat_map(|wanted| index.find(wanted)).map(|module| index.order(module).len()).sum()
+    }
 }
 
 enum Run {

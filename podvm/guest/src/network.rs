@@ -19,7 +19,7 @@ use tokio::sync::watch;
 use crate::{
     config::Settings,
     encrypted::{self, Encrypted},
-    files,
+    files, sources,
     status::Status,
 };
 
@@ -179,8 +179,11 @@ impl Network {
         let (podns, plan, before) = (self.podns.clone(), plan.clone(), previous.clone());
         let encrypted = self.encrypted.clone();
         // Netlink is synchronous, and the link's heartbeat must not wait for it.
-        let made = tokio::task::spawn_blocking(move || make(plan, path, before.as_ref(), &podns, &encrypted));
-        let Made { plan, applied, path_note, external_note } = made.await.map_err(|_| Error::Ending)??;
+        let made = tokio::task::spawn_blocking(move || {
+            make(plan, path, before.as_ref(), &podns, &encrypted, &Metadata::look())
+        });
+        let Made { plan, applied, path_note, external_note, metadata_note } =
+            made.await.map_err(|_| Error::Ending)??;
         // After it was made: until then the one before says more of what is there.
         if previous.as_ref() != Some(&plan) {
             let kept = plan.write_to_bytes().map_err(std::io::Error::other);
@@ -191,6 +194,7 @@ impl Network {
         *previous = Some(plan);
         self.status.note("path", path_note);
         self.status.note("external", external_note);
+        self.status.note("metadata", metadata_note);
         self.status.pod_mtu(applied.mtu);
         self.status.note("filter", applied.unfiltered.clone());
         let left_out = Some(applied.left_out.join("; ")).filter(|text| !text.is_empty());
@@ -205,6 +209,7 @@ struct Made {
     applied: Applied,
     path_note: Option<String>,
     external_note: Option<String>,
+    metadata_note: Option<String>,
 }
 
 /// The tunnel first, without the routes that leave it, then the way out: no packet takes the wrong one in between.
@@ -214,6 +219,7 @@ fn make(
     previous: Option<&NetworkPlan>,
     podns: &Path,
     encrypted: &Encrypted,
+    metadata: &Metadata,
 ) -> Result<Made, Error> {
     net::netns::create_named(podns)?;
     let external = external::read(&plan)?;
@@ -248,7 +254,37 @@ fn make(
         Some(_) => external::undo()?,
         None => {}
     }
-    Ok(Made { plan, applied, path_note, external_note })
+    // Last: while the pod's network was being made there was no pod.
+    let allowed = external.as_ref().map(|external| external.allow.as_slice()).unwrap_or_default();
+    let open: Vec<_> = allowed.iter().copied().chain(metadata.open.iter().map(|a| (*a, bits(*a)))).collect();
+    let closed = net::metadata::closed(&metadata.closed, &open);
+    let metadata_note = net::metadata::close(podns, &closed)
+        .err()
+        .map(|error| format!("the cloud's metadata service is not closed to the pod: {error}"));
+    Ok(Made { plan, applied, path_note, external_note, metadata_note })
+}
+
+fn bits(address: IpAddr) -> u8 {
+    if address.is_ipv6() { 128 } else { 32 }
+}
+
+/// What the clouds' authors say of their metadata services and pods.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Metadata {
+    closed: Vec<IpAddr>,
+    open: Vec<IpAddr>,
+}
+
+impl Metadata {
+    /// Of the clouds that this VM runs in.
+    fn look() -> Metadata {
+        let (sources, _) = sources::load(Path::new(sources::FOLDER));
+        let here: Vec<_> = sources.into_iter().filter(sources::Source::is_here).collect();
+        Metadata {
+            closed: here.iter().flat_map(|source| source.closed_to_pods()).copied().collect(),
+            open: here.iter().flat_map(|source| source.open_to_pods()).copied().collect(),
+        }
+    }
 }
 
 fn tunnel(

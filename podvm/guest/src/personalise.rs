@@ -6,7 +6,10 @@ use std::{
     net::SocketAddr,
     os::fd::AsFd,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering::Relaxed},
+    },
     time::Duration,
 };
 
@@ -15,15 +18,18 @@ use nix::{
     fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2},
     sys::stat::{Mode, mkdirat},
 };
+use peerpod_link::initdata::{Initdata, InitdataError};
 use peerpod_proto::guest::Personalise;
 use protobuf::Message;
 use tokio::sync::{Mutex, watch};
 
 use crate::{
     agent::{self, Agent},
+    components::Components,
     config::Settings,
     encrypted::Encrypted,
     files,
+    images::Images,
     network::{self, Network},
     power::Lease,
     status::Status,
@@ -32,6 +38,7 @@ use crate::{
 const VERSION: u32 = 1;
 const FILE: &str = "plan.pb";
 const INITDATA: &str = "initdata";
+const DIGEST: &str = "initdata.digest";
 /// A plan is mostly initdata, and that came in one ttrpc frame.
 pub(crate) const MAX_LEN: u64 = 5 << 20;
 /// Addresses of the node that are kept.
@@ -55,6 +62,12 @@ pub(crate) enum Error {
     #[error("keeping the plan in {path}: {source}")]
     Keep { path: PathBuf, source: io::Error },
     #[error("{0}")]
+    Initdata(#[from] InitdataError),
+    #[error("{0}")]
+    Images(String),
+    #[error("{0}")]
+    Components(String),
+    #[error("{0}")]
     Network(#[from] network::Error),
     #[error("{0}")]
     Agent(#[from] agent::Error),
@@ -68,6 +81,10 @@ pub(crate) struct Person {
     agent: Arc<Agent>,
     lease: Arc<Lease>,
     new: bool,
+    initdata_dir: PathBuf,
+    images: Option<Images>,
+    components: Option<Arc<Components>>,
+    gpus: Arc<AtomicU32>,
     /// Where the node is found besides where this VM was told at birth.
     homes: watch::Sender<Vec<SocketAddr>>,
     /// Held while a plan is applied: one at a time.
@@ -96,9 +113,23 @@ impl Person {
             agent,
             lease,
             new,
+            initdata_dir: settings.initdata_dir.clone(),
+            images: None,
+            components: None,
+            gpus: Arc::default(),
             homes: watch::Sender::new(current.as_ref().map(homes).unwrap_or_default()),
             current: Mutex::new(current),
         }
+    }
+
+    /// With those who want to know of images and initdata.
+    pub(crate) fn with_images(self, images: Images, components: Arc<Components>) -> Person {
+        Person { images: Some(images), components: Some(components), ..self }
+    }
+
+    /// GPUs of the VM, as the last plan says.
+    pub(crate) fn gpus(&self) -> Arc<AtomicU32> {
+        self.gpus.clone()
     }
 
     /// Where the node is found, as the last plan says; empty before the first.
@@ -137,6 +168,9 @@ impl Person {
     /// Makes the VM `ours`'s, as the node says.
     pub(crate) async fn personalise(&self, ours: &str, plan: Personalise) -> Result<(), Error> {
         check(ours, &plan)?;
+        if !plan.initdata.is_empty() {
+            Initdata::parse(&plan.initdata)?.is(&plan.initdata_digest)?;
+        }
         let mut current = self.current.lock().await;
         let before = current.clone();
         if current.as_ref() != Some(&plan) {
@@ -172,6 +206,14 @@ impl Person {
         if plan.lease_seconds > 0 {
             self.lease.set_length(Duration::from_secs(u64::from(plan.lease_seconds)));
         }
+        self.gpus.store(plan.gpus, Relaxed);
+        self.initdata(plan)?;
+        if let Some(images) = &self.images {
+            images.access(plan.images.as_ref()).map_err(Error::Images)?;
+        }
+        if let Some(components) = &self.components {
+            components.start(&plan.images.pull_secret).await.map_err(Error::Components)?;
+        }
         let stage = self.status.begin("network");
         let network = plan.network.as_ref().ok_or(Error::Missing("network plan"))?;
         let applied = self.network.make(network).await?;
@@ -184,6 +226,31 @@ impl Person {
         };
         self.agent.listening(limit).await?;
         self.status.ready();
+        Ok(())
+    }
+}
+
+impl Person {
+    /// Initdata's files where those look who read them, and its digest for whoever measures.
+    fn initdata(&self, plan: &Personalise) -> Result<(), Error> {
+        if plan.initdata.is_empty() {
+            return Ok(());
+        }
+        let initdata = Initdata::parse(&plan.initdata)?;
+        let write = |name: &str, content: &str| {
+            let path = self.initdata_dir.join(name);
+            let written = std::fs::create_dir_all(&self.initdata_dir)
+                .and_then(|()| files::write_private(&path, content.as_bytes()));
+            written.map_err(|source| Error::Keep { path, source })
+        };
+        for (name, content) in &initdata.files {
+            write(name, content)?;
+        }
+        // As those who extend a measurement with it read it: the hex alone.
+        let hex = initdata.digest.split_once(':').map_or("", |(_, hex)| hex);
+        write(DIGEST, hex)?;
+        self.status.initdata(&initdata.digest);
+        tracing::info!(digest = initdata.digest, files = initdata.files.len(), "initdata is in place");
         Ok(())
     }
 }

@@ -10,8 +10,11 @@ use std::{
 use nix::{
     errno::Errno,
     mount::{MntFlags, umount2},
-    sys::reboot::{RebootMode, reboot},
-    unistd::{sync, syncfs},
+    sys::{
+        reboot::{RebootMode, reboot},
+        signal::{Signal, kill},
+    },
+    unistd::{Pid, sync, syncfs},
 };
 use serde::{Deserialize, Serialize};
 use tokio::{sync::Notify, time::timeout};
@@ -27,7 +30,8 @@ pub(crate) const LAST_FLUSH: Duration = Duration::from_secs(30);
 const LAST_SYNC: Duration = Duration::from_secs(5);
 /// How often contact is noted while the link is up.
 const TICK: Duration = Duration::from_secs(5);
-const FILE: &str = "lease.json";
+/// The note of the lease: written again and again for as long as `serve` lives.
+pub(crate) const FILE: &str = "lease.json";
 /// What is mounted below is data that outlives the VM. (Not the agent's own `/run/kata-containers`: its scratch space
 /// dies with the VM.)
 const VOLUMES: &[&str] = &["/run/peerpod/volumes/", "/run/kata-containers/sandbox/storage/"];
@@ -203,7 +207,7 @@ fn volumes_in(mountinfo: &str) -> Vec<PathBuf> {
 }
 
 /// The kernel writes space, tab, newline and backslash as three octal digits.
-fn unescape(field: &str) -> String {
+pub(crate) fn unescape(field: &str) -> String {
     let mut out = String::with_capacity(field.len());
     let mut rest = field;
     while let Some((before, after)) = rest.split_once('\\') {
@@ -220,6 +224,29 @@ fn unescape(field: &str) -> String {
         }
     }
     out + rest
+}
+
+/// How long whoever is pid 1 may take to end the machine in order, once asked.
+const ORDERLY: Duration = Duration::from_secs(60);
+
+/// Has pid 1 end the machine in order: ours, or systemd. Returns when it is known to be under way; where nobody does it,
+/// the power goes off at once.
+pub(crate) fn have_ended() {
+    if crate::init::is_ours() {
+        // It hears also of our own end, which a thread that hangs in its flush could hold up.
+        match kill(Pid::from_raw(1), Signal::SIGPWR) {
+            Ok(()) => return,
+            Err(error) => tracing::error!(%error, "cannot tell pid 1"),
+        }
+    } else if status::in_first_pid_namespace() && Path::new("/run/systemd/system").exists() {
+        let asked = std::process::Command::new("systemctl").args(["--no-block", "poweroff"]).status();
+        match asked {
+            Ok(status) if status.success() => std::thread::sleep(ORDERLY),
+            Ok(status) => tracing::error!(%status, "systemctl poweroff"),
+            Err(error) => tracing::error!(%error, "systemctl poweroff"),
+        }
+    }
+    off();
 }
 
 /// Ends the machine, or, where pid 1 is one of many, the program: the end of pid 1 is the end of such a "VM".

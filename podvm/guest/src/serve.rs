@@ -4,6 +4,7 @@
 //! dies, agent, containers and network stay; its next run reads back who it was, finds them and dials again.
 
 use std::{
+    path::Path,
     process::ExitCode,
     sync::{Arc, Mutex},
     time::Duration,
@@ -15,15 +16,20 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
     agent::Agent,
-    birth,
-    config::Settings,
+    birth, cards,
+    components::Components,
+    config::{Settings, Uplink},
     control::{self, Control, Notices},
     encrypted::Encrypted,
+    entropy,
     identity::Identity,
+    images::Images,
+    init,
     link::{Home, Keeper},
     log::Ring,
     personalise::{self, Person},
     power::{self, Lease},
+    sources,
     status::Status,
     uplink::{self, Watcher},
 };
@@ -39,9 +45,8 @@ pub(crate) fn run(settings: &Settings, ring: &Ring) -> anyhow::Result<ExitCode> 
     match end {
         End::Stopped => Ok(ExitCode::SUCCESS),
         End::LeaseOver => {
-            // In a VM it is done here also when pid 1 is ours: a process with a thread that hangs in its flush cannot
-            // end, and pid 1 would wait for it. In namespaces `off` does nothing and pid 1 ends them.
-            power::off();
+            // In namespaces nothing goes off, and pid 1 ends them.
+            power::have_ended();
             Ok(ExitCode::from(power::POWER_OFF))
         }
     }
@@ -53,9 +58,10 @@ enum End {
 }
 
 async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
+    entropy::wait()?;
     let identity = Identity::load_or_make(&settings.state_dir)?;
     let restarted = identity.is_granted();
-    let status = Arc::new(Status::new(restarted));
+    let status = Arc::new(Status::new(&settings.state_dir, restarted));
     if restarted {
         tracing::info!(sandbox = identity.sandbox_id(), "the guest program was restarted");
         status.lost(
@@ -67,13 +73,27 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     let agent = Arc::new(Agent::new(settings, status.clone(), ring.clone()));
     let encrypted = Arc::new(Encrypted::load_or_make(&settings.state_dir)?);
     let tunnel_key = encrypted.public_key();
-    let person = Person::load(settings, status.clone(), agent.clone(), lease.clone(), encrypted);
+    let images = Images::new(&settings.images);
+    // Before the agent: it looks for the socket once, at its start.
+    let _images = images.serve().await?;
+    let components = Components::new(settings, status.clone());
+    let person = Person::load(settings, status.clone(), agent.clone(), lease.clone(), encrypted)
+        .with_images(images, components.clone());
     let flushing = tokio::sync::Mutex::new(());
     let control = Arc::new(Control { identity: identity.clone(), status: status.clone(), person, flushing });
 
+    let keeps_cards = match settings.uplink {
+        Uplink::On => true,
+        Uplink::Off => false,
+        Uplink::Auto => init::is_ours(),
+    };
+    let cards_task = keeps_cards.then(|| tokio::spawn(cards::keep(status.clone())));
     let agent_task = tokio::spawn({
         let agent = agent.clone();
-        async move { agent.run().await }
+        async move {
+            components.wait().await;
+            agent.run().await;
+        }
     });
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
@@ -92,6 +112,10 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
         }
     }
     agent_task.abort();
+    // The cards keep what they have: others live by it.
+    if let Some(task) = cards_task {
+        task.abort();
+    }
     Ok(end)
 }
 
@@ -114,13 +138,21 @@ async fn home(
         }
     });
     let stage = status.begin("user-data");
-    let birth = birth::wait(&settings.user_data).await;
+    let (sources, wrong) = sources::load(Path::new(sources::FOLDER));
+    for error in wrong {
+        tracing::error!(%error, "sources of user-data");
+    }
+    let birth = birth::wait(&settings.user_data, &sources).await;
     status.done(stage);
     if control.person.is_new() {
         lease.set_length(Duration::from_secs(u64::from(birth.lease_seconds)));
     }
 
-    let notice = Arc::new(Notices { agent: agent.clone(), network: control.person.network() });
+    let notice = Arc::new(Notices {
+        agent: agent.clone(),
+        network: control.person.network(),
+        gpus: control.person.gpus(),
+    });
     let podns = settings.podns.display().to_string();
     let (handler, events) = Home::new(agent.clone(), notice, podns, ring.clone());
     let limits = Limits {

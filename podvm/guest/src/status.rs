@@ -5,6 +5,7 @@
 
 use std::{
     collections::BTreeMap,
+    path::Path,
     sync::{Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -12,11 +13,16 @@ use std::{
 use nix::time::{ClockId, clock_gettime};
 use peerpod_proto::guest;
 
-use crate::proc;
+use serde::{Deserialize, Serialize};
+
+use crate::{files, proc};
 
 /// Stages kept; a guest has about ten, a restart adds a few.
 const MAX_STAGES: usize = 64;
 const MAX_LOST: usize = 16;
+/// What pid 1 notes of the boot.
+const PAST: &str = "boot.json";
+const MAX_PAST: u64 = 16 << 10;
 /// The inode number of the first pid namespace (`PROC_PID_INIT_INO`).
 const FIRST_PID_NAMESPACE: &str = "pid:[4026531836]";
 
@@ -35,6 +41,28 @@ pub(crate) fn birth_of_vm() -> Duration {
     if in_first_pid_namespace() { Duration::ZERO } else { proc::started(1).unwrap_or_else(since_boot) }
 }
 
+/// A stage that was over before this program began, as pid 1 noted it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Past {
+    name: String,
+    /// Of [`since_boot`]'s clock.
+    began_us: u64,
+    took_us: u64,
+}
+
+impl Past {
+    /// One that ends now.
+    pub(crate) fn new(name: &str, began: Duration) -> Past {
+        let took = since_boot().saturating_sub(began);
+        Past { name: name.to_owned(), began_us: micros(began), took_us: micros(took) }
+    }
+}
+
+/// Notes what is over, for the program that speaks with the node.
+pub(crate) fn note_past(state_dir: &Path, stages: &[Past]) -> std::io::Result<()> {
+    files::write_private(&state_dir.join(PAST), &serde_json::to_vec(stages)?)
+}
+
 /// The guest's status; shared by all its parts.
 pub(crate) struct Status {
     zero: Duration,
@@ -51,7 +79,7 @@ pub(crate) struct Stage {
 
 impl Status {
     /// With the stages that lie behind us: the time before this program, if it is the first of its kind.
-    pub(crate) fn new(restarted: bool) -> Status {
+    pub(crate) fn new(state_dir: &Path, restarted: bool) -> Status {
         let zero = birth_of_vm();
         let mut inner = guest::Status::new();
         inner.version = env!("CARGO_PKG_VERSION").to_owned();
@@ -64,6 +92,15 @@ impl Status {
             false => Stage { name: "boot", began: zero },
             true => Stage { name: "restart", began: own_start() },
         });
+        let noted = files::read_bounded(&state_dir.join(PAST), MAX_PAST).ok().flatten().unwrap_or_default();
+        let noted: Vec<Past> = serde_json::from_slice(&noted).unwrap_or_default();
+        for past in noted.into_iter().filter(|_| !restarted).take(MAX_STAGES / 2) {
+            let mut time = guest::StageTime::new();
+            time.name = past.name;
+            time.at_us = past.began_us.saturating_sub(micros(zero));
+            time.took_us = past.took_us;
+            status.lock().stages.push(time);
+        }
         status
     }
 
@@ -129,6 +166,11 @@ impl Status {
         self.lock().path.clone().unwrap_or_default()
     }
 
+    /// What initdata is measured as.
+    pub(crate) fn initdata(&self, digest: &str) {
+        self.lock().initdata_digest = digest.to_owned();
+    }
+
     /// The MTU the pod has.
     pub(crate) fn pod_mtu(&self, bytes: u32) {
         self.lock().pod_mtu = bytes;
@@ -169,15 +211,18 @@ mod tests {
 
     #[test]
     fn stages_have_times_and_their_number_is_bounded() {
-        let status = Status::new(false);
+        let dir = files::testing::TempDir::new();
+        note_past(dir.path(), &[Past::new("init", since_boot())]).unwrap();
+        let status = Status::new(dir.path(), false);
         let stage = status.begin("dial");
         assert_eq!(status.report().stage, "dial");
         std::thread::sleep(Duration::from_millis(2));
         status.done(stage);
         let report = status.report();
         assert_eq!(report.stages[0].name, "boot");
-        assert_eq!(report.stages[1].name, "dial");
-        assert!(report.stages[1].took_us >= 2000 && report.stages[1].at_us > 0);
+        assert_eq!(report.stages[1].name, "init");
+        assert_eq!(report.stages[2].name, "dial");
+        assert!(report.stages[2].took_us >= 2000 && report.stages[2].at_us > 0);
         assert!(!report.boot_id.is_empty() && !report.version.is_empty());
         for _ in 0..200 {
             status.done(status.begin("link"));
@@ -188,7 +233,7 @@ mod tests {
 
     #[test]
     fn being_ready_clears_the_error() {
-        let status = Status::new(true);
+        let status = Status::new(Path::new("/nonexistent"), true);
         status.error("no agent");
         assert_eq!(status.report().error, "no agent");
         status.ready();

@@ -50,7 +50,7 @@ const OWN: [&str; 7] = [
     "etc/ssh",
     "root/.ssh",
 ];
-/// systemd's word for "make one at the first boot".
+/// systemd's word for "make one at the first boot"; an empty file says: at each, in memory.
 const UNINITIALIZED: &str = "uninitialized";
 /// Text that begins a private key.
 const KEY: &[u8] = b"PRIVATE KEY-----";
@@ -78,7 +78,7 @@ fn findings(tree: &Tree) -> Vec<String> {
         if path.contains("/systemd/") && UNITS.iter().any(|unit| name.contains(unit)) && !is_mask(node) {
             found.push(format!("/{path}: a unit that asks for a login or opens a shell"));
         }
-        if OWN.contains(&path) && tree.text(path).map(str::trim) != Some(UNINITIALIZED) {
+        if OWN.contains(&path) && !matches!(tree.text(path).map(str::trim), Some("" | UNINITIALIZED)) {
             found.push(format!("/{path}: a machine's own, not an image's"));
         }
         if name == "authorized_keys" || name.starts_with("ssh_host_") {

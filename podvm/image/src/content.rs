@@ -16,6 +16,10 @@ const AGENT: &str = "usr/local/bin/kata-agent";
 /// started by the agent: the guest program does it, in order.
 const AGENT_CONFIG: &str =
     "server_addr = \"unix:///run/peerpod/agent.sock\"\nguest_components_procs = \"none\"\n";
+/// Said on the console at each boot by the test agent.
+const NOTICE_PATH: &str = "etc/peerpod/test-agent";
+const NOTICE: &str =
+    "this image has the project's test agent instead of a kata-agent: it is not for production\n";
 const PASSWD: &str =
     "root:x:0:0:root:/:/usr/sbin/nologin\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n";
 const GROUP: &str = "root:x:0:\nnogroup:x:65534:\n";
@@ -66,6 +70,7 @@ impl Parts {
             }
             (None, Some(agent)) => {
                 tree.add_file(AGENT, agent)?;
+                tree.file(NOTICE_PATH, 0o644, NOTICE.as_bytes());
                 report.test_agent = true;
             }
             (None, None) => {

@@ -9,6 +9,9 @@ mod cmdline;
 mod content;
 mod cpio;
 mod deb;
+mod disk;
+mod formats;
+mod gpt;
 mod inputs;
 mod lock;
 mod minimal;
@@ -17,6 +20,8 @@ mod program;
 mod report;
 mod run;
 mod tree;
+mod uki;
+mod verity;
 
 use std::{
     path::{Path, PathBuf},
@@ -48,6 +53,18 @@ enum Command {
         parts: Parts,
         /// Where vmlinuz, initrd.img and image.json are written
         #[arg(long, value_name = "DIR", default_value = "target/image/minimal")]
+        out: PathBuf,
+    },
+    /// A disk that boots by UEFI, with a verified root and systemd
+    Disk {
+        #[command(flatten)]
+        source: Source,
+        #[command(flatten)]
+        parts: Parts,
+        #[command(flatten)]
+        options: disk::Options,
+        /// Where the disk and image.json are written
+        #[arg(long, value_name = "DIR", default_value = "target/image/disk")]
         out: PathBuf,
     },
     /// Writes the lock anew, with the newest versions of all packages
@@ -98,6 +115,11 @@ fn go(command: Command) -> anyhow::Result<()> {
         Command::Minimal { source, parts, out } => {
             let inputs = source.inputs(&out)?;
             minimal::build(&inputs, &parts, &out).context("build the minimal image")?;
+            remove_work(&out)
+        }
+        Command::Disk { source, parts, options, out } => {
+            let inputs = source.inputs(&out)?;
+            disk::build(&inputs, &parts, &options, &out).context("build the disk image")?;
             remove_work(&out)
         }
         Command::Lock { source } => {

@@ -72,6 +72,26 @@ pub(crate) fn add(tree: &mut Tree, packages: &Tree, release: &str, work: &Path) 
     Ok(())
 }
 
+/// Takes these modules and what they need; their paths, one per line, in an order in which they can be loaded.
+///
+/// # Errors
+/// As [`add`].
+pub(crate) fn in_order<'a>(
+    tree: &mut Tree,
+    packages: &Tree,
+    release: &str,
+    wanted: impl Iterator<Item = &'a str>,
+) -> anyhow::Result<String> {
+    let all = Catalogue::read(packages, release)?;
+    let mut list = String::new();
+    for name in all.ordered(wanted)? {
+        let path = &all.modules[&name].path;
+        tree.take(packages, path)?;
+        list += &format!("/{path}\n");
+    }
+    Ok(list)
+}
+
 /// What each module says of itself.
 struct Catalogue {
     modules: BTreeMap<String, Module>,
@@ -121,33 +141,44 @@ impl Catalogue {
     }
 
     fn closure<'a>(&self, wanted: impl Iterator<Item = &'a str>) -> anyhow::Result<BTreeSet<String>> {
-        let mut chosen = BTreeSet::new();
-        let mut next: Vec<String> = Vec::new();
+        Ok(self.ordered(wanted)?.into_iter().collect())
+    }
+
+    /// What is needed before what needs it. Modules do not need each other in circles; if some claim to, the circle is
+    /// cut where it was entered.
+    fn ordered<'a>(&self, wanted: impl Iterator<Item = &'a str>) -> anyhow::Result<Vec<String>> {
+        let (mut order, mut seen) = (Vec::new(), BTreeSet::new());
         for name in wanted.map(plain) {
             if self.modules.contains_key(&name) {
-                next.push(name);
+                self.visit(&name, &mut seen, &mut order)?;
             } else if !self.builtin.contains(&name) {
                 bail!(
-                    "data/modules.txt: this kernel has no module {name}, and does not have it built in either"
+                    "podvm/image/data: this kernel has no module {name}, and does not have it built in either"
                 );
             }
         }
-        while let Some(name) = next.pop() {
-            let Some(module) = self.modules.get(&name) else {
-                if self.builtin.contains(&name) {
-                    continue;
-                }
-                bail!("the kernel's package lacks the module {name}, which another one needs");
-            };
-            if chosen.insert(name) {
-                next.extend(module.depends.iter().cloned());
-                for soft in &module.softly {
-                    next.extend(self.aliases.get(soft).into_iter().flatten().cloned());
-                    next.extend(Some(plain(soft)).filter(|soft| self.modules.contains_key(soft)));
-                }
+        Ok(order)
+    }
+
+    fn visit(&self, name: &str, seen: &mut BTreeSet<String>, order: &mut Vec<String>) -> anyhow::Result<()> {
+        let Some(module) = self.modules.get(name) else {
+            if self.builtin.contains(name) {
+                return Ok(());
             }
+            bail!("the kernel's package lacks the module {name}, which another one needs");
+        };
+        if !seen.insert(name.to_owned()) {
+            return Ok(());
         }
-        Ok(chosen)
+        let softly = module.softly.iter().flat_map(|soft| {
+            let named = Some(plain(soft)).filter(|soft| self.modules.contains_key(soft));
+            self.aliases.get(soft).into_iter().flatten().cloned().chain(named)
+        });
+        for needed in softly.chain(module.depends.iter().cloned()) {
+            self.visit(&needed, seen, order)?;
+        }
+        order.push(name.to_owned());
+        Ok(())
     }
 }
 

@@ -7,6 +7,7 @@ pub mod claim;
 pub mod endpoint;
 pub mod frame;
 pub mod ids;
+pub mod initdata;
 pub mod net;
 pub mod reactor;
 pub mod record;

@@ -19,6 +19,7 @@ pub(crate) mod link;
 pub mod localhost;
 pub mod look;
 pub mod mark;
+pub mod metadata;
 pub mod netlink;
 pub mod netns;
 pub mod nft;

@@ -60,6 +60,12 @@ pub trait Harness: Send + Sync + 'static {
         None
     }
 
+    /// The same provider for somebody who only lists and deletes, if there can be one beside the first. `preflight` is
+    /// never called on it.
+    fn collector(&self) -> Option<Arc<dyn Provider>> {
+        self.successor()
+    }
+
     /// A disk that exists and is attached nowhere.
     fn volume(&self) -> Option<DiskRequest> {
         None

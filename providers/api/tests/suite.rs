@@ -14,7 +14,7 @@ use async_trait::async_trait;
 use peerpod_provider_api::conformance::{self, Harness, promise};
 use peerpod_provider_api::{
     Batch, Capabilities, CreateRequest, Created, CreatedMany, DiskIdentity, DiskRequest, Error,
-    IdempotencyKey, InstanceId, Owned, OwnedState, Preflight, Provider, Volumes,
+    IdempotencyKey, InstanceId, Owned, OwnedState, Placement, Preflight, Provider, Volumes,
 };
 
 /// Ways of not conforming.
@@ -41,6 +41,9 @@ enum Fault {
     TakesNothingAttachedForAnError,
     AttachesToTwo,
     HasItsOwnMemory,
+    MakesAVmToFindAPlace,
+    TakesAnyPlace,
+    NeedsAPreflight,
 }
 
 struct Vm {
@@ -91,7 +94,22 @@ impl Provider for Shelf {
         Ok(Preflight::default())
     }
 
+    async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, Error> {
+        if request.size.vcpus > 64 {
+            return Err(Error::invalid("place: no shelf is so large"));
+        }
+        if self.fault == Fault::MakesAVmToFindAPlace {
+            let key = IdempotencyKey::derive("c", "a try", 0);
+            self.cloud.lock().unwrap().make(self.owner, request, &key);
+        }
+        Placement::new("the left one").map(Some)
+    }
+
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error> {
+        let place = request.placement.as_ref().map_or("the left one", Placement::as_str);
+        if place != "the left one" && self.fault != Fault::TakesAnyPlace {
+            return Err(Error::invalid("create: there is no such shelf"));
+        }
         match self.fault {
             Fault::MeasuresNothing => {
                 let short = CreateRequest { user_data: String::new(), ..request.clone() };
@@ -159,6 +177,9 @@ impl Provider for Shelf {
     }
 
     async fn list_owned(&self) -> Result<Vec<Owned>, Error> {
+        if self.fault == Fault::NeedsAPreflight {
+            return Err(Error::invalid("list_owned: preflight was not called"));
+        }
         if self.fault == Fault::BlocksItsThread {
             std::thread::sleep(Duration::from_millis(2100));
         }
@@ -251,10 +272,12 @@ fn with(fault: Fault) -> Bench {
     let cloud = Arc::new(Mutex::new(Cloud::default()));
     let shelf = |owner, fault| Arc::new(Shelf { cloud: cloud.clone(), owner, fault });
     let next = match fault {
+        Fault::NeedsAPreflight => shelf("us", fault),
         Fault::HasItsOwnMemory => Arc::new(Shelf { cloud: Arc::default(), owner: "us", fault }),
         _ => shelf("us", fault),
     };
-    Bench { ours: shelf("us", fault), theirs: shelf("them", Fault::None), next, cloud: cloud.clone(), fault }
+    let ours = if fault == Fault::NeedsAPreflight { shelf("us", Fault::None) } else { shelf("us", fault) };
+    Bench { ours, theirs: shelf("them", Fault::None), next, cloud: cloud.clone(), fault }
 }
 
 #[async_trait]
@@ -335,5 +358,8 @@ fn each_way_of_not_conforming_is_found_by_its_check() {
         AttachesToTwo: an_attached_disk_keeps_its_identity,
         TakesNothingAttachedForAnError: a_detach_of_nothing_is_fine,
         HasItsOwnMemory: another_process_finds_what_was_made,
+        MakesAVmToFindAPlace: a_recorded_place_is_kept,
+        TakesAnyPlace: a_recorded_place_is_kept,
+        NeedsAPreflight: who_only_collects_lists_and_deletes,
     }
 }

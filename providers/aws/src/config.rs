@@ -47,6 +47,10 @@ pub struct AwsConfig {
     pub launch_template: Option<String>,
     /// Spot, on-demand, or one after the other.
     pub market: Market,
+    /// What types cost, where the administrator says so.
+    pub prices: Vec<Price>,
+    /// How often to look whether EC2 takes spot VMs back; zero: never.
+    pub spot_watch: Duration,
     /// Which call makes VMs.
     pub launch: Launch,
     /// VMs on hosts that nobody else is on (`dedicated`), or on dedicated hosts (`host`).
@@ -105,6 +109,17 @@ pub enum Market {
     Spot,
     /// Spot, and on demand where there is none.
     SpotFirst,
+}
+
+/// What a type costs, in all zones.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Price {
+    /// The type.
+    pub machine: String,
+    /// How it is paid.
+    pub market: peerpod_provider_api::Market,
+    /// Millionths of a currency unit per hour; which unit is the administrator's own matter.
+    pub millionths: u64,
 }
 
 /// Which call makes VMs.
@@ -182,6 +197,18 @@ impl AwsConfig {
             "spot-first" => Market::SpotFirst,
             _ => Market::OnDemand,
         };
+        let prices = prices(&mut section, &instance_types);
+        let spot_watch: Duration = section.get(
+            "spot-watch",
+            "20s",
+            "how often to look whether EC2 takes spot VMs back, while there are any; 0s: never",
+        );
+        if !spot_watch.is_zero() && spot_watch < Duration::from_secs(1) {
+            section.mistake(
+                "spot-watch",
+                "the calls would use up the account's limit; write at least 1s, or 0s",
+            );
+        }
         let tenancy: Option<String> =
             section.optional("tenancy", "dedicated (hardware of your own) or host (dedicated hosts)");
         if tenancy.as_ref().is_some_and(|tenancy| !["dedicated", "host"].contains(&tenancy.as_str())) {
@@ -244,6 +271,8 @@ impl AwsConfig {
             confidential,
             launch_template,
             market,
+            prices,
+            spot_watch,
             launch,
             tenancy,
             root,
@@ -251,6 +280,13 @@ impl AwsConfig {
             batch,
             call_timeout,
         }
+    }
+}
+
+impl AwsConfig {
+    /// Whether the administrator said what anything costs on this market.
+    pub fn has_prices(&self, market: peerpod_provider_api::Market) -> bool {
+        self.prices.iter().any(|one| one.market == market)
     }
 }
 
@@ -311,6 +347,54 @@ fn types(section: &mut Section<'_>) -> (String, Vec<String>) {
         section.mistake("instance-types", "more than 100; a fleet takes no more, remove some");
     }
     (default, all)
+}
+
+fn prices(section: &mut Section<'_>, types: &[String]) -> Vec<Price> {
+    use peerpod_provider_api::Market;
+    let lines: Vec<String> = section.get(
+        "prices",
+        "",
+        "what types cost an hour, the cheapest is taken: type=price on demand, type/spot=price; default: EC2's list price, \
+         and the present spot prices",
+    );
+    let mut prices: Vec<Price> = Vec::new();
+    let mut bad = Vec::new();
+    for line in &lines {
+        let (name, price) = line.split_once('=').unwrap_or((line, ""));
+        let (machine, market) = match name.trim().split_once('/') {
+            None => (name.trim(), Some(Market::OnDemand)),
+            Some((machine, market)) => (machine, (market == "spot").then_some(Market::Spot)),
+        };
+        match (market, millionths(price.trim())) {
+            (Some(market), Some(millionths)) if types.iter().any(|one| one == machine) => {
+                if prices.iter().any(|one| one.machine == machine && one.market == market) {
+                    bad.push(format!("{name} stands there twice; keep one of them"));
+                }
+                prices.push(Price { machine: machine.to_owned(), market, millionths });
+            }
+            (Some(_), Some(_)) => {
+                bad.push(format!("{machine} is none of instance-types; add it there, or remove its price"));
+            }
+            _ => bad.push(format!(
+                "`{line}` is no price; write it like m6a.large=0.0864 or m6a.large/spot=0.031"
+            )),
+        }
+    }
+    for why in bad {
+        section.mistake("prices", why);
+    }
+    prices
+}
+
+/// `0.0864` is 86,400. `None`: not a price.
+pub(crate) fn millionths(text: &str) -> Option<u64> {
+    let (whole, fraction) = text.split_once('.').unwrap_or((text, ""));
+    let digits = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
+    if whole.is_empty() || !digits(whole) || !digits(fraction) || whole.len() > 9 {
+        return None;
+    }
+    let fraction: String = fraction.chars().chain("000000".chars()).take(6).collect();
+    Some(whole.parse::<u64>().ok()? * 1_000_000 + fraction.parse::<u64>().ok()?)
 }
 
 fn image(section: &mut Section<'_>, may_lack: bool) -> Image {
@@ -526,6 +610,41 @@ mod tests {
             "Name is taken",
             "peerpod.node is taken",
             "image-ownes",
+        ] {
+            assert!(told.contains(part), "{part} in {told}");
+        }
+    }
+
+    #[test]
+    fn a_price_is_a_decimal_number() {
+        for (text, price) in [
+            ("0.0864", Some(86_400)),
+            ("2", Some(2_000_000)),
+            ("0.00000099", Some(0)),
+            ("12.3456789", Some(12_345_678)),
+            ("", None),
+            (".5", None),
+            ("-1", None),
+            ("1e3", None),
+            ("9999999999", None),
+        ] {
+            assert_eq!(millionths(text), price, "{text}");
+        }
+    }
+
+    #[test]
+    fn prices_are_of_types_that_pods_may_get() {
+        let image = ("image-id", "ami-0123456789abcdef0");
+        let config = read(&[image, ("prices", "m6a.large=0.0864, m6a.large/spot = 0.031")]).unwrap();
+        assert_eq!(config.prices.iter().map(|one| one.millionths).collect::<Vec<_>>(), [86_400, 31_000]);
+        let told =
+            read(&[image, ("prices", "m6a.large=1,m6a.large=2,c6a.large=1,m6a.large/free=1,m6a.large")]);
+        let told = told.unwrap_err();
+        for part in [
+            "stands there twice",
+            "c6a.large is none of instance-types",
+            "`m6a.large/free=1` is no price",
+            "`m6a.large` is no price",
         ] {
             assert!(told.contains(part), "{part} in {told}");
         }

@@ -18,6 +18,7 @@ use peerpod_provider_drill::{Drill, DrillConfig, Drilled};
 
 struct Files {
     provider: Arc<Drill>,
+    successor: Arc<Drill>,
     dir: PathBuf,
 }
 
@@ -32,13 +33,17 @@ fn make() -> Files {
         max_batch: 8,
         takes: Duration::ZERO,
     };
-    Files { provider: Arc::new(Drill::new(config)), dir }
+    Files { provider: Arc::new(Drill::new(config.clone())), successor: Arc::new(Drill::new(config)), dir }
 }
 
 #[async_trait]
 impl Harness for Files {
     fn provider(&self) -> Arc<dyn Provider> {
         self.provider.clone()
+    }
+
+    fn successor(&self) -> Option<Arc<dyn Provider>> {
+        Some(self.successor.clone())
     }
 
     async fn user_data(&self, id: &InstanceId) -> Option<Vec<u8>> {

@@ -260,11 +260,7 @@ items:
   kind: ConfigMap
   metadata: {name: peer-pods-cm}
   data:
-    CLOUD_PROVIDER: aws
-    AWS_REGION: eu-west-1
-    PODVM_AMI_ID: ami-0123456789abcdef0
-    PODVM_INSTANCE_TYPES: "m6a.large,c6a.large"
-    DISABLECVM: "true"
+    CLOUD_PROVIDER: THIS_ONE
     VXLAN_PORT: "9000"
     PROXY_TIMEOUT: 5m
     EXTERNAL_NETWORK_VIA_PODVM: "true"
@@ -274,10 +270,15 @@ items:
 ---
 kind: Secret
 data:
-  AWS_ACCESS_KEY_ID: QUtJQQ==
+  SOME_KEY_ID: QUtJQQ==
 stringData:
-  AWS_SECRET_ACCESS_KEY: "hush: \"#"
+  SOME_SECRET: "hush: \"#"
 "##;
+
+    /// Of a provider that we know; what its own variables become is tested with it.
+    fn manifest() -> String {
+        MANIFEST.replace("THIS_ONE", caa::known()[0])
+    }
 
     fn folder(name: &str) -> PathBuf {
         let folder = std::env::temp_dir().join(format!("peerpod-convert-{}-{name}", std::process::id()));
@@ -289,16 +290,13 @@ stringData:
     fn a_config_map_and_a_secret_become_a_file_that_has_no_mistakes() {
         let folder = folder("file");
         let (manifest, out) = (folder.join("peer-pods.yaml"), folder.join("peerpod.yaml"));
-        std::fs::write(&manifest, MANIFEST).unwrap();
+        std::fs::write(&manifest, self::manifest()).unwrap();
         let args = ["--out".to_owned(), out.display().to_string(), manifest.display().to_string()];
         run(&args).unwrap();
         let text = std::fs::read_to_string(&out).unwrap();
         let yaml: Json = serde_yaml::from_str(&text).unwrap();
-        let aws = &yaml["provider"]["aws"];
-        assert_eq!(yaml["provider"]["kind"], "aws");
-        assert_eq!((&aws["access-key-id"], &aws["secret-key"]), (&"AKIA".into(), &"hush: \"#".into()));
-        assert_eq!(aws["instance-types"], serde_json::json!(["m6a.large", "c6a.large"]));
-        assert_eq!((&aws["disable-cvm"], &yaml["tunnel"]["port"]), (&true.into(), &9000.into()));
+        assert_eq!(yaml["provider"]["kind"], caa::known()[0]);
+        assert_eq!(yaml["tunnel"]["port"], 9000);
         assert_eq!(yaml["tunnel"]["cluster-cidrs"], serde_json::json!(["10.244.0.0/16", "10.96.0.0/12"]));
         assert_eq!(
             (&yaml["tunnel"]["external"], &yaml["node"]["boot-timeout"]),
@@ -314,12 +312,23 @@ stringData:
     fn what_is_not_carried_is_listed_with_what_to_do() {
         let folder = folder("lost");
         let manifest = folder.join("m.yaml");
-        std::fs::write(&manifest, MANIFEST).unwrap();
-        let Converted { lost, .. } = convert(read(&manifest).unwrap()).unwrap();
-        let names: Vec<&str> = lost.iter().map(|(name, _)| name.as_str()).collect();
-        assert_eq!(names, ["FORWARDER_PORT", "MY_OWN"]);
-        assert!(lost[0].1.contains("relay.listen"), "{lost:?}");
+        std::fs::write(&manifest, self::manifest()).unwrap();
+        let variables = read(&manifest).unwrap();
+        assert_eq!((&*variables["SOME_KEY_ID"], &*variables["SOME_SECRET"]), ("AKIA", "hush: \"#"));
+        let Converted { lost, .. } = convert(variables).unwrap();
+        let why = |name: &str| lost.iter().find(|(lost, _)| lost == name).map(|(_, why)| why.as_str());
+        assert!(why("FORWARDER_PORT").unwrap().contains("relay.listen"), "{lost:?}");
+        assert!(why("MY_OWN").is_some() && why("VXLAN_PORT").is_none(), "{lost:?}");
+        assert!(!format!("{lost:?}").contains("hush"), "{lost:?}");
         std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn whatever_must_be_quoted_is() {
+        let mut yaml = String::new();
+        let odd = "hush: \"#";
+        lines(&mut yaml, 2, &BTreeMap::from([("key".to_owned(), Value::Text(odd.to_owned()))])).unwrap();
+        assert_eq!(serde_yaml::from_str::<Json>(&yaml).unwrap()["key"], odd);
     }
 
     #[test]

@@ -57,7 +57,11 @@ pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
     let mut sources = Sources::from_process(words.settings.iter().cloned(), env);
     sources.file = Some(words.config.clone());
     let folder = std::env::temp_dir().join(format!("peerpod-check-{}", std::process::id()));
-    let (settings, log) = match read(sources, &folder) {
+    let node_name = format!("check-{}-{}", std::process::id(), fresh());
+    // Read once more for somebody who only lists and deletes; the mistakes are the same.
+    let read_for = |purpose| read(sources.clone(), &folder, &node_name, purpose);
+    let both = read_for(Purpose::Create).and_then(|read| Ok((read, read_for(Purpose::Collect)?.0)));
+    let ((settings, log), collector) = match both {
         Ok(read) => read,
         Err(mistakes) => {
             eprintln!("{mistakes}");
@@ -82,7 +86,7 @@ pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
         .create(&folder)
         .with_context(|| format!("make {}", folder.display()))?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let outcome = runtime.block_on(check(settings, words, promises));
+    let outcome = runtime.block_on(check(settings, collector, words, promises));
     // The provider's tasks end before its folder does.
     runtime.shutdown_timeout(Duration::from_secs(10));
     match outcome {
@@ -106,7 +110,12 @@ pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
 const DROPS: u32 = 12;
 
 /// Reads all sections, as the binaries do: a misspelled key is a mistake wherever it stands.
-fn read(sources: Sources, folder: &Path) -> Result<(Settings, LogConfig), peerpod_base::config::Mistakes> {
+fn read(
+    sources: Sources,
+    folder: &Path,
+    node_name: &str,
+    purpose: Purpose,
+) -> Result<(Settings, LogConfig), peerpod_base::config::Mistakes> {
     let mut reader = Reader::load(sources, &crate::config::SECTIONS, &[])?;
     let log = LogConfig::read(&mut reader);
     let node = NodeConfig::read(&mut reader);
@@ -114,8 +123,8 @@ fn read(sources: Sources, folder: &Path) -> Result<(Settings, LogConfig), peerpo
     let context = Context {
         state_dir: folder.to_owned(),
         cluster_id: node.cluster_id,
-        node_name: format!("check-{}-{}", std::process::id(), fresh()),
-        purpose: Purpose::Create,
+        node_name: node_name.to_owned(),
+        purpose,
     };
     let settings = peerpod_providers::read(&mut reader, &context);
     reader.finish()?;
@@ -131,12 +140,18 @@ fn fresh() -> u64 {
 /// Tries the promises one after another. The exit code, and whether everything that was made is gone.
 async fn check(
     settings: Settings,
+    collector: Settings,
     words: Words,
     promises: Vec<&Promise>,
 ) -> anyhow::Result<(ExitCode, bool)> {
     let mut signals = Signals::new()?;
     let kind = settings.kind().to_owned();
     let provider = settings.open().await.with_context(|| format!("open provider {kind}"))?;
+    // Bare, both of them: what `decorate` puts around a provider would hide what it does not keep itself.
+    let collector = match promises.iter().any(|promise| promise.name == COLLECTS) {
+        true => second(collector).await,
+        false => None,
+    };
     if let Ok(found) = provider.preflight().await {
         for fact in &found.facts {
             say!("{kind}: {fact}");
@@ -145,7 +160,7 @@ async fn check(
             say!("{kind}: warning: {warning}");
         }
     }
-    let trial = Arc::new(Trial::new(Arc::new(Configured { provider, words })));
+    let trial = Arc::new(Trial::new(Arc::new(Configured { provider, collector, words })));
     let mut results: Vec<(&Promise, Verdict)> = Vec::new();
     for (number, promise) in (1..).zip(&promises) {
         let start = Instant::now();
@@ -176,6 +191,16 @@ async fn check(
     write!(std::io::stdout(), "{}", table(&results)).ok();
     let broken = results.iter().any(|(_, verdict)| matches!(verdict, Verdict::Broken(_)));
     Ok((if broken || !clean { ExitCode::FAILURE } else { ExitCode::SUCCESS }, clean))
+}
+
+/// The promise that a second provider is opened for.
+const COLLECTS: &str = "who_only_collects_lists_and_deletes";
+
+/// The same provider once more, if there can be two of it. One that waits for the other to end waits on a thread of its own.
+async fn second(settings: Settings) -> Option<Arc<dyn Provider>> {
+    let runtime = tokio::runtime::Handle::current();
+    let opened = tokio::task::spawn_blocking(move || runtime.block_on(settings.open()));
+    opened.await.ok()?.ok()
 }
 
 async fn report_clean_up(trial: &Trial) -> bool {
@@ -215,6 +240,7 @@ impl Signals {
 /// What the command line says beside the provider.
 struct Configured {
     provider: Arc<dyn Provider>,
+    collector: Option<Arc<dyn Provider>>,
     words: Words,
 }
 
@@ -249,6 +275,10 @@ impl Harness for Configured {
     async fn machines(&self) -> Option<usize> {
         let printed = self.probe(&["machines"]).await?;
         String::from_utf8_lossy(&printed).trim().parse().ok()
+    }
+
+    fn collector(&self) -> Option<Arc<dyn Provider>> {
+        self.collector.clone()
     }
 
     fn volume(&self) -> Option<DiskRequest> {

@@ -17,7 +17,7 @@ use peerpod_base::{
     lifecycle::{Drain, Shutdown},
 };
 use peerpod_proto::relay::ConfigureRequest;
-use peerpod_provider_api::{DecoratorConfig, Provider, decorate};
+use peerpod_provider_api::{CreateRequest, DecoratorConfig, Provider, decorate};
 use prometheus_client::registry::Registry;
 use tokio::{net::UnixListener, task::JoinSet};
 use tracing::{error, info, warn};
@@ -83,6 +83,9 @@ pub enum AppError {
          another provider"
     )]
     NoSecondNic(&'static str),
+    /// The same for `node.vm-…`.
+    #[error("node.vm-arch, -confidential, -market, -zones, -public-ip: {0}")]
+    Wishes(peerpod_provider_api::Error),
     /// The admin port.
     #[error(transparent)]
     Admin(#[from] admin::Error),
@@ -157,6 +160,9 @@ pub async fn build(
     if config.wants_second_nic() && !provider.capabilities().second_nic {
         return Err(AppError::NoSecondNic(provider.name()));
     }
+    let mut request = CreateRequest { name: "every pod".to_owned(), ..CreateRequest::default() };
+    config.wishes.ask(&mut request);
+    provider.capabilities().check(&request, provider.name()).map_err(AppError::Wishes)?;
     let provider = decorate(provider, DecoratorConfig::default(), &mut registry);
     let relay = RelayClient::new(config.run_dir.join("relay.sock"), identity(trust.clone()), metrics.clone());
     let addresses = GuestAddresses::new(config.relay_addresses.clone(), config.relay_listen);
@@ -189,6 +195,7 @@ pub async fn build(
         lease: config.lease,
         localhost: Localhost::new(config.localhost).await,
         boot_id,
+        registries: config.registries.clone(),
         surroundings,
     });
     let mut settings = config.sandbox_settings();

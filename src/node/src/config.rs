@@ -15,7 +15,9 @@ use peerpod_base::{
 use peerpod_providers::{Context, Purpose};
 
 use crate::{
+    registries::Registries,
     sandbox,
+    spec::wishes::{self, Wishes},
     tunnel::{
         Classifier, Kind, Owner, TunnelConfig, Vnis, WireguardConfig,
         external::{self, External, Way},
@@ -79,10 +81,16 @@ pub struct NodeConfig {
     pub max_sandboxes: usize,
     /// `node.batch`: whether sandboxes that want the same VM at the same moment may get theirs by one call.
     pub batch: bool,
+    /// `node.vm-…`: what pods' VMs are like that do not say so themselves.
+    pub wishes: Wishes,
+    /// `node.vm-annotations`: which of that a pod may say itself.
+    pub may_wish: Vec<String>,
     /// Section `tunnel`.
     pub tunnel: TunnelConfig,
     /// `tunnel.localhost`: whether connections to a pod's localhost in the node's side of its namespace are carried.
     pub localhost: bool,
+    /// What guests are told of registries.
+    pub registries: Registries,
 }
 
 /// An address guests dial: with its port, or with the relay's.
@@ -212,12 +220,15 @@ impl NodeConfig {
                 "VMs that pods want at the same moment by one call, with one ticket, where the provider can; auto: unless VMs \
                  may come from translated addresses (tunnel.kind wireguard and auto)",
             ) == "auto",
+            wishes: node_wishes(reader),
+            may_wish: may_wish(reader),
             tunnel: tunnel(reader),
             localhost: reader.get(
                 "tunnel.localhost",
                 "true",
                 "carry connections to 127.0.0.1 and ::1 of a pod's namespace (port-forward) into its VM",
             ),
+            registries: Registries::read(reader),
         };
         if let Some(wireguard) = &mut config.tunnel.wireguard {
             wireguard.key_dir = config.state_dir.join("trust");
@@ -344,10 +355,75 @@ impl NodeConfig {
             vm_gone_grace: self.vm_gone_grace,
             max_sandboxes: self.max_sandboxes,
             second_nic: self.wants_second_nic(),
+            wishes: self.wishes.clone(),
+            may_wish: self.may_wish.clone(),
             dial: self.dial,
             max_batch: 0,
         }
     }
+}
+
+/// What pods' VMs are like that do not say so themselves.
+fn node_wishes(reader: &mut Reader) -> Wishes {
+    fn one<T>(
+        reader: &mut Reader,
+        key: &'static str,
+        help: &'static str,
+        read: impl Fn(&str) -> Result<T, String>,
+    ) -> Option<T> {
+        let text: String = reader.optional(key, help)?;
+        read(&text).map_err(|why| reader.mistake(key, why)).ok()
+    }
+    Wishes {
+        arch: one(
+            reader,
+            "node.vm-arch",
+            "architecture of pods' VMs: x86_64, aarch64, s390x, ppc64le; default: what the provider's image is for",
+            wishes::arch,
+        ),
+        confidential: one(
+            reader,
+            "node.vm-confidential",
+            "technology that keeps their memory secret: sev, sev-snp, tdx, secure-execution; default: the provider's setting",
+            wishes::confidential,
+        ),
+        market: one(
+            reader,
+            "node.vm-market",
+            "how they are paid: spot, on-demand; default: the provider's setting",
+            wishes::market,
+        ),
+        zones: zones(reader),
+        public_ip: reader.optional(
+            "node.vm-public-ip",
+            "an address of the internet beside the private one; default: false",
+        ),
+    }
+}
+
+fn zones(reader: &mut Reader) -> Vec<String> {
+    let key = "node.vm-zones";
+    let names: Vec<String> =
+        reader.get(key, "", "the cloud's zones that they may be in; default: all of the provider's");
+    wishes::zones(&names.join(",")).unwrap_or_else(|why| {
+        reader.mistake(key, why);
+        Vec::new()
+    })
+}
+
+/// What a pod may say itself.
+fn may_wish(reader: &mut Reader) -> Vec<String> {
+    let key = "node.vm-annotations";
+    let names: Vec<String> = reader.get(
+        key,
+        "arch,confidential,market,zones",
+        "what a pod may choose itself by annotations io.peerpod/<name>: arch, confidential, market, zones, public-ip",
+    );
+    if let Some(bad) = names.iter().find(|name| !Wishes::ALL.iter().any(|(known, _)| known == name)) {
+        let known: Vec<&str> = Wishes::ALL.iter().map(|(name, _)| *name).collect();
+        reader.mistake(key, format!("{bad} is none of them; write some of {}", known.join(", ")));
+    }
+    names
 }
 
 /// Of a guest. Each try is a dozen packets.
@@ -495,6 +571,8 @@ fn hostname() -> String {
 
 #[cfg(test)]
 mod tests {
+    use peerpod_provider_api::{Arch, Market};
+
     use super::*;
 
     fn load(args: &[&str]) -> Result<NodeConfig, Mistakes> {
@@ -581,6 +659,29 @@ mod tests {
         ] {
             let text = load(args).unwrap_err().to_string();
             assert!(text.contains(named), "{named} in {text}");
+        }
+    }
+
+    #[test]
+    fn what_pods_vms_are_like_is_read_and_mistakes_say_what_would_do() {
+        let config = load(&[
+            "--node.vm-arch=arm64",
+            "--node.vm-market=spot",
+            "--node.vm-zones=north-1a,north-1b",
+            "--node.vm-annotations=zones,public-ip",
+        ]);
+        let config = config.unwrap();
+        let Wishes { arch, confidential, market, zones, public_ip } = config.wishes;
+        assert_eq!((arch, market), (Some(Arch::Aarch64), Some(Market::Spot)));
+        assert_eq!((confidential, public_ip), (None, None));
+        assert_eq!(zones, ["north-1a", "north-1b"]);
+        assert_eq!(config.may_wish, ["zones", "public-ip"]);
+        let told =
+            load(&["--node.vm-market=cheap", "--node.vm-confidential=yes", "--node.vm-annotations=zone"])
+                .unwrap_err()
+                .to_string();
+        for part in ["write spot or on-demand", "write sev, sev-snp", "zone is none of them"] {
+            assert!(told.contains(part), "{part} in {told}");
         }
     }
 

@@ -11,12 +11,15 @@ use std::{
 };
 
 use async_trait::async_trait;
+use futures_util::stream::{self, BoxStream, StreamExt};
 use peerpod_link::net::{Error as NetError, carrier, uplink};
 use peerpod_proto::{
-    guest::{NetworkPlan, Reply, Request},
+    guest::{Images, NetworkPlan, Reply, Request},
     relay::{PutSandboxRequest, TunnelPeer},
 };
-use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, Placement, Provider};
+use peerpod_provider_api::{
+    CreateRequest, IdempotencyKey, InstanceId, Owned, Placement, Provider, ProviderEvent,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::value::{RawValue, to_raw_value};
 use tokio::{sync::watch, task::spawn_blocking};
@@ -25,6 +28,7 @@ use crate::{
     birth,
     ledger::{self, Batch, Ledger, NetnsRef, Network, Record},
     localhost::Localhost,
+    registries::Registries,
     relay_client::RelayClient,
     roll_over::SharedTrust,
     sandbox::{
@@ -74,6 +78,8 @@ pub struct Real {
     pub localhost: Localhost,
     /// The kernel's boot id: after a reboot no namespace is the one it was.
     pub boot_id: String,
+    /// What guests are told of registries.
+    pub registries: Registries,
     /// What changes around the node.
     pub surroundings: Surroundings,
 }
@@ -256,6 +262,10 @@ impl Effects for Real {
 
     async fn owned(&self) -> Result<Vec<Owned>, CloudError> {
         self.provider.list_owned().await
+    }
+
+    fn events(&self) -> BoxStream<'static, ProviderEvent> {
+        self.provider.events().unwrap_or_else(|| stream::pending().boxed())
     }
 
     async fn addresses(&self, vm: &InstanceId) -> Result<Vec<IpAddr>, CloudError> {
@@ -442,6 +452,10 @@ impl Effects for Real {
 
     fn guest(&self, id: &SandboxId) -> watch::Receiver<Guest> {
         self.relay.guest(id)
+    }
+
+    fn images(&self) -> Option<Images> {
+        Some(self.registries.images())
     }
 
     async fn call(&self, id: &SandboxId, request: Request, timeout: Duration) -> Result<Reply, RelayError> {

@@ -9,6 +9,7 @@ pub mod effects;
 pub mod ledger;
 pub mod localhost;
 pub mod metrics;
+pub mod registries;
 pub mod relay_client;
 pub mod roll_over;
 pub mod rpc;

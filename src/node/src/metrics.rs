@@ -74,6 +74,7 @@ pub struct Metrics {
     /// What was found in the way of running pods' traffic, others' filters above all.
     pub obstacles: Counter,
     paths: Family<ByKind, Counter>,
+    notices: Family<ByKind, Counter>,
     batches: Histogram,
     /// Tasks that ended by a panic. Anything but 0 is a bug.
     pub panics: Counter,
@@ -107,6 +108,7 @@ impl Default for Metrics {
             network_changes: Counter::default(),
             obstacles: Counter::default(),
             paths: Family::default(),
+            notices: Family::default(),
             batches: Histogram::new([2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1000.0]),
             panics: Counter::default(),
         }
@@ -152,6 +154,11 @@ impl Metrics {
             "paths",
             "What guests found of their way to the node: as_planned, narrow (the pod's MTU is smaller), untried",
             self.paths.clone(),
+        );
+        node.register(
+            "vm_notices",
+            "What the provider said of pods' VMs unasked: interruption (the cloud takes it back), ended",
+            self.notices.clone(),
         );
         node.register(
             "batch_size",
@@ -202,6 +209,16 @@ impl Metrics {
     /// How often [`Metrics::path`] was said of this kind.
     pub fn paths(&self, kind: &'static str) -> u64 {
         self.paths.get_or_create(&ByKind { kind }).get()
+    }
+
+    /// The provider said this of a pod's VM.
+    pub fn noticed(&self, kind: &'static str) {
+        self.notices.get_or_create(&ByKind { kind }).inc();
+    }
+
+    /// How often it said so.
+    pub fn notices(&self, kind: &'static str) -> u64 {
+        self.notices.get_or_create(&ByKind { kind }).get()
     }
 
     /// So many VMs are asked for by one call.

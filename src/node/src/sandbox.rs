@@ -8,7 +8,8 @@
 //! * `table` ([`Sandboxes`]): id → task; the door's calls end here.
 //! * [`recover`]: what a restarted node does before it answers anybody.
 //! * `reports`: what guests say of their networks.
-//! * `reaper`: what nobody stops. `deaths`: VMs that are gone. `revive`: tasks of ours that panicked.
+//! * `reaper`: what nobody stops. `deaths`: VMs that are gone; `notices`: VMs that
+//!   the cloud takes back. `revive`: tasks of ours that panicked.
 //!
 //! Knows nothing of ttrpc, sockets or providers' names.
 
@@ -25,6 +26,7 @@ mod deaths;
 mod error;
 pub mod follow;
 mod localhost;
+mod notices;
 mod outcomes;
 mod reaper;
 mod renew;
@@ -45,7 +47,7 @@ pub use table::{Sandboxes, Wish};
 pub use task::Stop;
 pub use view::View;
 
-use crate::spec::SandboxId;
+use crate::spec::{SandboxId, Wishes};
 
 /// What all sandboxes of this node have in common.
 #[derive(Clone, Debug)]
@@ -82,6 +84,10 @@ pub struct Settings {
     pub max_sandboxes: usize,
     /// Ask for VMs with a second network card.
     pub second_nic: bool,
+    /// What pods' VMs are like that do not say so themselves.
+    pub wishes: Wishes,
+    /// Which wishes a pod may have of its own, by their names in [`Wishes::ALL`].
+    pub may_wish: Vec<String>,
     /// The port on which VMs wait for the relay to dial; none: they dial.
     pub dial: Option<u16>,
     /// Most VMs to ask for by one call; below 2: each by itself.

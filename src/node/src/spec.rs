@@ -6,13 +6,16 @@
 mod id;
 mod number;
 mod pod;
+pub mod wishes;
 
 use std::collections::HashMap;
 
 pub use id::{BadId, SandboxId};
+use peerpod_link::initdata::Initdata;
 pub use peerpod_provider_api::Size;
 pub use pod::PodRef;
 use serde::{Deserialize, Serialize};
+pub use wishes::Wishes;
 
 /// The pod's name; with the Go shim under CRI-O `k8s_<pod>_<namespace>_<uid>_<attempt>`.
 pub const SANDBOX_NAME: &str = "io.kubernetes.cri.sandbox-name";
@@ -53,6 +56,9 @@ pub struct Wanted {
     pub image: Option<String>,
     /// Initdata, as the shim sent it.
     pub initdata: Option<String>,
+    /// What else was wished, by annotations of ours.
+    #[serde(default)]
+    pub wishes: Wishes,
 }
 
 /// Why the annotations do not say what VM is wanted.
@@ -81,7 +87,7 @@ pub enum Error {
 /// The most initdata that one call to the guest carries beside a pod's network: such a call is a ttrpc frame of 4 MiB.
 const MAX_INITDATA: usize = 3 << 20;
 
-/// Reads the shim's annotations. Keys besides the nine are ignored.
+/// Reads the shim's annotations, and ours ([`wishes`]). All others are ignored.
 ///
 /// # Errors
 /// The pod's name or namespace is missing, or a value cannot be what its key says.
@@ -114,6 +120,17 @@ pub fn parse(annotations: &HashMap<String, String>) -> Result<Wanted, Error> {
             }
             other => other.cloned(),
         },
+        wishes: Wishes::read(annotations)?,
+    })
+    .and_then(|wanted| {
+        if let Some(text) = &wanted.initdata {
+            Initdata::parse(text).map_err(|why| Error::Bad {
+                key: INIT_DATA,
+                value: "…".to_owned(),
+                why: why.to_string(),
+            })?;
+        }
+        Ok(wanted)
     })
 }
 

@@ -17,6 +17,8 @@ pub(crate) struct Containers(Mutex<HashMap<String, Container>>);
 
 struct Container {
     netns: Option<PathBuf>,
+    /// Of an image that was pulled; else the VM's own root.
+    rootfs: Option<PathBuf>,
     first: First,
     execs: HashMap<String, Arc<Process>>,
 }
@@ -33,7 +35,11 @@ impl Containers {
     }
 
     /// CreateContainer: everything is checked, nothing runs yet.
-    pub(crate) fn create(&self, request: CreateContainerRequest) -> ttrpc::Result<()> {
+    pub(crate) fn create(
+        &self,
+        request: CreateContainerRequest,
+        rootfs: Option<PathBuf>,
+    ) -> ttrpc::Result<()> {
         let specification = request.OCI.into_option().ok_or_else(|| error::errno(Errno::EINVAL))?;
         let namespaces = specification.Linux.into_option().map(|linux| linux.Namespaces).unwrap_or_default();
         let netns = namespaces
@@ -49,7 +55,8 @@ impl Containers {
             }
         }
         let process = specification.Process.into_option().ok_or_else(|| error::errno(Errno::EINVAL))?;
-        let container = Container { netns, first: First::Created(Box::new(process)), execs: HashMap::new() };
+        let first = First::Created(Box::new(process));
+        let container = Container { netns, rootfs, first, execs: HashMap::new() };
         let mut containers = self.lock();
         if containers.contains_key(&request.container_id) {
             return Err(error::errno(Errno::EEXIST));
@@ -63,7 +70,7 @@ impl Containers {
         let mut containers = self.lock();
         let container = containers.get_mut(id).ok_or_else(error::no_container)?;
         let First::Created(specification) = &container.first else { return Err(error::errno(Errno::EEXIST)) };
-        let process = Process::start(specification, container.netns.as_deref())?;
+        let process = Process::start(specification, container.netns.as_deref(), container.rootfs.as_deref())?;
         container.first = First::Started(process);
         Ok(())
     }
@@ -75,7 +82,7 @@ impl Containers {
         if container.execs.contains_key(&exec) || exec.is_empty() {
             return Err(error::errno(Errno::EEXIST));
         }
-        let process = Process::start(specification, container.netns.as_deref())?;
+        let process = Process::start(specification, container.netns.as_deref(), container.rootfs.as_deref())?;
         container.execs.insert(exec, process);
         Ok(())
     }

@@ -9,6 +9,7 @@
 mod container;
 mod error;
 mod files;
+mod image;
 mod process;
 mod service;
 mod stats;
@@ -33,6 +34,9 @@ const DEFAULT_SOCKET: &str = "/run/peerpod/agent.sock";
 
 /// The tree that CreateSandbox empties.
 const DEFAULT_ROOT: &str = "/run/kata-containers";
+
+/// What an image that has this agent says of itself (podvm/image).
+const IMAGE_NOTICE: &str = "/etc/peerpod/test-agent";
 
 /// What the unmodified program name of a container stands for: this very program's tools.
 pub(crate) const TOOL: &str = "peerpod-test-tool";
@@ -100,6 +104,10 @@ async fn serve(arguments: &[String]) -> anyhow::Result<()> {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
     tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false).with_writer(std::io::stderr).init();
     let options = Options::parse(arguments)?;
+    // A VM image that was built without a real agent says so at each boot.
+    if let Ok(notice) = fs::read_to_string(IMAGE_NOTICE) {
+        tracing::warn!("{}", notice.trim());
+    }
 
     let (agent, mut done) = Agent::new(options.root);
     let agent = Arc::new(agent);

@@ -51,8 +51,12 @@ pub(crate) enum Output {
 
 impl Process {
     /// Starts what the specification says. Not found and not allowed are told apart by the error, as everywhere.
-    pub(crate) fn start(specification: &Specification, netns: Option<&Path>) -> ttrpc::Result<Arc<Process>> {
-        let mut command = command(specification)?;
+    pub(crate) fn start(
+        specification: &Specification,
+        netns: Option<&Path>,
+        rootfs: Option<&Path>,
+    ) -> ttrpc::Result<Arc<Process>> {
+        let mut command = command(specification, rootfs)?;
         let terminal = if specification.Terminal { Some(attach_terminal(&mut command)?) } else { None };
         let runtime = tokio::runtime::Handle::current();
         let mut spawn = || {
@@ -176,10 +180,16 @@ impl Process {
     }
 }
 
-fn command(specification: &Specification) -> ttrpc::Result<Command> {
+fn command(specification: &Specification, rootfs: Option<&Path>) -> ttrpc::Result<Command> {
     let (program, arguments) =
         specification.Args.split_first().ok_or_else(|| error::invalid("the process has no arguments"))?;
     let mut command = match program.as_str() {
+        // `chroot` of coreutils does in the child what would need unsafe code here.
+        program if rootfs.is_some() => {
+            let mut command = Command::new("chroot");
+            command.arg(rootfs.unwrap_or(Path::new("/"))).arg(program);
+            command
+        }
         TOOL => tool(&[]),
         // The real agent unpacks this program from its image for the pod's own container.
         PAUSE if !Path::new(PAUSE).exists() => tool(&["pause"]),

@@ -18,7 +18,7 @@ use peerpod_proto::{
 use tokio::sync::watch;
 use ttrpc::{Code, Result, asynchronous::TtrpcContext};
 
-use crate::{container::Containers, error, files, process::Output, stats};
+use crate::{container::Containers, error, files, image, process::Output, stats};
 
 /// What is served; everything else of the service is UNIMPLEMENTED.
 pub(crate) const METHODS: &[&str] = &[
@@ -133,7 +133,8 @@ impl AgentService for Agent {
         if id.is_empty() || id.contains('/') {
             return Err(error::invalid("Invalid container id"));
         }
-        self.containers.create(request)?;
+        let rootfs = image::pull(&self.root, &request).await?;
+        self.containers.create(request, rootfs)?;
         fs::create_dir_all(self.root.join(&id).join("rootfs")).map_err(error::io)?;
         Ok(Empty::new())
     }
@@ -186,6 +187,7 @@ impl AgentService for Agent {
         } else if tokio::time::timeout(Duration::from_secs(request.timeout.into()), all).await.is_err() {
             return Err(error::status(Code::DEADLINE_EXCEEDED, "ETIME: Timer expired"));
         }
+        image::unmount(&self.root.join(&request.container_id).join("rootfs"));
         // The bundle may never have been made; the container is gone either way.
         drop(fs::remove_dir_all(self.root.join(&request.container_id)));
         Ok(Empty::new())

@@ -6,7 +6,7 @@ use std::{
     net::{Ipv4Addr, SocketAddr},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -61,6 +61,12 @@ pub(crate) struct Shared {
     tokens: Mutex<HashMap<(String, String), Token>>,
     /// When each VM was made.
     pub(crate) made: Mutex<HashMap<String, Instant>>,
+    /// Calls that are done and not answered yet.
+    late: AtomicUsize,
+    /// Spot VMs that are taken back: the status code, and since when.
+    pub(crate) interrupted: Mutex<BTreeMap<String, String>>,
+    /// Spot prices: type, zone, price.
+    pub(crate) prices: Mutex<Vec<[String; 3]>>,
     /// What moto said about types, images, subnets: it does not change.
     pub(crate) known: Mutex<BTreeMap<String, String>>,
 }
@@ -92,6 +98,14 @@ impl Proxy {
     /// # Errors
     /// When moto does not start or no port can be had.
     pub async fn start() -> anyhow::Result<Proxy> {
+        Proxy::start_on(std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?).await
+    }
+
+    /// The same on this listener, which may have been bound in another network namespace.
+    ///
+    /// # Errors
+    /// As [`Proxy::start`].
+    pub async fn start_on(listener: std::net::TcpListener) -> anyhow::Result<Proxy> {
         static ACCOUNTS: AtomicU64 = AtomicU64::new(100_000_000_000);
         let moto = tokio::task::spawn_blocking(Moto::shared).await??;
         let shared = Arc::new(Shared {
@@ -101,10 +115,14 @@ impl Proxy {
             calls: Mutex::default(),
             tokens: Mutex::default(),
             made: Mutex::default(),
+            late: AtomicUsize::new(0),
+            interrupted: Mutex::default(),
+            prices: Mutex::default(),
             known: Mutex::default(),
         });
-        let (address, faulty) = serve(shared.clone(), true).await?;
-        let (witness, straight) = serve(shared.clone(), false).await?;
+        let (address, faulty) = serve(listener, shared.clone(), true)?;
+        let straight = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+        let (witness, straight) = serve(straight, shared.clone(), false)?;
         Ok(Proxy { address, witness, shared, tasks: vec![faulty, straight] })
     }
 
@@ -177,6 +195,21 @@ impl Proxy {
         self.faults().boot = boot;
     }
 
+    /// How many calls are done and not answered yet ([`Fault::Late`]).
+    pub fn late(&self) -> usize {
+        self.shared.late.load(Ordering::Relaxed)
+    }
+
+    /// This spot VM's request has this status from now on: `marked-for-termination`, `instance-terminated-no-capacity`.
+    pub fn interrupt(&self, vm: &str, code: &str) {
+        lock(&self.shared.interrupted).insert(vm.to_owned(), code.to_owned());
+    }
+
+    /// What a type costs in a zone on the spot market; from the first such word on there are no other prices.
+    pub fn set_spot_price(&self, machine: &str, zone: &str, price: &str) {
+        lock(&self.shared.prices).push([machine, zone, price].map(str::to_owned));
+    }
+
     /// Everything works again.
     pub fn heal(&self) {
         *self.faults() = Faults::default();
@@ -221,8 +254,13 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-async fn serve(shared: Arc<Shared>, faulty: bool) -> anyhow::Result<(SocketAddr, JoinHandle<()>)> {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
+fn serve(
+    listener: std::net::TcpListener,
+    shared: Arc<Shared>,
+    faulty: bool,
+) -> anyhow::Result<(SocketAddr, JoinHandle<()>)> {
+    listener.set_nonblocking(true)?;
+    let listener = TcpListener::from_std(listener)?;
     let address = listener.local_addr()?;
     let task = tokio::spawn(async move {
         while let Ok((stream, _)) = listener.accept().await {
@@ -322,7 +360,11 @@ impl Shared {
         let answer = self.once(action, params, lag, boot).await?;
         match fault {
             Some(Fault::LostAnswer) => anyhow::bail!("the answer is lost"),
-            Some(Fault::Late(late)) => tokio::time::sleep(late).await,
+            Some(Fault::Late(late)) => {
+                self.late.fetch_add(1, Ordering::Relaxed);
+                tokio::time::sleep(late).await;
+                self.late.fetch_sub(1, Ordering::Relaxed);
+            }
             _ => {}
         }
         Ok(answer)
@@ -369,6 +411,8 @@ impl Shared {
         let mut answer = match action {
             "CreateFleet" => rules::fleet(self, params).await?,
             "RunInstances" => rules::run(self, params).await?,
+            "DescribeSpotPriceHistory" if !lock(&self.prices).is_empty() => rules::spot_prices(self),
+            "DescribeSpotInstanceRequests" => rules::spot_requests(self, &params),
             _ => self.upstream(action, params).await?,
         };
         match action {

@@ -227,6 +227,51 @@ fn fleet_error(one: &Override, market: &str) -> String {
     )
 }
 
+/// DescribeSpotInstanceRequests by the VMs' ids: moto makes requests only where somebody asks for them by themselves.
+pub(crate) fn spot_requests(shared: &Arc<Shared>, params: &Params) -> Answer {
+    let asked: Vec<&String> =
+        params.iter().filter(|(key, _)| key.starts_with("Filter.1.Value.")).map(|(_, value)| value).collect();
+    let interrupted = lock(&shared.interrupted);
+    let items: String = asked
+        .into_iter()
+        .map(|vm| {
+            let code = interrupted.get(vm).map_or("fulfilled", String::as_str);
+            format!(
+                "<item><spotInstanceRequestId>sir-0</spotInstanceRequestId><state>active</state><status><code>{code}</code>\
+                 <updateTime>2026-01-01T00:00:00.000Z</updateTime><message>{code}.</message></status>\
+                 <instanceId>{vm}</instanceId></item>"
+            )
+        })
+        .collect();
+    let xml = format!(
+        "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<DescribeSpotInstanceRequestsResponse \
+         xmlns=\"http://ec2.amazonaws.com/doc/2016-11-15/\"><requestId>0</requestId>\
+         <spotInstanceRequestSet>{items}</spotInstanceRequestSet></DescribeSpotInstanceRequestsResponse>"
+    );
+    Answer { status: 200, xml }
+}
+
+/// DescribeSpotPriceHistory with the prices that a test wants; moto's are all the same.
+pub(crate) fn spot_prices(shared: &Arc<Shared>) -> Answer {
+    let prices = lock(&shared.prices);
+    let items: String = prices
+        .iter()
+        .map(|[machine, zone, price]| {
+            format!(
+                "<item><instanceType>{machine}</instanceType><availabilityZone>{zone}</availabilityZone>\
+                 <spotPrice>{price}</spotPrice><productDescription>Linux/UNIX</productDescription>\
+                 <timestamp>2026-01-01T00:00:00.000Z</timestamp></item>"
+            )
+        })
+        .collect();
+    let xml = format!(
+        "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<DescribeSpotPriceHistoryResponse \
+         xmlns=\"http://ec2.amazonaws.com/doc/2016-11-15/\"><requestId>0</requestId>\
+         <spotPriceHistorySet>{items}</spotPriceHistorySet><nextToken></nextToken></DescribeSpotPriceHistoryResponse>"
+    );
+    Answer { status: 200, xml }
+}
+
 /// RunInstances: one offering, and a 500 when there is none of it.
 pub(crate) async fn run(shared: &Arc<Shared>, params: Params) -> anyhow::Result<Answer> {
     let machine = params.get("InstanceType").cloned().unwrap_or_default();

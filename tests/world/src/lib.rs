@@ -5,7 +5,6 @@
 //! * [`cni`]: two nodes and pods in the shape of one CNI or another; [`picture`]: what a pod's namespace looks like.
 //! * [`ping`], [`page`], [`proxy`], [`traffic`]: traffic and troubles; [`spy`]: which way it took.
 //! * [`Sight`]: what `ip`, `tc`, `nft` and `/proc` see, so that "nothing is left" is said by somebody else than us.
-//! * [`qemu`]: machines that boot.
 //! * [`road`]: one pod from CreateVM to a running exec and away again, as `peerpod demo` shows it and the tests check it.
 //!
 //! Needs root. Everything is named after the process and a counter, so any number of worlds live side by side, and is
@@ -15,11 +14,12 @@ pub mod cni;
 mod command;
 mod daemons;
 mod janitor;
+pub mod libvirtd;
+pub mod many;
 pub mod page;
 pub mod picture;
 pub mod ping;
 pub mod proxy;
-pub mod qemu;
 pub mod road;
 mod sight;
 pub mod spy;
@@ -28,6 +28,7 @@ mod wait;
 mod world;
 
 pub use command::ip;
+pub use libvirtd::Libvirtd;
 pub use daemons::{Daemons, LedgerEntry, Settings, binary};
 pub use sight::Sight;
 pub use wait::{eventually, eventually_blocking};

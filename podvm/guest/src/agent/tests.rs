@@ -53,7 +53,7 @@ struct Kept {
 }
 
 fn keep(settings: &Settings) -> Kept {
-    let status = Arc::new(Status::new(false));
+    let status = Arc::new(Status::new(std::path::Path::new("/nonexistent"), false));
     let agent = Arc::new(Agent::new(settings, status.clone(), Ring::new(true)));
     let task = tokio::spawn({
         let agent = agent.clone();
@@ -175,7 +175,11 @@ async fn a_keeper_without_descriptors() {
     first.die();
     let mut held = Vec::new();
     for by in ["its record", "its socket"] {
-        let agent = Agent::new(&settings, Arc::new(Status::new(false)), Ring::new(true));
+        let agent = Agent::new(
+            &settings,
+            Arc::new(Status::new(std::path::Path::new("/nonexistent"), false)),
+            Ring::new(true),
+        );
         let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
         setrlimit(Resource::RLIMIT_NOFILE, 64, most).unwrap();
         let full = loop {

@@ -10,6 +10,8 @@ use protobuf::Message;
 
 use super::Notice;
 
+mod gpu;
+
 /// Who has it may change the pod's network.
 const NETWORK_ADMIN: &str = "CAP_NET_ADMIN";
 
@@ -43,6 +45,10 @@ pub(super) fn create_container(payload: Vec<u8>, podns: &str, notice: &dyn Notic
         if all.any(|capability| capability == NETWORK_ADMIN) {
             notice.network_admin();
         }
+    }
+
+    if notice.gpus() > 0 {
+        gpu::mark(spec);
     }
 
     let namespaces = &mut spec.Linux.mut_or_insert_default().Namespaces;

@@ -10,8 +10,10 @@ use protobuf::{Message, UnknownValueRef};
 
 use super::*;
 
+mod policy;
+
 #[derive(Default)]
-struct Seen(Mutex<Vec<String>>);
+struct Seen(Mutex<Vec<String>>, std::sync::atomic::AtomicU32);
 
 impl Notice for Seen {
     fn container(&self) {
@@ -22,6 +24,9 @@ impl Notice for Seen {
     }
     fn network_admin(&self) {
         self.0.lock().unwrap().push("network admin".into());
+    }
+    fn gpus(&self) -> u32 {
+        self.1.load(std::sync::atomic::Ordering::Relaxed)
     }
     fn sandbox_ends(&self) {
         self.0.lock().unwrap().push("sandbox ends".into());

@@ -26,12 +26,14 @@ const V4_ROUTE: u32 = 7;
 const V4_RULE: u32 = 8;
 const V6_ADDRESS: u32 = 9;
 const V6_ROUTE: u32 = 11;
+/// What a router's advertisement says about a device.
+const V6_LINK: u32 = 12;
 const V6_RULE: u32 = 19;
 
 /// What decides how packets of a namespace travel.
 const ALL: &[u32] = &[LINK, NEIGHBOUR, TRAFFIC, V4_ADDRESS, V4_ROUTE, V4_RULE, V6_ADDRESS, V6_ROUTE, V6_RULE];
 /// The same for an underlay: its neighbours come and go with every conversation.
-const UNDERLAY: &[u32] = &[LINK, V4_ADDRESS, V4_ROUTE, V4_RULE, V6_ADDRESS, V6_ROUTE, V6_RULE];
+const UNDERLAY: &[u32] = &[LINK, V4_ADDRESS, V4_ROUTE, V4_RULE, V6_ADDRESS, V6_ROUTE, V6_LINK, V6_RULE];
 
 /// What is longer is cut and still heard: nobody reads it.
 const ROOM: usize = 64;

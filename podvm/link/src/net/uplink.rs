@@ -55,6 +55,14 @@ impl Uplink {
     }
 }
 
+/// All Ethernet devices that could lead out, with or without an address, as they are on their own: no addresses, no routes.
+///
+/// # Errors
+/// [`Error::Kernel`].
+pub fn cards(client: &mut Client) -> Result<Vec<Uplink>, Error> {
+    links(client)
+}
+
 /// All Ethernet devices that have an address or a default route, by index.
 ///
 /// # Errors

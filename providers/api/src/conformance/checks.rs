@@ -4,11 +4,13 @@ mod creates;
 mod deletes;
 mod extras;
 mod limits;
+mod places;
 
 pub use creates::*;
 pub use deletes::*;
 pub use extras::*;
 pub use limits::*;
+pub use places::*;
 
 /// Ends the check when something does not hold.
 macro_rules! hold {

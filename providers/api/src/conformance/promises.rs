@@ -30,6 +30,8 @@ macro_rules! conformance_promises {
             only_our_vms_are_listed,
             many_creates_at_once_all_succeed,
             a_batch_is_as_many_vms_as_it_says,
+            a_recorded_place_is_kept,
+            who_only_collects_lists_and_deletes,
             what_cannot_be_done_is_refused_not_dropped,
             errors_have_their_class_and_show_no_user_data,
             calls_end_at_their_deadline,

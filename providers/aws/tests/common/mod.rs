@@ -33,7 +33,11 @@ pub struct Cloud {
 
 impl Cloud {
     pub async fn start() -> Cloud {
-        let proxy = Proxy::start().await.unwrap();
+        Cloud::behind(Proxy::start().await.unwrap()).await
+    }
+
+    /// With a proxy that listens somewhere else.
+    pub async fn behind(proxy: Proxy) -> Cloud {
         let subnets = proxy.ask("DescribeSubnets", &[]).await.unwrap();
         let mut by_zone: Vec<(&str, &str)> = xml::values(&subnets, "availabilityZone")
             .into_iter()
@@ -51,8 +55,9 @@ impl Cloud {
         self.read(settings, true)
     }
 
-    fn read(&self, settings: &[(&str, &str)], creates: bool) -> AwsConfig {
-        let mut all = vec![
+    /// What stands below `provider.aws`.
+    pub fn settings(&self) -> Vec<(String, String)> {
+        vec![
             ("endpoint".to_owned(), self.proxy.endpoint()),
             ("region".to_owned(), REGION.to_owned()),
             ("access-key-id".to_owned(), "AKIATEST".to_owned()),
@@ -62,7 +67,11 @@ impl Cloud {
             ("image-id".to_owned(), IMAGE.to_owned()),
             ("arch".to_owned(), "x86_64".to_owned()),
             ("call-timeout".to_owned(), "20s".to_owned()),
-        ];
+        ]
+    }
+
+    fn read(&self, settings: &[(&str, &str)], creates: bool) -> AwsConfig {
+        let mut all = self.settings();
         for (key, value) in settings {
             all.retain(|(known, _)| known != key);
             if !value.is_empty() {

@@ -48,6 +48,9 @@ pub struct Record {
     /// The raw TOML of `cc_init_data`, for the guest; it travels over the link, never in user-data.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub initdata: Option<String>,
+    /// GPUs of the VM, as the pod asked.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub gpus: u32,
     /// What the VM shows in order to join.
     #[serde(default)]
     pub ticket: Option<Ticket>,
@@ -142,6 +145,10 @@ pub struct Stage {
     pub at_ms: u64,
 }
 
+fn is_zero(number: &u32) -> bool {
+    *number == 0
+}
+
 impl Record {
     /// A tombstone for an id that was stopped before we knew it.
     pub fn tombstone(id: SandboxId, now_ms: u64) -> Record {
@@ -155,6 +162,7 @@ impl Record {
             netns: None,
             request: None,
             initdata: None,
+            gpus: 0,
             ticket: None,
             seat: None,
             binding: None,

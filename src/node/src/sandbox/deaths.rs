@@ -2,11 +2,15 @@
 //! still exists. It is asked when a link was down for long, and believed when it is sure: its list, fetched twice some
 //! time apart, does not show the VM alive, and it has no addresses for it. Then the sandbox has failed: the relay closes
 //! the shim's connections to the agent, which is how a shim learns that its containers are dead.
+//!
+//! A provider that tells of itself that a VM has ended is believed as soon as it has no addresses for it either: that
+//! takes moments, and finds VMs that end while they boot.
 
 use std::{collections::HashMap, time::Duration};
 
-use peerpod_provider_api::{InstanceId, Owned, OwnedState};
-use tokio::time::{Instant, sleep, timeout};
+use futures_util::StreamExt;
+use peerpod_provider_api::{EventKind, InstanceId, Owned, OwnedState, ProviderEvent};
+use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{info, warn};
 
 use super::{Sandboxes, effects::CloudError, phase::Phase, table::Entry};
@@ -19,6 +23,8 @@ const ADDRESSES: Duration = Duration::from_secs(20);
 #[derive(Default)]
 pub struct Deaths {
     away: HashMap<SandboxId, Away>,
+    /// VMs that the provider told of, and that are not judged yet.
+    told: Vec<(InstanceId, String)>,
 }
 
 struct Away {
@@ -33,14 +39,59 @@ impl Deaths {
     /// Looks now and then, for ever.
     pub async fn run(mut self, table: Sandboxes) {
         let every = pause(table.0.settings.vm_gone_grace).min(Duration::from_secs(5));
+        let mut events = table.0.fx.events().fuse();
+        let mut next = Instant::now() + every;
         loop {
-            sleep(every).await;
-            self.pass(&table).await;
+            tokio::select! {
+                () = sleep_until(next) => {
+                    self.pass(&table).await;
+                    next = Instant::now() + every;
+                }
+                Some(event) = events.next() => self.event(&table, event).await,
+            }
+        }
+    }
+
+    async fn event(&mut self, table: &Sandboxes, ProviderEvent { id: vm, kind }: ProviderEvent) {
+        match kind {
+            EventKind::Interruption { at } => table.interrupted(&vm, at),
+            EventKind::Ended { reason } => {
+                if table.of_vm(&vm).is_some() {
+                    table.0.metrics.noticed("ended");
+                    self.told.push((vm, reason));
+                    self.hear(table).await;
+                }
+            }
+        }
+    }
+
+    /// Judges the VMs that the provider told of.
+    async fn hear(&mut self, table: &Sandboxes) {
+        for (vm, why) in std::mem::take(&mut self.told) {
+            let Some((id, pod)) = table.of_vm(&vm) else { continue };
+            match timeout(ADDRESSES, table.0.fx.addresses(&vm)).await {
+                Ok(Err(CloudError::NotFound { .. })) => {}
+                // It has some: it was started again, and it was not this end that we were told of.
+                Ok(Ok(_)) => continue,
+                Ok(Err(_)) | Err(_) => {
+                    self.told.push((vm, why));
+                    continue;
+                }
+            }
+            warn!(sandbox = %id, pod = &*pod, %vm, why, "its VM has ended");
+            match table.lost(&id, &vm, Some(why.clone())).await {
+                Ok(_) => drop(self.away.remove(&id)),
+                Err(error) => {
+                    warn!(sandbox = %id, pod = &*pod, %vm, %error, "its failure cannot be recorded; trying again");
+                    self.told.push((vm, why));
+                }
+            }
         }
     }
 
     /// Looks once. Asks the provider only when a guest was away for long.
     pub async fn pass(&mut self, table: &Sandboxes) {
+        self.hear(table).await;
         let grace = table.0.settings.vm_gone_grace;
         let away = table.away();
         self.away.retain(|id, _| away.contains_key(id));
@@ -107,7 +158,7 @@ impl Deaths {
                 return;
             }
         }
-        match table.lost(&id, vm).await {
+        match table.lost(&id, vm, None).await {
             Ok(true) => drop(self.away.remove(&id)),
             Ok(false) => info!(sandbox = %id, pod = &*pod, %vm, "it came back, or is stopped, just now"),
             Err(error) => {

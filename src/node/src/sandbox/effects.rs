@@ -6,8 +6,9 @@
 use std::{net::IpAddr, num::NonZeroU32, path::Path, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
+use futures_util::stream::{self, BoxStream, StreamExt};
 use peerpod_proto::{
-    guest::{NetworkPlan, Reply, Request},
+    guest::{Images, NetworkPlan, Reply, Request},
     relay::{PutSandboxRequest, TunnelPeer},
 };
 use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, Placement};
@@ -152,6 +153,11 @@ pub trait Effects: Send + Sync + 'static {
     /// Every VM that this node made and that has not vanished.
     async fn owned(&self) -> Result<Vec<Owned>, CloudError>;
 
+    /// What the provider says of VMs unasked; nothing, where it does not.
+    fn events(&self) -> BoxStream<'static, ProviderEvent> {
+        stream::pending().boxed()
+    }
+
     /// The VM's addresses, best first; waits until they are known.
     async fn addresses(&self, vm: &InstanceId) -> Result<Vec<IpAddr>, CloudError>;
 
@@ -255,6 +261,11 @@ pub trait Effects: Send + Sync + 'static {
 
     /// What the relay says of the sandbox's guest.
     fn guest(&self, id: &SandboxId) -> watch::Receiver<Guest>;
+
+    /// How guests get at images: what is known of registries now.
+    fn images(&self) -> Option<Images> {
+        None
+    }
 
     /// One request to the guest and its answer.
     async fn call(&self, id: &SandboxId, request: Request, timeout: Duration) -> Result<Reply, RelayError>;

@@ -5,6 +5,7 @@ use std::{
     time::Duration,
 };
 
+use peerpod_link::initdata::Initdata;
 use peerpod_proto::{
     guest::{Personalise, Request},
     relay::{PutSandboxRequest, TunnelPeer},
@@ -301,6 +302,9 @@ impl Task {
             lease_seconds: u32::try_from(self.settings.lease.as_secs()).unwrap_or(u32::MAX),
             agent_timeout_ms: u32::try_from(self.settings.agent_timeout.as_millis()).unwrap_or(u32::MAX),
             initdata: self.record.initdata.clone().unwrap_or_default(),
+            initdata_digest: digest_of(self.record.initdata.as_deref()),
+            gpus: self.record.gpus,
+            images: self.fx.images().into(),
             ..Default::default()
         });
         let (fx, id, session) = (self.fx.clone(), self.record.id.clone(), guest.session);
@@ -340,6 +344,11 @@ impl Task {
             }),
         }
     }
+}
+
+/// What the guest is to find, too; it was read when the pod was made.
+fn digest_of(initdata: Option<&str>) -> String {
+    initdata.and_then(|text| Initdata::parse(text).ok()).map(|read| read.digest).unwrap_or_default()
 }
 
 /// The VM's address that its tunnel goes to: the first of the family the tunnel was reserved for.

@@ -101,6 +101,7 @@ impl Sandboxes {
             return born(view).await.map(|()| path);
         }
         let wanted = wish.wanted.map_err(Error::Invalid)?;
+        wanted.wishes.check(&self.0.settings.may_wish).map_err(Error::Invalid)?;
         let netns = self
             .0
             .fx
@@ -241,9 +242,14 @@ impl Sandboxes {
     ///
     /// # Errors
     /// When the failure could not be made durable.
-    pub(super) async fn lost(&self, id: &SandboxId, vm: &InstanceId) -> Result<bool, Error> {
+    pub(super) async fn lost(
+        &self,
+        id: &SandboxId,
+        vm: &InstanceId,
+        why: Option<String>,
+    ) -> Result<bool, Error> {
         let Some(Found::Task(running)) = self.find(id) else { return Ok(false) };
-        let asked = self.ask(&running, |answer| Command::Lost(vm.clone(), answer)).await;
+        let asked = self.ask(&running, |answer| Command::Lost(vm.clone(), why, answer)).await;
         asked.unwrap_or_else(|| Err(broken(id)))
     }
 
@@ -338,8 +344,9 @@ impl Sandboxes {
         ] {
             labels.insert(key.to_owned(), value.to_owned());
         }
+        let gpus = wanted.size.gpus;
         let short: String = id.as_str().chars().take(12).collect();
-        let request = CreateRequest {
+        let mut request = CreateRequest {
             name: format!("{}-{short}", wanted.pod.name),
             user_data,
             size: wanted.size,
@@ -349,6 +356,7 @@ impl Sandboxes {
             labels,
             ..CreateRequest::default()
         };
+        wanted.wishes.over(&settings.wishes).ask(&mut request);
         Ok(Record {
             version: VERSION,
             phase: Phase::Created,
@@ -356,6 +364,7 @@ impl Sandboxes {
             netns: Some(netns),
             request: Some(request),
             initdata: wanted.initdata,
+            gpus,
             ticket: Some(ticket),
             trust: Some(fx.trusted().borrow().id.clone()),
             cause: None,

@@ -39,7 +39,8 @@ pub(super) enum Command {
     /// The provider says that the VM, whose guest is away, has these addresses.
     Moved(Vec<IpAddr>),
     /// The provider is sure that this VM of it is gone. Answers whether it has failed by that.
-    Lost(InstanceId, oneshot::Sender<Result<bool, Error>>),
+    /// This VM is gone; with a reason where the provider gave one.
+    Lost(InstanceId, Option<String>, oneshot::Sender<Result<bool, Error>>),
     /// Its guest shows the ticket.
     Claim(Claim, oneshot::Sender<Result<Granted, Error>>),
 }
@@ -241,8 +242,8 @@ impl Task {
             }
             Command::Claim(claim, answer) => self.claim(claim, answer).await,
             Command::Moved(addresses) => self.moved(addresses),
-            Command::Lost(vm, answer) => {
-                let lost = self.lost(&vm).await;
+            Command::Lost(vm, why, answer) => {
+                let lost = self.lost(&vm, why).await;
                 drop(answer.send(lost));
             }
         }
@@ -304,18 +305,24 @@ impl Task {
         Ok(())
     }
 
-    /// Fails, unless the guest is back or the sandbox is on its way out.
-    async fn lost(&mut self, vm: &InstanceId) -> Result<bool, Error> {
-        let ours = matches!(&self.record.phase, Phase::Running { vm: ours } if ours == vm);
-        if !ours || self.guest.borrow().connected {
+    /// Fails, unless the guest is back or the sandbox is on its way out. A link that seems to stand is no proof against
+    /// a provider that says how the VM ended: nobody closes the connections of a machine that stops.
+    async fn lost(&mut self, vm: &InstanceId, why: Option<String>) -> Result<bool, Error> {
+        let ours = match &self.record.phase {
+            Phase::Running { vm: ours } => ours == vm && (why.is_some() || !self.guest.borrow().connected),
+            Phase::Joining { vm: ours } => ours == vm && why.is_some(),
+            _ => false,
+        };
+        if !ours {
             return Ok(false);
         }
         let console = tokio::time::timeout(Duration::from_secs(2), self.fx.console(vm)).await;
         let console = console.ok().flatten().map(|text| format!("; its console ends with: {text}"));
-        let cause = format!(
-            "its VM {vm} is gone: the provider does not have it any more, and its guest does not answer{}",
-            console.unwrap_or_default()
+        let why = why.map_or_else(
+            || format!("its VM {vm} is gone: the provider does not have it any more, and its guest does not answer"),
+            |why| format!("its VM {vm} has ended: {why}"),
         );
+        let cause = format!("{why}{}", console.unwrap_or_default());
         match self.fail("vm", cause).await {
             Ok(()) => Ok(true),
             Err(Unapplied::Disk(error)) => Err(error),

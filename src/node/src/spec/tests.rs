@@ -37,7 +37,7 @@ fn a_go_shim_that_was_asked_for_nothing_wants_nothing() {
 
 #[test]
 fn everything_a_pod_can_ask_for_is_understood() {
-    let initdata = "\nalgorithm = \"sha384\"\n";
+    let initdata = "\nalgorithm = \"sha384\"\nversion = \"0.1.0\"\n";
     let wanted = parse(&sent(&[
         (MACHINE_TYPE, "m5.large"),
         (IMAGE, "ami-1"),
@@ -204,5 +204,18 @@ proptest! {
             prop_assert_eq!(path.parent(), Some(std::path::Path::new("/run")));
             prop_assert_eq!(path.file_name().and_then(|n| n.to_str()), Some(text.as_str()));
         }
+    }
+}
+
+#[test]
+fn initdata_that_no_vm_could_use_is_refused_at_once() {
+    for (text, named) in [
+        ("H4sIAAAAAAAAA", "is not TOML"),
+        ("version = \"0.1.0\"\nalgorithm = \"md5\"", "sha256, sha384 and sha512"),
+        ("version = \"9\"\nalgorithm = \"sha256\"", "0.1.0 is understood"),
+        ("version = \"0.1.0\"\nalgorithm = \"sha256\"\n[data]\n\"../x\" = \"\"", "../x"),
+    ] {
+        let error = parse(&sent(&[(INIT_DATA, text)])).unwrap_err().to_string();
+        assert!(error.contains("cc_init_data") && error.contains(named), "{error}");
     }
 }

@@ -5,6 +5,8 @@ use std::{
     time::{Duration, SystemTime},
 };
 
+use peerpod_provider_api::{EventKind, InstanceId, ProviderEvent};
+
 use super::{node::*, world::*};
 use crate::{
     ledger::Ledger,
@@ -42,6 +44,42 @@ async fn a_sandbox_whose_vm_is_gone_fails_and_leaves_nothing() {
 fn ticket(dir: &Dir, name: &str) -> String {
     let text = std::fs::read_to_string(dir.0.join(format!("sandboxes/{name}.json"))).unwrap();
     serde_json::from_str::<serde_json::Value>(&text).unwrap()["ticket"]["id"].as_str().unwrap().into()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_provider_that_tells_of_an_end_is_believed_at_once_if_it_has_no_addresses_either() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    node.run("b").await;
+    let vm_of = |name: &str| {
+        let state = world.state();
+        state.vms.iter().find(|(_, vm)| vm.birth.ticket.id == ticket(&dir, name)).unwrap().0.clone()
+    };
+    let (a, b) = (vm_of("a"), vm_of("b"));
+    let tell = |vm: &InstanceId, kind| drop(world.events.send(ProviderEvent { id: vm.clone(), kind }).unwrap());
+    let ended = || EventKind::Ended { reason: "somebody's hand".into() };
+    let taken = || EventKind::Interruption { at: SystemTime::now() + 120 * SECOND };
+    // One that will be taken is there until it is.
+    tell(&InstanceId::new("i-of-nobody").unwrap(), taken());
+    tell(&b, taken());
+    // Told of one that is there: an end of before.
+    tell(&b, ended());
+    // And of one that is gone, while its link still seems to stand.
+    world.guests_stay_away.store(true, Ordering::Relaxed);
+    world.state().vms.retain(|id, _| *id != a);
+    let began = tokio::time::Instant::now();
+    tell(&a, ended());
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    assert!(began.elapsed() < 5 * SECOND, "{:?}", began.elapsed());
+    let Err(Error::Failed { cause, .. }) = node.table.start(&id("a")).await else { panic!("not failed") };
+    for word in [format!("VM {a} has ended: somebody's hand"), "kernel panic".into()] {
+        assert!(cause.contains(&word), "{cause}");
+    }
+    tokio::time::sleep(60 * SECOND).await;
+    assert_eq!(node.phase("b"), "running");
+    assert_eq!((node.metrics.notices("interruption"), node.metrics.notices("ended")), (1, 2));
+    node.kill().await;
 }
 
 /// An hour of each: what is no proof is not taken for one.

@@ -17,7 +17,7 @@ use crate::{
         Claim, Deaths, Reaper, Sandboxes, Secret, Settings, Wish,
         recover::{Kept, Orphans, recover},
     },
-    spec::{PodRef, Size, Wanted},
+    spec::{PodRef, Size, Wanted, Wishes},
 };
 
 pub(super) fn settings() -> Settings {
@@ -38,6 +38,8 @@ pub(super) fn settings() -> Settings {
         vm_gone_grace: Duration::from_secs(24),
         max_sandboxes: 1000,
         second_nic: false,
+        wishes: Wishes::default(),
+        may_wish: Vec::new(),
         dial: None,
         max_batch: 0,
     }
@@ -142,6 +144,7 @@ pub(super) fn wish(name: &str) -> Wish {
         instance_type: None,
         image: None,
         initdata: None,
+        wishes: Wishes::default(),
     };
     Wish { id: id(name), wanted: Ok(wanted), netns: format!("/run/netns/{name}").into() }
 }

@@ -13,15 +13,21 @@ use std::{
 };
 
 use async_trait::async_trait;
+use futures_util::stream::{self, BoxStream, StreamExt};
 use peerpod_link::birth::BirthData;
 use peerpod_proto::{
     guest::{NetworkPlan, Reply, Request},
     relay::PutSandboxRequest,
 };
-use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, OwnedState, Placement};
+use peerpod_provider_api::{
+    CreateRequest, IdempotencyKey, InstanceId, Owned, OwnedState, Placement, ProviderEvent,
+};
 use serde_json::value::RawValue;
 use sha2::{Digest, Sha256};
-use tokio::{sync::watch, time::Instant};
+use tokio::{
+    sync::{broadcast, watch},
+    time::Instant,
+};
 
 use crate::{
     ledger::{Batch, Error as LedgerError, Ledger, NetnsRef, Network, Record},
@@ -147,6 +153,8 @@ pub(super) struct World {
     /// How many of the next effects panic.
     pub panics: AtomicU64,
     pub owned_fails: Mutex<Option<CloudError>>,
+    /// Where the provider tells of VMs unasked.
+    pub events: broadcast::Sender<ProviderEvent>,
     /// A sandbox whose record alone cannot be written.
     pub cannot_record: Mutex<Option<SandboxId>>,
     /// Ticks when something changed around the pods' networks.
@@ -235,6 +243,7 @@ impl World {
             disk_full: AtomicBool::new(false),
             panics: AtomicU64::new(0),
             owned_fails: Mutex::default(),
+            events: broadcast::Sender::new(16),
             cannot_record: Mutex::default(),
             noise: watch::Sender::new(0),
             network: Mutex::new("eth0".into()),
@@ -701,6 +710,11 @@ impl Effects for Fake {
         }
         let state = self.world.state();
         Ok(state.vms.iter().find(|(_, vm)| vm.key == *key).map(|(id, _)| id.clone()))
+    }
+
+    fn events(&self) -> BoxStream<'static, ProviderEvent> {
+        let told = self.world.events.subscribe();
+        stream::unfold(told, |mut told| async move { Some((told.recv().await.ok()?, told)) }).boxed()
     }
 
     async fn owned(&self) -> Result<Vec<Owned>, CloudError> {

@@ -1,0 +1,407 @@
+//! The VM's own network cards, where nobody else looks after them: brought up, and given an address by DHCPv4, by DHCPv6
+//! when the routers say so, or by the kernel's command line; routes, MTU and name servers with it, and all of it kept for
+//! as long as it is granted. What routers announce (SLAAC, the IPv6 default route) is the kernel's own work.
+//!
+//! A card whose address never ends has it from somebody else (the kernel, the maker of a "VM" of namespaces) and is left
+//! alone; leases always end. So nothing needs to be remembered over a restart of this program, and when it is dead for
+//! too long the kernel takes the address away.
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, Ipv6Addr},
+    path::Path,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+
+use mozim::{
+    DhcpV4Client, DhcpV4Config, DhcpV4Lease, DhcpV4State, DhcpV6Client, DhcpV6Config, DhcpV6Mode, DhcpV6State,
+};
+use netlink_packet_route::{
+    AddressFamily, RouteNetlinkMessage,
+    link::{AfSpecInet6, AfSpecUnspec, Inet6IfaceFlags, LinkAttribute, LinkFlags, LinkMessage},
+};
+use peerpod_link::net::{events::Events, netlink::Client, netns::Netns, uplink};
+use tokio::{
+    task::{AbortHandle, JoinSet},
+    time::{sleep, timeout},
+};
+
+use crate::status::{self, Stage, Status};
+
+mod line;
+mod names;
+mod wanted;
+
+use line::Line;
+use names::Names;
+use wanted::{Wanted, addresses, bring_up, is_permanent, is_tentative, local};
+
+const RESOLV_CONF: &str = "/etc/resolv.conf";
+/// A card's news come in bursts.
+const QUIET: Duration = Duration::from_millis(10);
+const AT_MOST: Duration = Duration::from_millis(100);
+/// Should an event be lost.
+const LOOK: Duration = Duration::from_secs(10);
+/// A bridge that is still learning swallows the first question, and the protocol's own patience is some 4 s. A server
+/// that is slower than these answers the third, which is repeated as the protocol has it.
+const FIRST_TRIES: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(2)];
+/// To a request the server that offered, or granted before, answers at once or not at all. The client does not hear a
+/// refusal then; the server is asked by a new one whether the lease still holds, and that hears it.
+const REQUEST: Duration = Duration::from_secs(4);
+const AGAIN: Duration = Duration::from_secs(1);
+
+/// A card as the kernel has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Card {
+    name: String,
+    index: u32,
+    mac: [u8; 6],
+    up: bool,
+    carrier: bool,
+    /// A router says that addresses come from a server.
+    managed: bool,
+    /// Somebody else gave it an address of IPv4, of IPv6.
+    given: (bool, bool),
+    link_local: Option<Ipv6Addr>,
+}
+
+/// What all tasks share.
+struct Shared {
+    names: Names,
+    status: Arc<Status>,
+    /// Until the first card has an address.
+    stage: Mutex<Option<Stage>>,
+    addressed: AtomicBool,
+}
+
+/// Looks after the cards for ever.
+pub(crate) async fn keep(status: Arc<Status>) {
+    let (mut line, wrong) = if status::in_first_pid_namespace() {
+        line::parse(&std::fs::read_to_string("/proc/cmdline").unwrap_or_default())
+    } else {
+        Default::default() // the line is somebody else's
+    };
+    for why in wrong {
+        tracing::error!(why, "the kernel's command line");
+        status.note("kernel-line", Some(format!("the kernel's command line: {why}")));
+    }
+    if line.off {
+        tracing::info!("the kernel's command line says that cards get no addresses");
+        return;
+    }
+    let shared = Arc::new(Shared {
+        names: Names::new(Path::new(RESOLV_CONF)),
+        status,
+        stage: Mutex::new(None),
+        addressed: AtomicBool::new(false),
+    });
+    shared.names.tell(0, false, &line.dns, &[]);
+    let events = Netns::current().and_then(|netns| Events::of_underlay(&netns));
+    let mut events = events.inspect_err(|error| tracing::error!(%error, "cannot watch the cards")).ok();
+    let mut keeper = Keeper { shared, tasks: JoinSet::new(), of: BTreeMap::new(), seen: BTreeMap::new() };
+    loop {
+        match blocking(look).await {
+            Ok(cards) => keeper.follow(&cards, &mut line).await,
+            Err(error) => tracing::error!(error, "cannot look at the cards"),
+        }
+        let heard = async {
+            match &mut events {
+                Some(events) => events.settled(QUIET, AT_MOST).await,
+                None => std::future::pending().await,
+            }
+        };
+        match timeout(LOOK, heard).await {
+            Ok(Err(error)) => {
+                tracing::error!(%error, "no longer hears of the cards");
+                events = None;
+            }
+            Ok(Ok(())) | Err(_) => {}
+        }
+    }
+}
+
+struct Keeper {
+    shared: Arc<Shared>,
+    tasks: JoinSet<()>,
+    /// Who works on which card, for which family.
+    of: BTreeMap<(u32, bool), AbortHandle>,
+    /// Each card's rank, by index.
+    seen: BTreeMap<u32, u32>,
+}
+
+impl Keeper {
+    async fn follow(&mut self, cards: &[Card], line: &mut Line) {
+        self.of.retain(|(index, _), task| {
+            let stays = cards.iter().any(|card| card.index == *index && card.carrier);
+            if !stays {
+                task.abort();
+            }
+            stays && !task.is_finished()
+        });
+        while self.tasks.try_join_next().is_some() {}
+        for card in cards {
+            let next = self.seen.len() as u32;
+            if !self.seen.contains_key(&card.index) {
+                self.seen.insert(card.index, next);
+                self.first_sight(card, next, line).await;
+            }
+            let rank = self.seen.get(&card.index).copied().unwrap_or(next);
+            if card.carrier && !card.given.0 {
+                self.work(card, rank, false);
+            }
+            if card.carrier && card.managed && !card.given.1 && card.link_local.is_some() {
+                self.work(card, rank, true);
+            }
+        }
+    }
+
+    /// A card that was never seen before: brought up once (what somebody takes down later stays down), and given what the
+    /// kernel's line says.
+    async fn first_sight(&self, card: &Card, rank: u32, line: &mut Line) {
+        if !card.up {
+            // Before it is up, or the first word of a router is lost; also for a VM that forwards its pod's packets.
+            for (setting, value) in [("accept_ra", "2"), ("router_solicitation_delay", "0")] {
+                let path = format!("/proc/sys/net/ipv6/conf/{}/{setting}", card.name);
+                if let Err(error) = std::fs::write(&path, value) {
+                    tracing::debug!(path, %error, "IPv6"); // a kernel without it
+                }
+            }
+            let index = card.index;
+            let up = blocking(move |client| bring_up(client, index).map_err(|error| error.to_string())).await;
+            match up {
+                Ok(()) => tracing::info!(card = card.name, "up"),
+                Err(error) => tracing::error!(card = card.name, error, "cannot bring the card up"),
+            }
+        }
+        let is_its =
+            |fixed: &line::Static| fixed.device.as_ref().map_or(rank == 0, |name| *name == card.name);
+        let (fixed, rest) = std::mem::take(&mut line.fixed).into_iter().partition(is_its);
+        line.fixed = rest;
+        for fixed in fixed as Vec<line::Static> {
+            let any = (if fixed.address.is_ipv6() { "::" } else { "0.0.0.0" }).parse::<IpAddr>();
+            let way = |gateway| {
+                any.clone().map(|any| wanted::Way { destination: (any, 0), gateway: Some(gateway) })
+            };
+            let wanted = Wanted {
+                address: fixed.address,
+                prefix: fixed.prefix,
+                broadcast: None,
+                lifetime: None,
+                ways: fixed.gateway.and_then(|gateway| way(gateway).ok()).into_iter().collect(),
+                mtu: None,
+                dns: fixed.dns,
+                search: Vec::new(),
+            };
+            self.shared.give(card, rank, wanted).await;
+        }
+    }
+
+    fn work(&mut self, card: &Card, rank: u32, v6: bool) {
+        let key = (card.index, v6);
+        if self.of.contains_key(&key) {
+            return;
+        }
+        let (shared, card) = (self.shared.clone(), card.clone());
+        shared.begins();
+        let task = if v6 {
+            self.tasks.spawn(async move { shared.ask_v6(&card, rank).await })
+        } else {
+            self.tasks.spawn(async move { shared.ask_v4(&card, rank).await })
+        };
+        self.of.insert(key, task);
+    }
+}
+
+impl Shared {
+    fn begins(&self) {
+        let mut stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner);
+        if stage.is_none() && !self.addressed.load(Relaxed) {
+            *stage = Some(self.status.begin("uplink"));
+        }
+    }
+
+    /// Gives a card what it is to have; whether that worked.
+    async fn give(&self, card: &Card, rank: u32, wanted: Wanted) -> bool {
+        let (index, given) = (card.index, wanted.clone());
+        let done = blocking(move |client| wanted.apply(client, index, rank)).await;
+        if let Err(error) = done {
+            tracing::error!(card = card.name, error, "uplink");
+            self.status.note("uplink-address", Some(format!("{}: {error}", card.name)));
+            return false;
+        }
+        self.names.tell(rank, given.address.is_ipv6(), &given.dns, &given.search);
+        if !self.addressed.swap(true, Relaxed) {
+            let stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner).take();
+            self.status.done(stage.unwrap_or_else(|| self.status.begin("uplink")));
+        }
+        self.status.note("uplink-address", None);
+        true
+    }
+
+    /// Asks for an address of IPv4, and keeps it, for ever.
+    async fn ask_v4(&self, card: &Card, rank: u32) {
+        let mut config = DhcpV4Config::new(&card.name);
+        config.set_iface_index(card.index);
+        if let Err(error) = config.set_iface_mac_raw(&card.mac) {
+            tracing::error!(card = card.name, %error, "DHCP");
+            return;
+        }
+        let (mut lease, mut first) = (None, FIRST_TRIES.into_iter());
+        loop {
+            match self.lease_v4(card, rank, &config, &mut lease, &mut first).await {
+                Ok(never) => match never {},
+                Err(Some(error)) => {
+                    tracing::warn!(card = card.name, error, "DHCP");
+                    sleep(AGAIN).await;
+                }
+                Err(None) => {}
+            }
+        }
+    }
+
+    /// One client's life. It ends for want of an answer, or with an error.
+    async fn lease_v4(
+        &self,
+        card: &Card,
+        rank: u32,
+        config: &DhcpV4Config,
+        lease: &mut Option<DhcpV4Lease>,
+        first: &mut impl Iterator<Item = Duration>,
+    ) -> Result<std::convert::Infallible, Option<String>> {
+        let failed = |error: mozim::DhcpError| Some(error.to_string());
+        let mut client = DhcpV4Client::init(config.clone(), lease.take()).await.map_err(failed)?;
+        let mut limit = first.next();
+        loop {
+            let run = client.run();
+            let state = match limit {
+                Some(limit) => timeout(limit, run).await.map_err(|_| None)?,
+                None => run.await,
+            };
+            limit = match state.map_err(failed)? {
+                DhcpV4State::Done(granted) => {
+                    let wanted = Wanted::of_v4(&granted);
+                    tracing::info!(
+                        card = card.name,
+                        address = %wanted.address,
+                        prefix = wanted.prefix,
+                        server = %granted.srv_id,
+                        seconds = granted.lease_time_sec,
+                        "DHCP lease"
+                    );
+                    // What the kernel refused now it may take the next time.
+                    self.give(card, rank, wanted).await;
+                    *lease = Some(*granted);
+                    None
+                }
+                DhcpV4State::InitReboot => None,
+                DhcpV4State::Selecting | DhcpV4State::Renewing | DhcpV4State::Rebinding => Some(REQUEST),
+                // Of a later version of the crate.
+                #[expect(unreachable_patterns, reason = "all are named today")]
+                _ => None,
+            };
+        }
+    }
+
+    /// Asks for an address of IPv6, and keeps it, for ever.
+    async fn ask_v6(&self, card: &Card, rank: u32) {
+        let Some(link_local) = card.link_local else { return };
+        let mut config = DhcpV6Config::new(&card.name, DhcpV6Mode::NonTemporaryAddresses);
+        config.set_iface_index(card.index).set_link_local_ip(link_local).set_duid_by_iface_mac(&card.mac);
+        loop {
+            if let Err(error) = self.lease_v6(card, rank, &config).await {
+                tracing::warn!(card = card.name, error, "DHCPv6");
+            }
+            sleep(AGAIN).await;
+        }
+    }
+
+    async fn lease_v6(&self, card: &Card, rank: u32, config: &DhcpV6Config) -> Result<(), String> {
+        let failed = |error: mozim::DhcpError| error.to_string();
+        let mut client = DhcpV6Client::init(config.clone(), None).await.map_err(failed)?;
+        let mut held: Option<IpAddr> = None;
+        loop {
+            let state = client.run().await.map_err(failed)?;
+            let DhcpV6State::Done(granted) = state else { continue };
+            let wanted = Wanted::of_v6(&granted);
+            let address = wanted.address;
+            if address.is_unspecified() {
+                return Err("the server has no address for us".to_owned());
+            }
+            tracing::info!(card = card.name, %address, seconds = granted.valid_time_sec, "DHCPv6 lease");
+            self.give(card, rank, wanted).await;
+            let index = card.index;
+            if let Some(gone) = held.replace(address).filter(|before| *before != address) {
+                blocking(move |client| wanted::remove(client, index, gone)).await?;
+            }
+        }
+    }
+}
+
+/// Works with the kernel, which is synchronous.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce(&mut Client) -> Result<T, String> + Send + 'static,
+) -> Result<T, String> {
+    let run = move || {
+        let mut client = Client::route().map_err(|error| format!("open a netlink socket: {error}"))?;
+        work(&mut client)
+    };
+    tokio::task::spawn_blocking(run).await.map_err(|error| error.to_string())?
+}
+
+fn look(client: &mut Client) -> Result<Vec<Card>, String> {
+    let mut cards = Vec::new();
+    for known in uplink::cards(client).map_err(|error| error.to_string())? {
+        let mut ask = LinkMessage::default();
+        ask.header.index = known.index;
+        let Ok(RouteNetlinkMessage::NewLink(link)) = client.ask(RouteNetlinkMessage::GetLink(ask)) else {
+            continue; // gone meanwhile
+        };
+        let mut card = Card {
+            name: known.name,
+            index: known.index,
+            mac: known.mac,
+            up: known.up,
+            carrier: link.header.flags.contains(LinkFlags::Up | LinkFlags::LowerUp),
+            managed: ra_flags(&link).contains(Inet6IfaceFlags::RaManaged),
+            given: (false, false),
+            link_local: None,
+        };
+        for address in addresses(client, card.index)? {
+            match local(&address) {
+                Some(IpAddr::V6(own)) if own.is_unicast_link_local() => {
+                    card.link_local = Some(own).filter(|_| !is_tentative(&address)).or(card.link_local);
+                }
+                Some(IpAddr::V4(own)) if own.is_link_local() => {}
+                Some(_) if is_permanent(&address) && address.header.family == AddressFamily::Inet => {
+                    card.given.0 = true
+                }
+                Some(_) if is_permanent(&address) => card.given.1 = true,
+                _ => {}
+            }
+        }
+        // Whoever gave it one family gave it both, as far as there are both: it needs no server of the other.
+        card.given = (card.given.0 || card.given.1, card.given.1);
+        cards.push(card);
+    }
+    Ok(cards)
+}
+
+fn ra_flags(link: &LinkMessage) -> Inet6IfaceFlags {
+    let families = link.attributes.iter().find_map(|attribute| match attribute {
+        LinkAttribute::AfSpecUnspec(families) => Some(families),
+        _ => None,
+    });
+    let of_v6 = families.into_iter().flatten().find_map(|family| match family {
+        AfSpecUnspec::Inet6(settings) => Some(settings),
+        _ => None,
+    });
+    let flags = of_v6.into_iter().flatten().find_map(|setting| match setting {
+        AfSpecInet6::Flags(flags) => Some(*flags),
+        _ => None,
+    });
+    flags.unwrap_or(Inet6IfaceFlags::empty())
+}

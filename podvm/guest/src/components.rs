@@ -1,0 +1,213 @@
+//! The confidential guest components that an image may have: attestation agent, then data hub. Each is started with the
+//! configuration that initdata brought, waited for at its socket, and started again when it ends; the kata-agent
+//! begins after them. Like the agent they survive this program and are found again by their sockets.
+
+use std::{
+    fs,
+    os::unix::process::CommandExt,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::Arc,
+    time::Duration,
+};
+
+use tokio::{
+    net::UnixStream,
+    sync::watch,
+    time::{sleep, timeout},
+};
+
+use crate::{
+    config::{self, Component},
+    files,
+    status::Status,
+};
+
+/// How long one may take to listen. The agent asks it for secrets, so it is not begun without.
+const PATIENCE: Duration = Duration::from_secs(30);
+const POLL: Duration = Duration::from_millis(20);
+const PAUSE: Duration = Duration::from_secs(1);
+/// Where the hub looks for the credentials of registries.
+const AUTH: &str = "auth.json";
+const AUTH_VARIABLE: &str = "CDH_DEFAULT_IMAGE_AUTHENTICATED_REGISTRY_CREDENTIALS";
+/// Configurations that are empty when initdata has none: the components refuse to start without a file.
+const CONFIGURATIONS: [&str; 2] = ["aa.toml", "cdh.toml"];
+
+/// The components of this image.
+pub(crate) struct Components {
+    settings: config::Components,
+    dir: PathBuf,
+    status: Arc<Status>,
+    /// Whether the agent may begin.
+    ready: watch::Sender<bool>,
+}
+
+impl Components {
+    /// Nothing is started yet; where there are none the agent need not wait.
+    pub(crate) fn new(settings: &config::Settings, status: Arc<Status>) -> Arc<Components> {
+        let ready = watch::Sender::new(!settings.components.any());
+        let (settings, dir) = (settings.components.clone(), settings.initdata_dir.clone());
+        Arc::new(Components { settings, dir, status, ready })
+    }
+
+    /// Returns when the agent may begin.
+    pub(crate) async fn wait(&self) {
+        // The sender lives as long as we do.
+        drop(self.ready.subscribe().wait_for(|ready| *ready).await);
+    }
+
+    /// Starts what is not running, in order. Initdata's files are there. Again changes nothing.
+    ///
+    /// # Errors
+    /// One of them does not listen in time.
+    pub(crate) async fn start(self: &Arc<Self>, pull_secret: &str) -> Result<(), String> {
+        if *self.ready.borrow() {
+            return Ok(());
+        }
+        self.prepare(pull_secret).map_err(|error| format!("preparing the guest components: {error}"))?;
+        let stage = self.status.begin("components");
+        let named = [
+            ("the attestation agent", &self.settings.attestation_agent),
+            ("the confidential data hub", &self.settings.data_hub),
+        ];
+        for (name, component) in named {
+            if let Some(component) = component {
+                self.one(name, component.clone()).await?;
+            }
+        }
+        self.status.done(stage);
+        self.ready.send_replace(true);
+        Ok(())
+    }
+
+    fn prepare(&self, pull_secret: &str) -> std::io::Result<()> {
+        fs::create_dir_all(&self.dir)?;
+        for name in CONFIGURATIONS {
+            let path = self.dir.join(name);
+            if !path.exists() {
+                files::write_private(&path, b"")?;
+            }
+        }
+        let auth = if pull_secret.is_empty() { "{}" } else { pull_secret };
+        files::write_private(&self.dir.join(AUTH), auth.as_bytes())
+    }
+
+    async fn one(self: &Arc<Self>, name: &'static str, component: Component) -> Result<(), String> {
+        let socket = component.socket.clone();
+        if UnixStream::connect(&socket).await.is_ok() {
+            tracing::info!(name, "found running");
+            return Ok(());
+        }
+        if let Some(folder) = socket.parent() {
+            fs::create_dir_all(folder).map_err(|error| format!("making {}: {error}", folder.display()))?;
+        }
+        let components = self.clone();
+        tokio::spawn(async move { components.keep(name, &component).await });
+        let listening = async {
+            while UnixStream::connect(&socket).await.is_err() {
+                sleep(POLL).await;
+            }
+        };
+        timeout(PATIENCE, listening).await.map_err(|_| {
+            format!(
+                "{name} did not listen on {} within {PATIENCE:?}; the VM's console has its own words",
+                socket.display()
+            )
+        })
+    }
+
+    /// Runs it, and again.
+    async fn keep(&self, name: &'static str, component: &Component) {
+        loop {
+            let ended = match self.run(component) {
+                Ok(mut child) => match child.wait().await {
+                    Ok(status) => status.to_string(),
+                    Err(error) => error.to_string(),
+                },
+                Err(error) => format!("cannot start {}: {error}", component.command.join(" ")),
+            };
+            tracing::error!(name, how = ended, "a guest component is gone; it is started again");
+            self.status.note("components", Some(format!("{name} is gone ({ended}); it is started again")));
+            sleep(PAUSE).await;
+        }
+    }
+
+    fn run(&self, component: &Component) -> std::io::Result<tokio::process::Child> {
+        let (program, arguments) = component
+            .command
+            .split_first()
+            .ok_or_else(|| std::io::Error::new(std::io::ErrorKind::NotFound, "an empty command"))?;
+        remove_socket(&component.socket)?;
+        let mut command = Command::new(program);
+        command
+            .args(arguments)
+            .current_dir("/")
+            .env(AUTH_VARIABLE, format!("file://{}", self.dir.join(AUTH).display()))
+            .stdin(Stdio::null())
+            .process_group(0); // a signal for our group is not for it
+        tokio::process::Command::from(command).spawn()
+    }
+}
+
+/// Nobody listens there any more.
+fn remove_socket(path: &Path) -> std::io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{config::Settings, files::testing::TempDir};
+
+    /// A component as a shell script: notes that it was started, and with what; listens with Python.
+    fn component(dir: &Path, name: &str) -> Component {
+        let (socket, log) = (dir.join(format!("{name}.sock")), dir.join("log"));
+        let script = format!(
+            "echo $$ > {dir}/{name}.pid; echo {name} $(cat {dir}/aa.toml) $(stat -c %a {dir}/auth.json) ${AUTH_VARIABLE} >> {log}; exec python3 -c \"import socket,time; s=socket.socket(socket.AF_UNIX); s.bind('{socket}'); s.listen(); time.sleep(100)\"",
+            dir = dir.display(),
+            log = log.display(),
+            socket = socket.display()
+        );
+        Component { command: vec!["/bin/sh".into(), "-c".into(), script], socket }
+    }
+
+    #[tokio::test]
+    async fn they_start_in_order_with_their_configuration_and_before_the_agent() {
+        let dir = TempDir::new();
+        let settings = Settings {
+            initdata_dir: dir.path().to_owned(),
+            components: config::Components {
+                attestation_agent: Some(component(dir.path(), "aa")),
+                data_hub: Some(component(dir.path(), "hub")),
+            },
+            ..Settings::default()
+        };
+        let components = Components::new(&settings, Arc::new(Status::new(false)));
+        assert!(timeout(Duration::from_millis(20), components.wait()).await.is_err(), "the agent waits");
+        files::write_private(&dir.path().join("aa.toml"), b"kbs").unwrap();
+        components.start("{\"auths\":{}}").await.unwrap();
+        timeout(Duration::from_secs(5), components.wait()).await.unwrap();
+        let log = fs::read_to_string(dir.path().join("log")).unwrap();
+        let auth = format!("file://{}/auth.json", dir.path().display());
+        assert_eq!(log, format!("aa kbs 600 {auth}\nhub kbs 600 {auth}\n"));
+        // A restarted guest program finds them.
+        let again = Components::new(&settings, Arc::new(Status::new(true)));
+        again.start("").await.unwrap();
+        assert_eq!(fs::read_to_string(dir.path().join("log")).unwrap(), log);
+        for name in ["aa", "hub"] {
+            let pid = fs::read_to_string(dir.path().join(format!("{name}.pid"))).unwrap();
+            let pid = nix::unistd::Pid::from_raw(pid.trim().parse().unwrap());
+            nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).unwrap();
+        }
+    }
+
+    #[tokio::test]
+    async fn without_any_the_agent_does_not_wait() {
+        let components = Components::new(&Settings::default(), Arc::new(Status::new(false)));
+        timeout(Duration::from_secs(5), components.wait()).await.unwrap();
+        components.start("").await.unwrap();
+    }
+}

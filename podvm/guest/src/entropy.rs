@@ -1,0 +1,47 @@
+//! Waits until the kernel has random numbers, with a word about it and not for ever: keys are made of them.
+
+use std::time::{Duration, Instant};
+
+use rustix::{
+    io::Errno,
+    rand::{GetRandomFlags, getrandom},
+};
+
+const STEP: Duration = Duration::from_millis(20);
+/// Then this program ends, and pid 1 looks at the lease.
+const LIMIT: Duration = Duration::from_secs(120);
+const SAID_EVERY: Duration = Duration::from_secs(10);
+
+/// Why there are none.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error(
+        "the kernel has no random numbers after {LIMIT:?}: give the VM a virtio-rng device (and the image the module), \
+         or a processor with RDRAND"
+    )]
+    None,
+    #[error("asking the kernel for random numbers: {0}")]
+    Kernel(#[from] Errno),
+}
+
+/// Returns as soon as asking cannot block.
+pub(crate) fn wait() -> Result<(), Error> {
+    let began = Instant::now();
+    let mut said: Option<Instant> = None;
+    let mut one = [0_u8];
+    loop {
+        match getrandom(&mut one, GetRandomFlags::NONBLOCK) {
+            Ok(_) => return Ok(()),
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) if began.elapsed() < LIMIT => {
+                if said.is_none_or(|said| said.elapsed() > SAID_EVERY) {
+                    tracing::warn!("waiting for the kernel's random numbers");
+                    said = Some(Instant::now());
+                }
+                std::thread::sleep(STEP);
+            }
+            Err(Errno::AGAIN) => return Err(Error::None),
+            Err(error) => return Err(error.into()),
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! What the kata-agent asks of a confidential data hub about images, where the VM has no hub: `PullImage`, answered on
+//! the hub's own socket. The work is done by a child process, `peerpod-guest pull`, one per image.
+//!
+//! A caller that goes away does not end a pull: the agent asks again, and finds it further on. What the node names to be
+//! fetched beforehand begins as soon as the VM knows whose it is.
+
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use async_trait::async_trait;
+use peerpod_images::{Cause, Error, Job, Outcome};
+use peerpod_proto::{
+    guest,
+    hub::{ImagePullRequest, ImagePullResponse},
+    hub_ttrpc::{ImagePullService, create_image_pull_service},
+};
+use tokio::{
+    net::UnixListener,
+    sync::{Semaphore, watch},
+};
+use ttrpc::{
+    Code,
+    asynchronous::{Server, TtrpcContext, transport::Listener},
+};
+
+use crate::config;
+
+mod child;
+
+const VERSION: u32 = 1;
+/// Processes at the same time.
+const AT_ONCE: usize = 2;
+/// Images to be fetched beforehand, and pulls that somebody waits for.
+const MOST: usize = 64;
+/// A name is at most a registry's, a repository's and a digest.
+const MAX_NAME: usize = 1024;
+
+type Told = Option<Result<Outcome, Error>>;
+
+/// The images of this VM. Clones are the same.
+#[derive(Clone)]
+pub(crate) struct Images(Arc<Inner>);
+
+struct Inner {
+    settings: config::Images,
+    /// What the node said last; none yet: pulls wait for it.
+    access: watch::Sender<Option<guest::Images>>,
+    /// Pulls under way, by image and bundle (none: only fetched).
+    running: Mutex<HashMap<(String, Option<PathBuf>), watch::Receiver<Told>>>,
+    places: Semaphore,
+}
+
+impl Images {
+    /// Nothing is pulled before [`Images::access`].
+    pub(crate) fn new(settings: &config::Images) -> Images {
+        Images(Arc::new(Inner {
+            settings: settings.clone(),
+            access: watch::Sender::new(None),
+            running: Mutex::default(),
+            places: Semaphore::new(AT_ONCE),
+        }))
+    }
+
+    /// Serves the agent for as long as the answer lives.
+    ///
+    /// # Errors
+    /// The socket cannot be made.
+    pub(crate) async fn serve(&self) -> anyhow::Result<Option<Server>> {
+        use anyhow::Context;
+        if !self.0.settings.serve {
+            return Ok(None);
+        }
+        let socket = &self.0.settings.socket;
+        let listener = listen(socket).with_context(|| format!("listening on {}", socket.display()))?;
+        let services = create_image_pull_service(Arc::new(self.clone()));
+        let mut server = Server::new().add_listener(Listener::from(listener)).register_service(services);
+        server.start().await.with_context(|| format!("serving {}", socket.display()))?;
+        Ok(Some(server))
+    }
+
+    /// What the node says of the pod's images; begins with those that are to be there early.
+    ///
+    /// # Errors
+    /// It is of another version.
+    pub(crate) fn access(&self, access: Option<&guest::Images>) -> Result<(), String> {
+        let access = access.cloned().unwrap_or_else(|| {
+            let mut none = guest::Images::new();
+            none.version = VERSION;
+            none
+        });
+        if access.version != VERSION {
+            return Err(format!(
+                "images has version {}, this guest reads {VERSION}; node and VM image must be upgraded together",
+                access.version
+            ));
+        }
+        let early: Vec<String> = access.prefetch.iter().take(MOST).cloned().collect();
+        self.0.access.send_replace(Some(access));
+        if self.0.settings.serve {
+            for image in early {
+                drop(self.begin(image, None));
+            }
+        }
+        Ok(())
+    }
+
+    /// Joins a pull that is under way, or begins one.
+    fn begin(&self, image: String, bundle: Option<PathBuf>) -> Result<watch::Receiver<Told>, Error> {
+        if image.len() > MAX_NAME {
+            return Err(Error::new(Cause::Malformed, "an image's name of more than 1024 bytes"));
+        }
+        let key = (image, bundle);
+        let mut running = self.running();
+        if let Some(under_way) = running.get(&key) {
+            return Ok(under_way.clone());
+        }
+        if running.len() >= MOST {
+            return Err(Error::new(Cause::Internal, format!("{MOST} pulls are under way; more are refused")));
+        }
+        // Who fetches the same image already is waited for: its layers are then here.
+        let early = running.get(&(key.0.clone(), None)).cloned();
+        let (tell, told) = watch::channel(None);
+        running.insert(key.clone(), told.clone());
+        drop(running);
+        let images = self.clone();
+        tokio::spawn(async move {
+            if let Some(mut early) = early {
+                drop(early.wait_for(Option::is_some).await);
+            }
+            let result = images.pull(&key.0, key.1.clone()).await;
+            match &result {
+                Ok(done) => tracing::info!(
+                    image = key.0,
+                    digest = done.manifest_digest,
+                    layers = done.layers,
+                    fetched = done.fetched,
+                    bytes = done.bytes,
+                    early = key.1.is_none(),
+                    "image is here"
+                ),
+                Err(error) => tracing::error!(image = key.0, %error, early = key.1.is_none(), "cannot pull"),
+            }
+            images.running().remove(&key);
+            tell.send_replace(Some(result));
+        });
+        Ok(told)
+    }
+
+    async fn pull(&self, image: &str, bundle: Option<PathBuf>) -> Result<Outcome, Error> {
+        let settings = &self.0.settings;
+        let mut access = self.0.access.subscribe();
+        let gone = || Error::new(Cause::Internal, "the guest program ends");
+        let access = access.wait_for(Option::is_some).await.map_err(|_| gone())?.clone().unwrap_or_default();
+        let _place = self.0.places.acquire().await.map_err(|_| gone())?;
+        let mut plain_http = settings.plain_http.clone();
+        plain_http.extend(access.plain_http);
+        let job = Job {
+            image: image.to_owned(),
+            store: settings.store.clone(),
+            bundle,
+            credentials: access.pull_secret,
+            plain_http,
+            ca_files: settings.ca_files.clone(),
+            ca_pem: access.ca_pem,
+            limits: settings.limits,
+        };
+        child::run(&job).await
+    }
+
+    fn running(&self) -> MutexGuard<'_, HashMap<(String, Option<PathBuf>), watch::Receiver<Told>>> {
+        self.0.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[async_trait]
+impl ImagePullService for Images {
+    async fn pull_image(
+        &self,
+        _: &TtrpcContext,
+        request: ImagePullRequest,
+    ) -> ttrpc::Result<ImagePullResponse> {
+        let told = self.begin(request.image_url, Some(request.bundle_path.into()));
+        let mut told = told.map_err(|error| status(&error))?;
+        let result = told.wait_for(Option::is_some).await.ok().and_then(|told| told.clone());
+        let ended = || Error::new(Cause::Internal, "the pull ended without a word");
+        let outcome = result.ok_or_else(ended).and_then(|result| result).map_err(|error| status(&error))?;
+        let mut answer = ImagePullResponse::new();
+        answer.manifest_digest = outcome.manifest_digest;
+        Ok(answer)
+    }
+}
+
+/// As the agent hands it on to whoever looks at the pod.
+fn status(error: &Error) -> ttrpc::Error {
+    let code = match error.cause {
+        Cause::NotFound => Code::NOT_FOUND,
+        Cause::Denied => Code::PERMISSION_DENIED,
+        Cause::NoSpace | Cause::TooLarge => Code::RESOURCE_EXHAUSTED,
+        Cause::Unreachable | Cause::Untrusted => Code::UNAVAILABLE,
+        Cause::Digest => Code::DATA_LOSS,
+        Cause::Malformed => Code::INVALID_ARGUMENT,
+        Cause::Unsupported => Code::FAILED_PRECONDITION,
+        Cause::Late => Code::DEADLINE_EXCEEDED,
+        Cause::Internal => Code::INTERNAL,
+    };
+    ttrpc::Error::RpcStatus(ttrpc::get_status(code, error.to_string()))
+}
+
+/// For root alone from its first moment: bound under another name, then renamed.
+fn listen(socket: &Path) -> std::io::Result<UnixListener> {
+    use std::os::unix::fs::PermissionsExt;
+    if let Some(folder) = socket.parent() {
+        std::fs::create_dir_all(folder)?;
+    }
+    let fresh = socket.with_extension("new");
+    match std::fs::remove_file(&fresh) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let listener = UnixListener::bind(&fresh)?;
+    std::fs::set_permissions(&fresh, std::fs::Permissions::from_mode(0o600))?;
+    std::fs::rename(&fresh, socket)?;
+    Ok(listener)
+}

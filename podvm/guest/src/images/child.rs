@@ -1,0 +1,80 @@
+//! The process that pulls, seen from the one that lives on.
+
+use std::{os::unix::process::ExitStatusExt, process::Stdio, time::Duration};
+
+use peerpod_images::{Cause, Error, Event, Job, Outcome};
+use tokio::{
+    io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
+    process::{Child, Command},
+    time::timeout,
+};
+
+/// Beyond the job's own limit, after which it is killed.
+const GRACE: Duration = Duration::from_secs(10);
+/// Bytes of all that it may say.
+const MAX_WORDS: u64 = 4 << 20;
+
+/// Runs the job in a process of its own, which dies with the answer's future.
+pub(super) async fn run(job: &Job) -> Result<Outcome, Error> {
+    let internal =
+        |what: &str, error: std::io::Error| Error::new(Cause::Internal, format!("{what}: {error}"));
+    let text = serde_json::to_vec(job).map_err(|e| internal("writing the job", e.into()))?;
+    let mut child = Command::new("/proc/self/exe")
+        .arg("pull")
+        .current_dir("/")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::inherit())
+        .kill_on_drop(true)
+        .spawn()
+        .map_err(|e| internal("starting peerpod-guest pull", e))?;
+    let limit = Duration::from_secs(job.limits.seconds) + GRACE;
+    let outcome = match timeout(limit, talk(&mut child, &text, job)).await {
+        Ok(outcome) => outcome,
+        Err(_) => Err(Error::new(Cause::Late, format!("pulling {}: not done within {limit:?}", job.image))),
+    };
+    // It has said its last word, or is to be silent.
+    child.start_kill().ok();
+    let status = timeout(GRACE, child.wait()).await;
+    match (outcome, status) {
+        (Err(error), Ok(Ok(status))) if error.text.is_empty() => Err(ended(job, status)),
+        (outcome, _) => outcome,
+    }
+}
+
+/// An error without words: the process ended without its last one.
+async fn talk(child: &mut Child, job: &[u8], about: &Job) -> Result<Outcome, Error> {
+    let silent = || Error::new(Cause::Internal, "");
+    let (Some(mut input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
+        return Err(silent());
+    };
+    // If it has ended already, how it ended says more.
+    drop(input.write_all(job).await);
+    drop(input);
+    let mut lines = BufReader::new(output.take(MAX_WORDS)).lines();
+    while let Ok(Some(line)) = lines.next_line().await {
+        match serde_json::from_str(&line) {
+            Ok(Event::Progress { text }) => tracing::info!(image = about.image, text, "pull"),
+            Ok(Event::Warning { text }) => tracing::warn!(image = about.image, text, "pull"),
+            Ok(Event::Done(outcome)) => return Ok(outcome),
+            Ok(Event::Failed(error)) => return Err(error),
+            Err(error) => tracing::warn!(%error, "the pulling process says what cannot be understood"),
+        }
+    }
+    // Not killed by us before it could end by itself.
+    drop(timeout(Duration::from_secs(1), child.wait()).await);
+    Err(silent())
+}
+
+fn ended(job: &Job, status: std::process::ExitStatus) -> Error {
+    let how = match status.signal() {
+        Some(6) => format!(
+            "the registry's answers did not fit into {} MiB of memory (images.limits.memory_mib)",
+            job.limits.memory_mib
+        ),
+        Some(signal) => format!("the pulling process was ended by signal {signal}"),
+        None => format!("the pulling process ended without a word: {status}"),
+    };
+    let cause = if status.signal() == Some(6) { Cause::TooLarge } else { Cause::Internal };
+    Error::new(cause, format!("pulling {}: {how}", job.image))
+}

@@ -1,0 +1,87 @@
+//! The power button, which is how a hypervisor asks a machine to switch itself off (ACPI).
+
+use std::{
+    fs::{self, File},
+    io::Read,
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::fs::OpenOptionsExt,
+    },
+    path::PathBuf,
+};
+
+/// `struct input_event`: a time of 16 bytes, type, code, value.
+const EVENT: usize = 24;
+const EV_KEY: u16 = 1;
+const KEY_POWER: u16 = 116;
+const MOST: usize = 8;
+
+/// The buttons there are.
+#[derive(Default)]
+pub(crate) struct Buttons(Vec<(PathBuf, File)>);
+
+impl Buttons {
+    /// Opens those that are there and not open yet.
+    pub(crate) fn look(&mut self) {
+        let Ok(entries) = fs::read_dir("/sys/class/input") else { return };
+        for entry in entries.filter_map(Result::ok) {
+            let name = fs::read_to_string(entry.path().join("device/name")).unwrap_or_default();
+            let device = PathBuf::from("/dev/input").join(entry.file_name());
+            let is_new = !self.0.iter().any(|(known, _)| *known == device);
+            if name.trim() != "Power Button" || !is_new || self.0.len() == MOST {
+                continue;
+            }
+            let how = File::options().read(true).custom_flags(nix::libc::O_NONBLOCK).open(&device);
+            match how {
+                Ok(file) => self.0.push((device, file)),
+                // An `inputN` beside its `eventN` has no device of that name.
+                Err(error) => tracing::debug!(device = %device.display(), %error, "no button"),
+            }
+        }
+    }
+
+    /// For a poll.
+    pub(crate) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.0.iter().map(|(_, file)| file.as_fd())
+    }
+
+    /// Whether one was pressed since the last look.
+    pub(crate) fn pressed(&mut self) -> bool {
+        let mut pressed = false;
+        for (_, file) in &mut self.0 {
+            let mut events = [0; EVENT * 16];
+            while let Ok(length) = file.read(&mut events) {
+                pressed |= is_press(&events[..length]);
+                if length < events.len() {
+                    break;
+                }
+            }
+        }
+        pressed
+    }
+}
+
+fn is_press(events: &[u8]) -> bool {
+    events.chunks_exact(EVENT).any(|event| {
+        let word = |at: usize| u16::from_ne_bytes([event[at], event[at + 1]]);
+        (word(16), word(18)) == (EV_KEY, KEY_POWER) && event[20..24] == 1_i32.to_ne_bytes()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn event(kind: u16, code: u16, value: i32) -> Vec<u8> {
+        [&[0; 16][..], &kind.to_ne_bytes(), &code.to_ne_bytes(), &value.to_ne_bytes()].concat()
+    }
+
+    #[test]
+    fn only_a_press_of_the_power_key_counts() {
+        assert!(is_press(&[event(0, 0, 0), event(EV_KEY, KEY_POWER, 1)].concat()));
+        assert!(!is_press(&event(EV_KEY, KEY_POWER, 0)), "let go");
+        assert!(!is_press(&event(EV_KEY, 30, 1)));
+        assert!(!is_press(&event(EV_KEY, KEY_POWER, 1)[..20]));
+        assert!(!is_press(&[]));
+    }
+}

@@ -1,0 +1,409 @@
+//! Kernel modules: which file a name or a device's alias means, what it needs, and the loading of it. What `modprobe`
+//! does, and no more, because there is none in the image (the crates there are bind to libkmod, which is C).
+//!
+//! Reads `/lib/modules/<release>`, made when the image is built, and asks the kernel. [`Index`] is pure.
+
+use std::{
+    collections::HashMap,
+    ffi::CString,
+    fs::{self, File},
+    io,
+    path::{Path, PathBuf},
+};
+
+use nix::{
+    errno::Errno,
+    kmod::{ModuleInitFlags, finit_module},
+};
+
+/// A distribution's largest index has some 2 MiB.
+const MAX_INDEX: u64 = 16 << 20;
+/// Directories of `/sys/devices` are some ten deep.
+const DEPTH: u32 = 24;
+/// Aliases of one machine.
+const MAX_ALIASES: usize = 4096;
+/// What one module needs, itself and indirectly.
+const MAX_NEEDS: usize = 256;
+/// `MODULE_INIT_COMPRESSED_FILE`: the kernel unpacks the file.
+const COMPRESSED: i32 = 4;
+const MAX_LIST: u64 = 64 << 10;
+
+/// What `depmod` wrote.
+#[derive(Debug, Default)]
+pub(crate) struct Index {
+    /// By name: the file, and what it needs, the last to be loaded first.
+    files: HashMap<String, (String, Vec<String>)>,
+    /// By what comes before the first `:` of an alias: pattern, and module.
+    aliases: HashMap<String, Vec<(String, String)>>,
+    /// By name: what is to be loaded before.
+    soft: HashMap<String, Vec<String>>,
+}
+
+/// The modules of the running kernel.
+pub(crate) struct Modules {
+    folder: PathBuf,
+    index: Index,
+    command_line: String,
+}
+
+/// Why a module could not be loaded.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error("the image has no kernel module for {0:?}; if it is needed, it goes into the image")]
+    Missing(String),
+    #[error("cannot load kernel module {path}: {source}")]
+    Load { path: PathBuf, source: io::Error },
+}
+
+impl Index {
+    /// From the texts of `modules.dep`, `modules.alias` and `modules.softdep`. What cannot be understood is left out.
+    pub(crate) fn parse(dep: &str, alias: &str, softdep: &str) -> Index {
+        let mut index = Index::default();
+        for (file, needs) in dep.lines().filter_map(|line| line.split_once(':')) {
+            let needs = needs.split_whitespace().take(MAX_NEEDS).map(str::to_owned).collect();
+            index.files.insert(name_of(file), (file.to_owned(), needs));
+        }
+        for line in alias.lines() {
+            let mut words = line.split_whitespace();
+            if let (Some("alias"), Some(pattern), Some(module)) = (words.next(), words.next(), words.next()) {
+                let entry = (pattern.to_owned(), normal(module));
+                index.aliases.entry(bus(pattern).to_owned()).or_default().push(entry);
+            }
+        }
+        for line in softdep.lines() {
+            let mut words = line.split_whitespace();
+            let (Some("softdep"), Some(module)) = (words.next(), words.next()) else { continue };
+            let before = words.skip_while(|word| *word != "pre:").skip(1);
+            let before = before.take_while(|word| *word != "post:").map(normal).collect();
+            index.soft.insert(normal(module), before);
+        }
+        index
+    }
+
+    /// The modules that a name or an alias means; none is one that the image has not, or the kernel itself.
+    pub(crate) fn find(&self, wanted: &str) -> Vec<&str> {
+        let name = normal(wanted);
+        if let Some((known, _)) = self.files.get_key_value(&name) {
+            return vec![known];
+        }
+        let fit = |(pattern, module): &'_ &(String, String)| {
+            matches(pattern, wanted) && self.files.contains_key(module)
+        };
+        let mut found: Vec<&str> = Vec::new();
+        for (_, module) in self.aliases.get(bus(wanted)).into_iter().flatten().filter(fit) {
+            if !found.contains(&module.as_str()) {
+                found.push(module);
+            }
+        }
+        found
+    }
+
+    /// The files of a module and of all that it needs, in the order in which they are to be loaded.
+    pub(crate) fn order(&self, module: &str) -> Vec<&str> {
+        let mut order = Vec::new();
+        self.add(module, &mut order, 0);
+        order
+    }
+
+    fn add<'a>(&'a self, module: &str, order: &mut Vec<&'a str>, depth: usize) {
+        let Some((file, needs)) = self.files.get(module) else { return };
+        if depth > 8 || order.len() > MAX_NEEDS || order.contains(&file.as_str()) {
+            return;
+        }
+        for soft in self.soft.get(module).into_iter().flatten() {
+            self.add(soft, order, depth + 1);
+        }
+        for need in needs.iter().rev() {
+            if !order.contains(&need.as_str()) {
+                order.push(need);
+            }
+        }
+        order.push(file);
+    }
+}
+
+impl Modules {
+    /// Those of the running kernel; with nothing in them when the image has none.
+    pub(crate) fn open() -> Modules {
+        let release = nix::sys::utsname::uname().ok();
+        let release = release.as_ref().map(|names| names.release().to_string_lossy().into_owned());
+        let folder = Path::new("/lib/modules").join(release.unwrap_or_default());
+        let read = |name: &str| {
+            let content = crate::files::read_bounded(&folder.join(name), MAX_INDEX).ok().flatten();
+            String::from_utf8(content.unwrap_or_default()).unwrap_or_default()
+        };
+        let index = Index::parse(&read("modules.dep"), &read("modules.alias"), &read("modules.softdep"));
+        let command_line = fs::read_to_string("/proc/cmdline").unwrap_or_default();
+        Modules { folder, index, command_line }
+    }
+
+    /// Whether the image has any.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.index.files.is_empty()
+    }
+
+    /// Loads what a name or an alias means. A module that is there already, or that the machine does not want, is fine.
+    pub(crate) fn load(&self, wanted: &str) -> Result<(), Error> {
+        let found = self.index.find(wanted);
+        if found.is_empty() && !is_loaded(wanted) {
+            return Err(Error::Missing(wanted.to_owned()));
+        }
+        let mut result = Ok(());
+        for module in found {
+            for file in self.index.order(module) {
+                if let Err(error) = self.insert(file) {
+                    result = Err(error);
+                    break;
+                }
+            }
+        }
+        result
+    }
+
+    /// Loads what an announced device needs; most devices need nothing.
+    pub(crate) fn load_for_device(&self, alias: &str) {
+        if let Err(error @ Error::Load { .. }) = self.load(alias) {
+            tracing::warn!(%error, alias, "kernel module");
+        }
+    }
+
+    fn insert(&self, file: &str) -> Result<(), Error> {
+        let path = self.folder.join(file);
+        let failed = |source| Error::Load { path: path.clone(), source };
+        let options = options(&self.command_line, &name_of(file));
+        let options = CString::new(options).map_err(|_| failed(io::ErrorKind::InvalidInput.into()))?;
+        let flags = if file.ends_with(".ko") { 0 } else { COMPRESSED };
+        let opened = File::open(&path).map_err(failed)?;
+        match finit_module(opened, &options, ModuleInitFlags::from_bits_retain(flags as _)) {
+            // ENODEV and the like: it looked, and this machine has none of its devices.
+            Ok(()) | Err(Errno::EEXIST | Errno::ENODEV | Errno::ENXIO | Errno::EBUSY) => Ok(()),
+            Err(error) => Err(failed(error.into())),
+        }
+    }
+
+    /// Loads what all devices that there are announce. Loading announces more, which comes as events.
+    pub(crate) fn cold_plug(&self) {
+        let mut aliases = Vec::new();
+        collect_aliases(Path::new("/sys/devices"), 0, &mut aliases);
+        aliases.sort_unstable();
+        aliases.dedup();
+        for alias in &aliases {
+            self.load_for_device(alias);
+        }
+    }
+
+    /// Loads what nothing announces, by a list of the image's: a name per line, `#` begins a comment.
+    pub(crate) fn load_list(&self, list: &Path) {
+        let text = crate::files::read_bounded(list, MAX_LIST);
+        let text = text.ok().flatten().and_then(|bytes| String::from_utf8(bytes).ok()).unwrap_or_default();
+        let names = text.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
+        for name in names.filter(|name| !name.is_empty()) {
+            if let Err(error) = self.load(name) {
+                tracing::warn!(%error, list = %list.display(), "kernel module");
+            }
+        }
+    }
+}
+
+/// The kernel's own request, as its program for it (`kernel.modprobe`) gets it: `-q -- NAME`. Whoever asks is told by
+/// the lack of the thing; there is nobody to write to.
+pub(crate) fn requested(name: &str) -> bool {
+    Modules::open().load(name).is_ok()
+}
+
+fn is_loaded(name: &str) -> bool {
+    Path::new("/sys/module").join(normal(name)).exists()
+}
+
+fn collect_aliases(folder: &Path, depth: u32, into: &mut Vec<String>) {
+    let Ok(entries) = fs::read_dir(folder) else { return };
+    for entry in entries.filter_map(Result::ok) {
+        let Ok(kind) = entry.file_type() else { continue };
+        if kind.is_dir() && depth < DEPTH {
+            collect_aliases(&entry.path(), depth + 1, into);
+        } else if kind.is_file() && entry.file_name() == "modalias" && into.len() < MAX_ALIASES {
+            let alias = fs::read_to_string(entry.path()).unwrap_or_default();
+            into.extend(Some(alias.trim().to_owned()).filter(|alias| !alias.is_empty()));
+        }
+    }
+}
+
+/// `a.b=c` of the kernel's command line is the option `b=c` of module `a`.
+fn options(command_line: &str, module: &str) -> String {
+    let own = |word: &&str| word.split_once('.').is_some_and(|(name, _)| normal(name) == module);
+    let words = command_line.split_whitespace().filter(own);
+    let options: Vec<&str> =
+        words.filter_map(|word| word.split_once('.').map(|(_, option)| option)).collect();
+    options.join(" ")
+}
+
+/// `kernel/net/foo-bar.ko.xz` is `foo_bar`.
+fn name_of(file: &str) -> String {
+    let name = file.rsplit('/').next().unwrap_or(file);
+    normal(name.split(".ko").next().unwrap_or(name))
+}
+
+fn normal(name: &str) -> String {
+    name.replace('-', "_")
+}
+
+fn bus(alias: &str) -> &str {
+    alias.split_once(':').map_or("", |(bus, _)| bus)
+}
+
+/// Whether a pattern of `*`, `?` and `[a-z]` fits the whole text.
+fn matches(pattern: &str, text: &str) -> bool {
+    let (pattern, text) = (pattern.as_bytes(), text.as_bytes());
+    let (mut p, mut t) = (0, 0);
+    // Where to go on when it does not fit: behind the last `*`, one byte later in the text.
+    let mut again = None;
+    while t < text.len() {
+        let fits = match pattern.get(p) {
+            Some(b'*') => {
+                again = Some((p + 1, t));
+                p += 1;
+                continue;
+            }
+            Some(b'?') => Some(1),
+            Some(b'[') => class(&pattern[p..], text[t]),
+            Some(byte) if *byte == text[t] => Some(1),
+            _ => None,
+        };
+        match (fits, again) {
+            (Some(length), _) => (p, t) = (p + length, t + 1),
+            (None, Some((from, at))) => {
+                again = Some((from, at + 1));
+                (p, t) = (from, at + 1);
+            }
+            (None, None) => return false,
+        }
+    }
+    pattern[p..].iter().all(|byte| *byte == b'*')
+}
+
+/// The length of a class `[...]` at the start of the pattern, if the byte is of it.
+fn class(pattern: &[u8], byte: u8) -> Option<usize> {
+    let end = pattern.iter().position(|b| *b == b']')?;
+    let mut inside = pattern.get(1..end)?;
+    while let Some((first, rest)) = inside.split_first() {
+        match rest {
+            [b'-', last, after @ ..] => {
+                if (*first..=*last).contains(&byte) {
+                    return Some(end + 1);
+                }
+                inside = after;
+            }
+            _ if *first == byte => return Some(end + 1),
+            _ => inside = rest,
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const DEP: &str = "\
+kernel/drivers/virtio/virtio.ko:
+kernel/drivers/virtio/virtio_ring.ko:
+kernel/drivers/net/net-failover.ko: kernel/net/core/failover.ko
+kernel/net/core/failover.ko.xz:
+kernel/drivers/net/virtio_net.ko: kernel/drivers/net/net-failover.ko kernel/net/core/failover.ko.xz kernel/drivers/virtio/virtio_ring.ko kernel/drivers/virtio/virtio.ko
+kernel/fs/btrfs/btrfs.ko:
+kernel/crypto/crc32c.ko:
+";
+    const ALIAS: &str = "\
+# Aliases extracted from modules themselves.
+alias virtio:d00000001v* virtio_net
+alias pci:v00001AF4d*sv*sd*bc*sc*i* virtio-pci
+alias input:b*v*p*e*-e*1,*k*r*a*m*l*s*f*w* evdev
+alias fs-btrfs btrfs
+alias acpi*:QEMU000[0-2]:* btrfs
+";
+
+    fn index() -> Index {
+        Index::parse(DEP, ALIAS, "softdep btrfs pre: crc32c post: virtio_net\n")
+    }
+
+    #[test]
+    fn what_a_device_needs_is_found_and_loaded_in_order() {
+        let index = index();
+        assert_eq!(index.find("virtio:d00000001v00001AF4"), ["virtio_net"]);
+        assert_eq!(
+            index.order("virtio_net"),
+            [
+                "kernel/drivers/virtio/virtio.ko",
+                "kernel/drivers/virtio/virtio_ring.ko",
+                "kernel/net/core/failover.ko.xz",
+                "kernel/drivers/net/net-failover.ko",
+                "kernel/drivers/net/virtio_net.ko",
+            ]
+        );
+        assert_eq!(index.find("net_failover"), ["net_failover"], "by name, however it is written");
+        assert_eq!(index.find("net-failover"), ["net_failover"]);
+        assert_eq!(index.find("fs-btrfs"), ["btrfs"], "what the kernel asks for");
+        assert_eq!(index.order("btrfs"), ["kernel/crypto/crc32c.ko", "kernel/fs/btrfs/btrfs.ko"]);
+        assert!(
+            index.find("pci:v00001AF4d00001000sv1sd2bc02sc00i00").is_empty(),
+            "the image has no virtio-pci"
+        );
+        assert!(index.find("virtio:d00000002v00001AF4").is_empty());
+    }
+
+    #[test]
+    fn patterns_are_those_of_modprobe() {
+        for (pattern, text, fits) in [
+            ("pci:v*d*", "pci:v1d2", true),
+            ("a*b*c", "aXbYbZc", true),
+            ("a*b*c", "aXbYbZ", false),
+            ("a?c", "abc", true),
+            ("a?c", "ac", false),
+            ("a[0-3x]c", "a2c", true),
+            ("a[0-3x]c", "axc", true),
+            ("a[0-3x]c", "a4c", false),
+            ("a[", "a[", false),
+            ("*", "", true),
+            ("", "", true),
+            ("", "a", false),
+        ] {
+            assert_eq!(matches(pattern, text), fits, "{pattern} {text}");
+        }
+    }
+
+    #[test]
+    fn options_come_from_the_kernel_line() {
+        let line = "quiet virtio-net.napi_tx=1 x.y=2 virtio_net.csum=0 console=ttyS0";
+        assert_eq!(options(line, "virtio_net"), "napi_tx=1 csum=0");
+        assert_eq!(options(line, "ext4"), "");
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_survived(dep in ".{0,200}", alias in ".{0,200}", soft in ".{0,200}", wanted in ".{0,40}") {
+            let index = Index::parse(&dep, &format!("alias {alias}"), &format!("softdep {soft}"));
+            for found in index.find(&wanted) {
+                prop_assert!(!index.order(found).is_empty());
+            }
+        }
+
+        #[test]
+        fn a_text_fits_itself_with_stars_anywhere(text in "[a-z:]{0,12}", at in 0usize..12) {
+            let mut pattern = text.clone();
+            pattern.insert(at.min(text.len()), '*');
+            prop_assert!(matches(&pattern, &text));
+            let longer = format!("{}x", text);
+            prop_assert!(!matches(&text, &longer));
+        }
+
+        #[test]
+        fn cycles_end(a in "[a-c]", b in "[a-c]", c in "[a-c]") {
+            let dep = format!("a.ko: {a}.ko\nb.ko: {b}.ko\nc.ko: {c}.ko");
+            let soft = format!("softdep a pre: {b}\nsoftdep b pre: {c}\nsoftdep c pre: {a}");
+            let index = Index::parse(&dep, "", &soft);
+            prop_assert!(index.order("a").len() <= 3);
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! The file systems a machine needs, on a root that programs can leave.
+//!
+//! An initramfs is the kernel's first root, and the one root that cannot be pivoted away (`pivot_root`: EINVAL), which
+//! every container runtime does. So it is bound onto itself and the copy is moved on top: the same files, nothing is
+//! copied, and its root is a mount like any other. The kernel's own helpers still see the first one, where the same files
+//! are.
+
+use std::{
+    fs::{self, File},
+    io,
+    os::unix::fs::symlink,
+    path::Path,
+};
+
+use nix::{
+    mount::{MsFlags, mount},
+    unistd::{chdir, chroot, dup2_stderr, dup2_stdin, dup2_stdout},
+};
+
+use crate::status;
+
+/// Source, target, type, flags, data.
+type Mount = (&'static str, &'static str, &'static str, MsFlags, Option<&'static str>);
+
+const SAFE: MsFlags = MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOEXEC);
+const PROC: Mount = ("proc", "/proc", "proc", SAFE, None);
+const MOUNTS: &[Mount] = &[
+    ("sysfs", "/sys", "sysfs", SAFE, None),
+    ("devtmpfs", "/dev", "devtmpfs", MsFlags::MS_NOSUID, Some("mode=0755")),
+    (
+        "devpts",
+        "/dev/pts",
+        "devpts",
+        MsFlags::MS_NOSUID.union(MsFlags::MS_NOEXEC),
+        Some("gid=5,mode=620,ptmxmode=666"),
+    ),
+    ("tmpfs", "/dev/shm", "tmpfs", MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV), Some("mode=1777")),
+    ("tmpfs", "/run", "tmpfs", MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV), Some("mode=0755")),
+    ("tmpfs", "/tmp", "tmpfs", MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV), Some("mode=1777")),
+    ("cgroup2", "/sys/fs/cgroup", "cgroup2", SAFE, None),
+];
+/// In a machine only, and only if the kernel has them.
+const EXTRAS: &[Mount] = &[
+    ("mqueue", "/dev/mqueue", "mqueue", SAFE, None),
+    ("securityfs", "/sys/kernel/security", "securityfs", SAFE, None),
+    ("configfs", "/sys/kernel/config", "configfs", SAFE, None), // attestation reports (TSM)
+    ("bpf", "/sys/fs/bpf", "bpf", SAFE, Some("mode=0700")),
+];
+const LINKS: [(&str, &str); 4] = [
+    ("/proc/self/fd", "/dev/fd"),
+    ("/proc/self/fd/0", "/dev/stdin"),
+    ("/proc/self/fd/1", "/dev/stdout"),
+    ("/proc/self/fd/2", "/dev/stderr"),
+];
+/// Where the copy of the root is moved from.
+const STAGE: &str = "/.root";
+
+/// Mounts what is missing, and moves off the kernel's first root.
+pub(super) fn build() {
+    mount_missing(&PROC);
+    if status::in_first_pid_namespace() && is_first_root() {
+        match leave_first_root() {
+            Ok(()) => {}
+            Err(error) => {
+                tracing::error!(%error, "cannot leave the initramfs as root: no container will start")
+            }
+        }
+    }
+    for entry in MOUNTS {
+        mount_missing(entry);
+    }
+    if status::in_first_pid_namespace() {
+        let known = fs::read_to_string("/proc/filesystems").unwrap_or_default();
+        for entry in EXTRAS.iter().filter(|entry| known.lines().any(|line| line.ends_with(entry.2))) {
+            mount_missing(entry);
+        }
+        take_console();
+    }
+    for (to, link) in LINKS {
+        match symlink(to, link) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                tracing::warn!(link, %error, "cannot make a link");
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Whether the root is what the kernel began with: it has no mount below it.
+fn is_first_root() -> bool {
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    root_type(&mounts) == Some("rootfs")
+}
+
+fn root_type(mountinfo: &str) -> Option<&str> {
+    let root = mountinfo.lines().rfind(|line| line.split(' ').nth(4) == Some("/"))?;
+    root.split(" - ").nth(1)?.split(' ').next()
+}
+
+fn leave_first_root() -> io::Result<()> {
+    let none: Option<&str> = None;
+    fs::create_dir_all(STAGE)?;
+    mount(Some("/"), STAGE, none, MsFlags::MS_BIND, none)?;
+    mount(Some("/proc"), Path::new(STAGE).join("proc").as_path(), none, MsFlags::MS_MOVE, none)?;
+    chdir(STAGE)?;
+    mount(Some("."), "/", none, MsFlags::MS_MOVE, none)?;
+    chroot(".")?;
+    chdir("/")?;
+    fs::remove_dir(STAGE)
+}
+
+/// An initramfs without /dev/console leaves us without a voice.
+fn take_console() {
+    let is_open =
+        fs::read_link("/proc/self/fd/2").is_ok_and(|to| to.starts_with("/dev/") && !to.ends_with("null"));
+    let taken = (!is_open).then(|| File::options().read(true).write(true).open("/dev/console"));
+    if let Some(Ok(console)) = taken {
+        let all = [dup2_stdin(&console), dup2_stdout(&console), dup2_stderr(&console)];
+        if let Some(error) = all.into_iter().find_map(Result::err) {
+            tracing::warn!(%error, "cannot write to the console");
+        }
+    }
+}
+
+/// Mounts unless something is mounted there. A failure is said and survived: namespaces do not allow all of it.
+fn mount_missing(&(source, target, kind, flags, data): &Mount) {
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    if is_mounted(&mounts, target) {
+        return;
+    }
+    if let Err(error) = fs::create_dir_all(target) {
+        tracing::warn!(target, %error, "cannot make a mount point");
+        return;
+    }
+    if let Err(error) = mount(Some(source), target, Some(kind), flags, data) {
+        tracing::warn!(target, kind, %error, "cannot mount");
+    }
+}
+
+fn is_mounted(mountinfo: &str, target: &str) -> bool {
+    mountinfo.lines().any(|line| line.split(' ').nth(4) == Some(target))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_mounted_is_seen() {
+        let mountinfo = "22 1 0:20 / / rw - ext4 /dev/vda rw\n30 22 0:5 / /dev/pts rw - devpts x rw\n";
+        assert!(is_mounted(mountinfo, "/"));
+        assert!(is_mounted(mountinfo, "/dev/pts"));
+        assert!(!is_mounted(mountinfo, "/dev"));
+        assert!(is_mounted(&fs::read_to_string("/proc/self/mountinfo").unwrap(), "/proc"));
+    }
+
+    #[test]
+    fn the_last_mount_on_the_root_is_the_root() {
+        let first = "1 1 0:2 / / rw - rootfs rootfs rw,size=1k\n22 1 0:20 / /proc rw - proc proc rw\n";
+        assert_eq!(root_type(first), Some("rootfs"));
+        assert_eq!(root_type(&format!("{first}23 1 0:9 / / rw shared:1 - ext4 /dev/vda rw\n")), Some("ext4"));
+        assert_eq!(root_type(""), None);
+        assert!(!is_first_root(), "tests run somewhere else");
+    }
+}

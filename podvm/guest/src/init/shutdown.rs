@@ -1,0 +1,140 @@
+//! The orderly end of a machine: every process is asked to end, then ended; what is mounted is written back and
+//! unmounted, the innermost first. Nothing in here may take for ever: storage that died with the node must not keep a VM
+//! alive.
+
+use std::time::{Duration, Instant};
+
+use nix::{
+    errno::Errno,
+    mount::{MntFlags, MsFlags, mount, umount2},
+    sys::{
+        signal::{Signal, kill},
+        wait::{WaitPidFlag, WaitStatus, waitpid},
+    },
+    unistd::Pid,
+};
+
+use super::watchdog::Watchdog;
+use crate::power;
+
+/// Containers may take so long to end when they are asked to.
+const ASKED: Duration = Duration::from_secs(5);
+const KILLED: Duration = Duration::from_secs(2);
+const STEP: Duration = Duration::from_millis(10);
+/// Filesystems that are the kernel's, or memory: nothing in them outlives the machine.
+const FLEETING: [&str; 16] = [
+    "autofs",
+    "bpf",
+    "cgroup2",
+    "configfs",
+    "debugfs",
+    "devpts",
+    "devtmpfs",
+    "mqueue",
+    "nsfs",
+    "proc",
+    "ramfs",
+    "rootfs",
+    "securityfs",
+    "sysfs",
+    "tmpfs",
+    "tracefs",
+];
+
+/// Ends everything but this process. Returns when the power may go off.
+pub(super) fn finish(mut watchdog: Option<Watchdog>) {
+    for (signal, limit) in [(Signal::SIGTERM, ASKED), (Signal::SIGKILL, KILLED)] {
+        if kill(Pid::from_raw(-1), signal).is_err() || all_gone(limit, &mut watchdog) {
+            break; // ESRCH: there is nobody
+        }
+    }
+    let deadline = Instant::now() + power::LAST_FLUSH;
+    let (done, waiting) = std::sync::mpsc::channel();
+    let work = move || {
+        let mut problems = power::flush();
+        problems.extend(unmount());
+        drop(done.send(problems)); // nobody may be waiting any more
+    };
+    if std::thread::Builder::new().name("last".into()).spawn(work).is_err() {
+        return;
+    }
+    while Instant::now() < deadline {
+        if let Some(watchdog) = &mut watchdog {
+            watchdog.feed();
+        }
+        let Ok(problems) = waiting.recv_timeout(Duration::from_secs(1)) else { continue };
+        for problem in problems {
+            tracing::error!(problem, "the last flush is not complete");
+        }
+        tracing::info!("all is written back and unmounted");
+        return;
+    }
+    tracing::error!("the last flush takes too long; the power goes off without it");
+}
+
+fn all_gone(limit: Duration, watchdog: &mut Option<Watchdog>) -> bool {
+    let deadline = Instant::now() + limit;
+    while Instant::now() < deadline {
+        match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
+            Err(Errno::ECHILD) => return true,
+            Ok(WaitStatus::StillAlive) | Err(_) => {
+                if let Some(watchdog) = watchdog {
+                    watchdog.feed();
+                }
+                std::thread::sleep(STEP);
+            }
+            Ok(_) => {}
+        }
+    }
+    false
+}
+
+/// What did not work, in words.
+fn unmount() -> Vec<String> {
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let mut problems = Vec::new();
+    for target in lasting(&mounts).iter().rev() {
+        match umount2(target.as_str(), MntFlags::UMOUNT_NOFOLLOW) {
+            Ok(()) | Err(Errno::EINVAL) => {}
+            Err(error) => {
+                // Somebody holds it (a process that cannot be killed): then at least nothing is half written.
+                let none: Option<&str> = None;
+                let flags = MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
+                if mount(none, target.as_str(), none, flags, none).is_err() {
+                    problems.push(format!("unmount of {target}: {error}"));
+                }
+            }
+        }
+    }
+    problems
+}
+
+/// The mount points of what outlives the machine, but for the root's, in the order in which they were mounted.
+fn lasting(mountinfo: &str) -> Vec<String> {
+    let point = |line: &str| {
+        let (mount, filesystem) = line.split_once(" - ")?;
+        let kind = filesystem.split(' ').next()?;
+        let target = power::unescape(mount.split(' ').nth(4)?);
+        (target != "/" && !FLEETING.contains(&kind)).then_some(target)
+    };
+    mountinfo.lines().filter_map(point).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_lasts_is_unmounted_and_nothing_else() {
+        let mountinfo = "\
+22 1 0:20 / / rw - rootfs rootfs rw
+30 22 8:0 / /run/peerpod/volumes/v\\0400 rw,relatime shared:1 - ext4 /dev/vdb rw
+32 22 0:5 / /run tmp - tmpfs tmpfs rw
+33 30 0:5 / /run/c/merged rw - overlay overlay rw,lowerdir=/x
+34 22 0:6 / /proc rw - proc proc rw
+35 22 0:7 / /mnt/n rw - nfs4 server:/x rw
+";
+        assert_eq!(lasting(mountinfo), ["/run/peerpod/volumes/v 0", "/run/c/merged", "/mnt/n"]);
+        assert!(lasting("nonsense\n").is_empty());
+    }
+}

@@ -1,0 +1,82 @@
+//! Which containers of a VM with GPUs get them. The pod's limits are the VM's, and nothing in a container's specification
+//! says which of its containers they were for; what says it is the variable that every image for GPUs sets, and that a
+//! pod may set, with its usual values.
+
+use peerpod_proto::intercept::Spec;
+
+/// What the agent looks for (CDI): any key with this beginning.
+const CDI: &str = "cdi.k8s.io/";
+/// Ours.
+const KEY: &str = "cdi.k8s.io/peer-pods";
+const KIND: &str = "nvidia.com/gpu";
+const VARIABLE: &str = "NVIDIA_VISIBLE_DEVICES=";
+/// Who made the pod's own container, which runs nothing.
+const TYPES: [&str; 2] = ["io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"];
+const MOST: usize = 64;
+
+/// Marks the container if it asks. One that names its devices itself is left as it is.
+pub(super) fn mark(spec: &mut Spec) {
+    let sandbox = TYPES.iter().any(|key| spec.Annotations.get(*key).is_some_and(|kind| kind == "sandbox"));
+    if sandbox || spec.Annotations.keys().any(|key| key.starts_with(CDI)) {
+        return;
+    }
+    // The last one counts, as for a process.
+    let environment = spec.Process.Env.iter().rev();
+    let asked = environment.filter_map(|line| line.strip_prefix(VARIABLE)).next();
+    if let Some(devices) = asked.and_then(devices) {
+        spec.Annotations.insert(KEY.to_owned(), devices);
+    }
+}
+
+/// CDI's names for what the variable says; `None`: none.
+fn devices(asked: &str) -> Option<String> {
+    let names: Vec<&str> = asked.split(',').map(str::trim).take(MOST).collect();
+    let plain = |name: &&str| {
+        !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.:".contains(c))
+    };
+    match names[..] {
+        ["" | "void" | "none"] => None,
+        _ if names.iter().all(|name| plain(name)) => {
+            Some(names.iter().map(|name| format!("{KIND}={name}")).collect::<Vec<_>>().join(","))
+        }
+        _ => Some(format!("{KIND}=all")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn marked(environment: &[&str], annotations: &[(&str, &str)]) -> Option<String> {
+        let mut spec = Spec::new();
+        spec.Process.mut_or_insert_default().Env = environment.iter().map(|line| line.to_string()).collect();
+        spec.Annotations = annotations.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect();
+        mark(&mut spec);
+        spec.Annotations.remove(KEY)
+    }
+
+    #[test]
+    fn only_who_asks_is_marked() {
+        let all = Some("nvidia.com/gpu=all".to_owned());
+        assert_eq!(marked(&["PATH=/bin"], &[]), None);
+        assert_eq!(marked(&["NVIDIA_VISIBLE_DEVICES=all"], &[]), all);
+        assert_eq!(
+            marked(&["NVIDIA_VISIBLE_DEVICES=0, GPU-1a"], &[]).as_deref(),
+            Some("nvidia.com/gpu=0,nvidia.com/gpu=GPU-1a")
+        );
+        assert_eq!(marked(&["NVIDIA_VISIBLE_DEVICES=a=b"], &[]), all);
+        for none in ["", "void", "none"] {
+            let last = format!("NVIDIA_VISIBLE_DEVICES={none}");
+            assert_eq!(marked(&["NVIDIA_VISIBLE_DEVICES=all", &last], &[]), None, "{none}");
+        }
+    }
+
+    #[test]
+    fn the_pods_own_container_and_who_names_devices_are_left_alone() {
+        for key in TYPES {
+            assert_eq!(marked(&["NVIDIA_VISIBLE_DEVICES=all"], &[(key, "sandbox")]), None);
+            assert!(marked(&["NVIDIA_VISIBLE_DEVICES=all"], &[(key, "container")]).is_some());
+        }
+        assert_eq!(marked(&["NVIDIA_VISIBLE_DEVICES=all"], &[("cdi.k8s.io/mine", "vendor.com/x=1")]), None);
+    }
+}

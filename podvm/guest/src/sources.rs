@@ -1,0 +1,446 @@
+//! Where clouds keep user-data: one table, of which each cloud's line is the `guest.toml` in its provider's folder (copied
+//! into the image; `providers/README.md` explains the format). A cloud is recognised by what the machine itself says: its
+//! firmware's strings, a file of the kernel's, a disk's label. Nobody is asked by name, and nothing is asked of a network
+//! before the machine says whose it is.
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use base64::{Engine, prelude::BASE64_STANDARD};
+use peerpod_link::birth::MAX_LEN;
+use serde::Deserialize;
+use tokio::time::timeout;
+
+use crate::files;
+
+mod disk;
+pub(crate) mod http;
+
+/// Where the image keeps the copies.
+pub(crate) const FOLDER: &str = "/etc/peerpod/sources";
+const FW_CFG: &str = "/sys/firmware/qemu_fw_cfg/by_name";
+const DMI: &str = "/sys/class/dmi/id";
+const VERSION: u32 = 1;
+const MAX_FILE: u64 = 16 << 10;
+const MOST: usize = 64;
+/// One place may take so long to answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// One cloud's line.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(crate) struct Source {
+    version: u32,
+    /// The file's name without its end.
+    #[serde(skip)]
+    pub(crate) name: String,
+    /// The VM runs there if all of one of these holds; none = it may run there.
+    #[serde(default)]
+    when: Vec<When>,
+    /// Where user-data may be, in this order.
+    #[serde(default)]
+    user_data: Vec<Place>,
+    #[serde(default)]
+    metadata: Metadata,
+}
+
+/// What tells a cloud.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct When {
+    /// Strings of the firmware: a file's name in `/sys/class/dmi/id`, and what is in it; a `*` at the end stands for any rest.
+    #[serde(default)]
+    dmi: BTreeMap<String, String>,
+    /// A file that is there.
+    exists: Option<PathBuf>,
+    /// A disk with this label.
+    disk: Option<String>,
+}
+
+/// A place of user-data: one of `file`, `disk`, `fw-cfg`, `http`.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "Written")]
+pub(crate) struct Place {
+    kind: Kind,
+    base64: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Kind {
+    File(PathBuf),
+    /// Label, and path on it.
+    Disk(String, PathBuf),
+    FwCfg(String),
+    Http(http::Get, Option<Token>),
+}
+
+/// What a metadata service wants shown before it answers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Token {
+    put: http::Get,
+    send_as: String,
+}
+
+/// The pods and the cloud's metadata service.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct Metadata {
+    #[serde(default)]
+    addresses: Vec<IpAddr>,
+    #[serde(default)]
+    open_to_pods: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct Written {
+    file: Option<PathBuf>,
+    disk: Option<String>,
+    path: Option<PathBuf>,
+    fw_cfg: Option<String>,
+    http: Option<String>,
+    #[serde(default)]
+    headers: BTreeMap<String, String>,
+    token: Option<WrittenToken>,
+    #[serde(default)]
+    encoding: Encoding,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct WrittenToken {
+    put: String,
+    #[serde(default)]
+    headers: BTreeMap<String, String>,
+    send_as: String,
+}
+
+#[derive(Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Encoding {
+    #[default]
+    Plain,
+    Base64,
+}
+
+impl TryFrom<Written> for Place {
+    type Error = String;
+
+    fn try_from(written: Written) -> Result<Place, String> {
+        let kinds = [
+            written.file.is_some(),
+            written.disk.is_some(),
+            written.fw_cfg.is_some(),
+            written.http.is_some(),
+        ];
+        if kinds.into_iter().filter(|is| *is).count() != 1 {
+            return Err("a place is one of `file`, `disk`, `fw-cfg`, `http`".to_owned());
+        }
+        if written.http.is_none() && (!written.headers.is_empty() || written.token.is_some()) {
+            return Err("`headers` and `token` belong to `http`".to_owned());
+        }
+        if written.disk.is_some() != written.path.is_some() {
+            return Err("`disk` needs a `path` on it, and nothing else has one".to_owned());
+        }
+        let relative =
+            |path: &Path| path.components().all(|part| matches!(part, std::path::Component::Normal(_)));
+        let kind = if let Some(file) = written.file {
+            if !file.is_absolute() {
+                return Err("`file` must be an absolute path".to_owned());
+            }
+            Kind::File(file)
+        } else if let (Some(label), Some(path)) = (written.disk, written.path) {
+            if !relative(&path) {
+                return Err("`path` counts from the disk's root".to_owned());
+            }
+            Kind::Disk(label, path)
+        } else if let Some(name) = written.fw_cfg {
+            if !relative(Path::new(&name)) {
+                return Err("`fw-cfg` is a name like opt/org.example/data".to_owned());
+            }
+            Kind::FwCfg(name)
+        } else {
+            let get = http::Get::new(&written.http.unwrap_or_default(), written.headers)?;
+            let token = written.token.map(|token| -> Result<Token, String> {
+                let put = http::Get::new(&token.put, token.headers)?;
+                http::check_header(&token.send_as, "")?;
+                Ok(Token { put, send_as: token.send_as })
+            });
+            Kind::Http(get, token.transpose()?)
+        };
+        Ok(Place { kind, base64: written.encoding == Encoding::Base64 })
+    }
+}
+
+/// Why a line cannot be used. All of these are mistakes of its author.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error("{file}: {why}")]
+    Read { file: PathBuf, why: String },
+    #[error(
+        "{file}: version {found}, this program reads {VERSION}; image and program must be built together"
+    )]
+    Version { file: PathBuf, found: u32 },
+}
+
+impl Source {
+    pub(crate) fn parse(text: &[u8], file: &Path) -> Result<Source, Error> {
+        #[derive(Deserialize)]
+        struct Versioned {
+            version: u32,
+        }
+        let wrong = |why: String| Error::Read { file: file.to_owned(), why };
+        let found =
+            basic_toml::from_slice::<Versioned>(text).map_err(|error| wrong(error.to_string()))?.version;
+        if found != VERSION {
+            return Err(Error::Version { file: file.to_owned(), found });
+        }
+        let mut source: Source = basic_toml::from_slice(text).map_err(|error| wrong(error.to_string()))?;
+        source.name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        if source.when.iter().any(|when| *when == When::default()) {
+            return Err(wrong("an empty [[when]] is true everywhere: leave it out".to_owned()));
+        }
+        let is_name = |name: &String| name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+        if !source.when.iter().flat_map(|when| when.dmi.keys()).all(is_name) {
+            return Err(wrong("`dmi` names a file of /sys/class/dmi/id".to_owned()));
+        }
+        Ok(source)
+    }
+
+    /// Whether this VM runs there.
+    pub(crate) fn is_here(&self) -> bool {
+        self.when.is_empty() || self.when.iter().any(When::holds)
+    }
+
+    /// Where user-data may be.
+    pub(crate) fn places(&self) -> &[Place] {
+        &self.user_data
+    }
+
+    /// What the pod's containers must not reach: none where the author opens it to them.
+    pub(crate) fn closed_to_pods(&self) -> &[IpAddr] {
+        if self.metadata.open_to_pods { &[] } else { &self.metadata.addresses }
+    }
+
+    /// What is opened to them.
+    pub(crate) fn open_to_pods(&self) -> &[IpAddr] {
+        if self.metadata.open_to_pods { &self.metadata.addresses } else { &[] }
+    }
+}
+
+impl When {
+    fn holds(&self) -> bool {
+        self.dmi.iter().all(|(name, wanted)| {
+            let found =
+                files::read_bounded(&Path::new(DMI).join(name), 4096).ok().flatten().unwrap_or_default();
+            fits(wanted, String::from_utf8_lossy(&found).trim())
+        }) && self.exists.as_ref().is_none_or(|path| path.exists())
+            && self.disk.as_ref().is_none_or(|label| disk::find(label).is_some())
+    }
+}
+
+fn fits(wanted: &str, found: &str) -> bool {
+    match wanted.strip_suffix('*') {
+        Some(begin) => found.starts_with(begin),
+        None => found == wanted,
+    }
+}
+
+impl std::fmt::Display for Place {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match &self.kind {
+            Kind::File(path) => write!(f, "{}", path.display()),
+            Kind::Disk(label, path) => write!(f, "{} on the disk {label:?}", path.display()),
+            Kind::FwCfg(name) => write!(f, "fw_cfg {name}"),
+            Kind::Http(get, _) => write!(f, "{get}"),
+        }
+    }
+}
+
+impl Place {
+    /// What is there; `None` if nothing is there (yet). The text says why not, without any of the content.
+    pub(crate) async fn read(&self) -> Result<Option<Vec<u8>>, String> {
+        let read = async {
+            match &self.kind {
+                Kind::File(path) => blocking(path.clone(), |path| read_file(&path)).await,
+                Kind::FwCfg(name) => {
+                    blocking(Path::new(FW_CFG).join(name).join("raw"), |path| read_file(&path)).await
+                }
+                Kind::Disk(label, path) => {
+                    blocking((label.clone(), path.clone()), |(label, path)| disk::read(&label, &path)).await
+                }
+                Kind::Http(get, token) => ask(get, token.as_ref()).await.map(Some),
+            }
+        };
+        let found = timeout(PATIENCE, read).await.map_err(|_| format!("no answer within {PATIENCE:?}"))??;
+        match found {
+            Some(text) if self.base64 => {
+                let text: Vec<u8> = text.into_iter().filter(|byte| !byte.is_ascii_whitespace()).collect();
+                BASE64_STANDARD.decode(text).map(Some).map_err(|_| "it is not base64".to_owned())
+            }
+            found => Ok(found),
+        }
+    }
+}
+
+async fn ask(get: &http::Get, token: Option<&Token>) -> Result<Vec<u8>, String> {
+    let shown = match token {
+        Some(token) => {
+            let value = token.put.send("PUT", None).await.map_err(|why| format!("its token: {why}"))?;
+            let value = String::from_utf8(value).ok().map(|value| value.trim().to_owned());
+            let value = value.filter(|value| http::check_header(&token.send_as, value).is_ok());
+            Some((token.send_as.as_str(), value.ok_or("its token is no text")?))
+        }
+        None => None,
+    };
+    get.send("GET", shown.as_ref().map(|(name, value)| (*name, value.as_str()))).await
+}
+
+async fn blocking<A: Send + 'static>(
+    of: A,
+    read: impl FnOnce(A) -> Result<Option<Vec<u8>>, String> + Send + 'static,
+) -> Result<Option<Vec<u8>>, String> {
+    tokio::task::spawn_blocking(move || read(of)).await.map_err(|error| error.to_string())?
+}
+
+/// A little more than user-data may have in base64, so that an oversize file is told from a missing one.
+const LIMIT: u64 = (MAX_LEN as u64) * 3 / 2;
+
+fn read_file(path: &Path) -> Result<Option<Vec<u8>>, String> {
+    files::read_bounded(path, LIMIT).map_err(|error| error.to_string())
+}
+
+/// The lines of the image; the second part says which could not be used.
+pub(crate) fn load(folder: &Path) -> (Vec<Source>, Vec<Error>) {
+    let mut paths: Vec<PathBuf> = std::fs::read_dir(folder)
+        .map(|entries| entries.filter_map(|entry| Some(entry.ok()?.path())).collect())
+        .unwrap_or_default();
+    paths.retain(|path| path.extension().is_some_and(|end| end == "toml"));
+    paths.sort_unstable();
+    let (mut sources, mut errors) = (Vec::new(), Vec::new());
+    for path in paths.into_iter().take(MOST) {
+        let read = files::read_bounded(&path, MAX_FILE);
+        let read = read.map_err(|error| Error::Read { file: path.clone(), why: error.to_string() });
+        match read.and_then(|text| Source::parse(&text.unwrap_or_default(), &path)) {
+            Ok(source) => sources.push(source),
+            Err(error) => errors.push(error),
+        }
+    }
+    (sources, errors)
+}
+
+/// Where an address is meant that everybody can spell: clouds' services are dialled by number.
+pub(crate) fn target(authority: &str) -> Option<SocketAddr> {
+    let alone = |text: &str| text.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>().ok();
+    authority.parse().ok().or_else(|| Some(SocketAddr::new(alone(authority)?, 80)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::files::testing::TempDir;
+
+    fn parse(text: &str) -> Result<Source, String> {
+        Source::parse(text.as_bytes(), Path::new("/x/cloud.toml")).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn every_providers_line_is_read() {
+        let providers = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../providers");
+        let mut read = 0;
+        for folder in std::fs::read_dir(providers).unwrap() {
+            let file = folder.unwrap().path().join("guest.toml");
+            if let Ok(text) = std::fs::read(&file) {
+                let source = Source::parse(&text, &file).unwrap();
+                assert!(!source.places().is_empty(), "{}", file.display());
+                read += 1;
+            }
+        }
+        assert!(read >= 2, "{read}");
+    }
+
+    #[test]
+    fn what_other_clouds_need_can_be_said() {
+        let azure = "
+            version = 1
+            [[when]]
+            dmi = { chassis_asset_tag = '7783-7084-3265-9085-8269-3286-77', sys_vendor = 'Microsoft*' }
+            [[user-data]]
+            http = 'http://169.254.169.254/metadata/instance/compute/userData?api-version=2021-01-01&format=text'
+            headers = { Metadata = 'true' }
+            encoding = 'base64'
+            [metadata]
+            addresses = ['169.254.169.254', '168.63.129.16']
+            open-to-pods = true";
+        let source = parse(azure).unwrap();
+        assert_eq!(source.name, "cloud");
+        assert_eq!((source.closed_to_pods().len(), source.open_to_pods().len()), (0, 2));
+        assert!(!source.is_here(), "the tests do not run there");
+        assert!(source.places()[0].to_string().contains("169.254.169.254"));
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        let place = |text: &str| parse(&format!("version = 1\n[[user-data]]\n{text}")).unwrap_err();
+        for (error, named) in [
+            (parse("version = 2").unwrap_err(), "version 2"),
+            (parse("version = 1\nuserdata = 1").unwrap_err(), "userdata"),
+            (parse("version = 1\n[[when]]").unwrap_err(), "empty [[when]]"),
+            (parse("version = 1\n[[when]]\ndmi = { '../x' = 'y' }").unwrap_err(), "/sys/class/dmi/id"),
+            (place("file = '/a'\nfw-cfg = 'b'"), "one of"),
+            (place("file = 'a'"), "absolute"),
+            (place("disk = 'cidata'"), "path"),
+            (place("disk = 'cidata'\npath = '../x'"), "root"),
+            (place("fw-cfg = '/etc/shadow'"), "a name like"),
+            (place("http = 'http://metadata.example/x'"), "by its address"),
+            (place("http = 'https://169.254.169.254/x'"), "http://"),
+            (place("http = 'http://1.2.3.4/x'\nheaders = { A = \"b\\r\\nC: d\" }"), "header"),
+            (place("file = '/a'\nencoding = 'rot13'"), "rot13"),
+        ] {
+            assert!(error.contains(named) && error.contains("cloud.toml"), "{named}: {error}");
+        }
+    }
+
+    #[tokio::test]
+    async fn files_are_read_with_a_limit_and_base64_is_taken_off() {
+        let dir = TempDir::new();
+        let file = dir.path().join("data");
+        let place = |encoding: &str| {
+            let text = format!("version = 1\n[[user-data]]\nfile = {file:?}\nencoding = '{encoding}'");
+            parse(&text).unwrap().user_data.remove(0)
+        };
+        assert_eq!(place("plain").read().await, Ok(None));
+        std::fs::write(&file, "e30=\n").unwrap();
+        assert_eq!(place("plain").read().await.unwrap().unwrap(), b"e30=\n");
+        assert_eq!(place("base64").read().await.unwrap().unwrap(), b"{}");
+        std::fs::write(&file, "!").unwrap();
+        assert!(place("base64").read().await.unwrap_err().contains("base64"));
+        std::fs::write(&file, vec![b'x'; LIMIT as usize + 1]).unwrap();
+        assert!(place("plain").read().await.unwrap_err().contains("more than"));
+    }
+
+    #[test]
+    fn a_bad_line_does_not_cost_the_others() {
+        let dir = TempDir::new();
+        std::fs::write(dir.path().join("a.toml"), "version = 1\n[[user-data]]\nfile = '/a'").unwrap();
+        std::fs::write(dir.path().join("b.toml"), "version = 'x'").unwrap();
+        std::fs::write(dir.path().join("c.txt"), "").unwrap();
+        let (sources, errors) = load(dir.path());
+        assert_eq!((sources.len(), errors.len()), (1, 1));
+        assert!(errors[0].to_string().contains("b.toml"));
+        assert!(load(Path::new("/nonexistent")).0.is_empty());
+    }
+
+    #[test]
+    fn strings_fit_as_a_whole_or_as_a_beginning() {
+        assert!(
+            fits("Amazon EC2", "Amazon EC2")
+                && !fits("Amazon", "Amazon EC2")
+                && fits("Amazon*", "Amazon EC2")
+        );
+    }
+}

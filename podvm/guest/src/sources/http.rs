@@ -1,0 +1,243 @@
+//! One question to a metadata service, by HTTP/1.1 without anything else: an address that is a number, one answer, then
+//! the connection ends. `httparse` reads the head; time is the caller's to bound, size is bounded here.
+
+use std::{collections::BTreeMap, fmt, net::SocketAddr};
+
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
+
+use super::LIMIT;
+
+/// The head of an answer.
+const MAX_HEAD: usize = 16 << 10;
+/// Head, body, and what chunks cost.
+const MAX_ANSWER: usize = MAX_HEAD + 2 * LIMIT as usize;
+const MOST_HEADERS: usize = 64;
+
+/// What is asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Get {
+    target: SocketAddr,
+    host: String,
+    path: String,
+    headers: BTreeMap<String, String>,
+}
+
+impl fmt::Display for Get {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "http://{}{}", self.host, self.path)
+    }
+}
+
+/// Nothing that would end the line.
+pub(crate) fn check_header(name: &str, value: &str) -> Result<(), String> {
+    let is_token = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
+    let fits =
+        !name.is_empty() && name.bytes().all(is_token) && value.bytes().all(|b| (0x20..0x7f).contains(&b));
+    if fits && name.len() <= 256 && value.len() <= 4096 {
+        Ok(())
+    } else {
+        Err(format!("no header: {name:?}"))
+    }
+}
+
+impl Get {
+    /// # Errors
+    /// Why it cannot be asked.
+    pub(crate) fn new(url: &str, headers: BTreeMap<String, String>) -> Result<Get, String> {
+        let rest =
+            url.strip_prefix("http://").ok_or_else(|| format!("{url:?} does not begin with http://"))?;
+        let at = rest.find('/').ok_or_else(|| format!("{url:?} has no path"))?;
+        let (host, path) = rest.split_at(at);
+        let target = super::target(host).ok_or_else(|| {
+            format!("{url:?}: a service is named by its address, because nothing here asks the DNS")
+        })?;
+        if !path.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return Err(format!("{url:?} has more than a path"));
+        }
+        headers.iter().try_for_each(|(name, value)| check_header(name, value))?;
+        Ok(Get { target, host: host.to_owned(), path: path.to_owned(), headers })
+    }
+
+    /// Asks, and waits for the whole answer. The text says why there is none.
+    pub(crate) async fn send(&self, method: &str, also: Option<(&str, &str)>) -> Result<Vec<u8>, String> {
+        let mut stream =
+            TcpStream::connect(self.target).await.map_err(|error| format!("connect: {error}"))?;
+        let agent = concat!("peerpod-guest/", env!("CARGO_PKG_VERSION"));
+        let mut request = format!("{method} {} HTTP/1.1\r\nHost: {}\r\n", self.path, self.host);
+        request += &format!("User-Agent: {agent}\r\nAccept: */*\r\nConnection: close\r\n");
+        if method != "GET" {
+            request += "Content-Length: 0\r\n";
+        }
+        let own = self.headers.iter().map(|(name, value)| (name.as_str(), value.as_str()));
+        for (name, value) in own.chain(also) {
+            request += &format!("{name}: {value}\r\n");
+        }
+        request += "\r\n";
+        stream.write_all(request.as_bytes()).await.map_err(|error| format!("ask: {error}"))?;
+        let mut got = Vec::new();
+        loop {
+            let length =
+                stream.read_buf(&mut got).await.map_err(|error| format!("read the answer: {error}"))?;
+            if got.len() > MAX_ANSWER {
+                return Err("the answer is too large to be user-data".to_owned());
+            }
+            if let Some(answer) = parse(&got, length == 0)? {
+                return answer.body();
+            }
+            if length == 0 {
+                return Err(format!("the answer ends after {} bytes", got.len()));
+            }
+        }
+    }
+}
+
+/// An answer.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Answer {
+    status: u16,
+    body: Vec<u8>,
+}
+
+impl Answer {
+    fn body(self) -> Result<Vec<u8>, String> {
+        match self.status {
+            200..300 => Ok(self.body),
+            404 => Err("404: it has none; was the VM made without user-data?".to_owned()),
+            401 | 403 => Err(format!("{}: it wants a token or header that it did not get", self.status)),
+            status => Err(format!("it answered {status}")),
+        }
+    }
+}
+
+/// The answer, once it is complete. `ended`: no more will come.
+pub(crate) fn parse(got: &[u8], ended: bool) -> Result<Option<Answer>, String> {
+    let mut headers = [httparse::EMPTY_HEADER; MOST_HEADERS];
+    let mut head = httparse::Response::new(&mut headers);
+    let begin = match head.parse(got) {
+        Ok(httparse::Status::Complete(begin)) => begin,
+        Ok(httparse::Status::Partial) if got.len() < MAX_HEAD => return Ok(None),
+        Ok(httparse::Status::Partial) => return Err("the answer's head does not end".to_owned()),
+        Err(error) => return Err(format!("no HTTP: {error}")),
+    };
+    let status = head.code.unwrap_or_default();
+    let rest = got.get(begin..).unwrap_or_default();
+    let header = |name: &str| {
+        let mut all = head.headers.iter().filter(|header| header.name.eq_ignore_ascii_case(name));
+        all.next().map(|header| String::from_utf8_lossy(header.value).trim().to_ascii_lowercase())
+    };
+    let body = if header("transfer-encoding").is_some_and(|coding| coding == "chunked") {
+        chunks(rest)?
+    } else if let Some(length) = header("content-length") {
+        let length: usize = length.parse().map_err(|_| "the answer has no length".to_owned())?;
+        if length > LIMIT as usize {
+            return Err(format!("an answer of {length} bytes is too large to be user-data"));
+        }
+        rest.get(..length).map(<[u8]>::to_vec)
+    } else if matches!(status, 204 | 304) {
+        Some(Vec::new())
+    } else {
+        ended.then(|| rest.to_vec())
+    };
+    match body {
+        Some(body) if body.len() > LIMIT as usize => {
+            Err("the answer is too large to be user-data".to_owned())
+        }
+        Some(body) => Ok(Some(Answer { status, body })),
+        None => Ok(None),
+    }
+}
+
+/// The chunks' content, once the last is there.
+fn chunks(mut rest: &[u8]) -> Result<Option<Vec<u8>>, String> {
+    let mut body = Vec::new();
+    loop {
+        let (begin, length) = match httparse::parse_chunk_size(rest) {
+            Ok(httparse::Status::Complete(found)) => found,
+            Ok(httparse::Status::Partial) => return Ok(None),
+            Err(_) => return Err("the answer's chunks make no sense".to_owned()),
+        };
+        if length == 0 {
+            return Ok(Some(body));
+        }
+        let length = usize::try_from(length).ok().filter(|length| body.len() + length <= LIMIT as usize);
+        let length = length.ok_or_else(|| "the answer is too large to be user-data".to_owned())?;
+        let Some(chunk) = rest.get(begin..begin + length) else { return Ok(None) };
+        body.extend_from_slice(chunk);
+        let Some(after) = rest.get(begin + length + 2..) else { return Ok(None) };
+        rest = after;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use proptest::prelude::*;
+    use tokio::{net::TcpListener, time::timeout};
+
+    use super::*;
+
+    fn answer(text: &str, ended: bool) -> Result<Option<String>, String> {
+        let parsed = parse(text.as_bytes(), ended)?;
+        parsed.map(|answer| answer.body().map(|body| String::from_utf8_lossy(&body).into_owned())).transpose()
+    }
+
+    #[test]
+    fn answers_of_each_kind_are_read() {
+        for (text, ended) in [
+            ("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", false),
+            ("HTTP/1.0 200 OK\r\nServer: x\r\n\r\n{}", true),
+            ("HTTP/1.1 200 OK\r\ntransfer-encoding: Chunked\r\n\r\n1\r\n{\r\n1;x=y\r\n}\r\n0\r\n\r\n", false),
+        ] {
+            assert_eq!(answer(text, ended), Ok(Some("{}".to_owned())), "{text}");
+            for cut in 0..text.len().saturating_sub(4) {
+                assert_eq!(answer(&text[..cut], false), Ok(None), "{cut} of {text}");
+            }
+        }
+        assert!(
+            answer("HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", false).unwrap_err().contains("404")
+        );
+        assert!(answer("HTTP/1.1 401 X\r\nContent-Length: 0\r\n\r\n", false).unwrap_err().contains("token"));
+        assert!(answer("HTTP/1.1 302 X\r\nContent-Length: 0\r\n\r\n", false).unwrap_err().contains("302"));
+        assert!(
+            answer("HTTP/1.1 200 OK\r\nContent-Length: 999999999\r\n\r\n", false)
+                .unwrap_err()
+                .contains("large")
+        );
+        let chunk = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nfffffffff\r\n";
+        assert!(answer(chunk, false).unwrap_err().contains("large"));
+        assert!(answer("SSH-2.0-OpenSSH\r\n\r\n", false).unwrap_err().contains("no HTTP"));
+    }
+
+    #[tokio::test]
+    async fn a_service_that_floods_or_dies_is_let_go() {
+        for (flood, named) in [(true, "too large"), (false, "ends after")] {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let url = format!("http://{}/x", listener.local_addr().unwrap());
+            let serving = tokio::spawn(async move {
+                let (mut stream, _) = listener.accept().await.unwrap();
+                stream.write_all(b"HTTP/1.1 200 OK\r\n").await.unwrap();
+                while flood && stream.write_all(b"X: yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy\r\n").await.is_ok() {}
+            });
+            let asked = Get::new(&url, BTreeMap::new()).unwrap();
+            let error = timeout(Duration::from_secs(20), asked.send("GET", None)).await.unwrap().unwrap_err();
+            assert!(
+                error.contains(named) || error.contains("does not end") || error.contains("no HTTP"),
+                "{error}"
+            );
+            serving.await.unwrap();
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_answer_is_survived(bytes in proptest::collection::vec(any::<u8>(), 0..300), ended in any::<bool>()) {
+            let _maybe = parse(&bytes, ended);
+            let head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n";
+            let _maybe = parse(&[&head[..], &bytes].concat(), ended);
+        }
+    }
+}

@@ -1,0 +1,226 @@
+//! The VM's cards against a real DHCP server (dnsmasq) in network namespaces: leases and what comes with them, renewal,
+//! refusal, servers that are away, slow, or of IPv6.
+//!
+//! Each test starts itself again in fresh namespaces (`inner`), so that nothing of it can stay behind. Needs root.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use std::{
+    fs,
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+const INNER: &str = "PEERPOD_CARDS_TEST_INNER";
+const PATIENCE: Duration = Duration::from_secs(60);
+const LOG: &str = "/run/dnsmasq.log";
+const VERY_SHORT: &str = "--dhcp-option=option:T1,4 --dhcp-option=option:T2,60";
+
+#[test]
+fn a_lease_is_used_whole_and_renewed() {
+    in_namespaces("lease");
+}
+
+#[test]
+fn an_address_that_the_server_does_not_grant_any_more_is_left() {
+    in_namespaces("refused");
+}
+
+#[test]
+fn a_server_that_comes_late_and_a_card_that_loses_its_cable_are_no_trouble() {
+    in_namespaces("away");
+}
+
+#[test]
+fn ipv6_comes_from_routers_and_servers() {
+    in_namespaces("v6");
+}
+
+#[test]
+fn a_card_that_has_an_address_is_left_alone() {
+    in_namespaces("given");
+}
+
+fn in_namespaces(case: &str) {
+    assert!(nix::unistd::geteuid().is_root(), "this test makes namespaces: run it as root");
+    let output = Command::new("unshare")
+        .args(["--net", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc"])
+        .arg(std::env::current_exe().unwrap())
+        .args(["inner", "--exact", "--ignored", "--nocapture"])
+        .env(INNER, case)
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    let text =
+        format!("{}\n{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && text.contains("inner is done"), "{text}");
+}
+
+fn sh(script: &str) -> String {
+    let output = Command::new("sh").args(["-ec", script]).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{script}: {said}{}", String::from_utf8_lossy(&output.stderr));
+    said
+}
+
+fn until(what: &str, is: impl Fn() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !is() {
+        let seen = sh(&format!("ip -n vm addr; ip -n vm route; ip -n vm -6 route; cat {LOG} || true"));
+        assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}\n{seen}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn vm(words: &str) -> String {
+    sh(&format!("ip -n vm {words}"))
+}
+
+struct Ends(Child);
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        drop(self.0.kill());
+        drop(self.0.wait());
+    }
+}
+
+/// The server, in the test's own namespace; it has forgotten all leases.
+fn server(words: &str) -> Ends {
+    let script = format!(
+        "rm -f /run/leases; exec dnsmasq --keep-in-foreground --conf-file=/dev/null --port=0 --bind-dynamic \
+         --interface=up0 --dhcp-leasefile=/run/leases --pid-file= --user=root --log-dhcp --log-facility={LOG} \
+         --dhcp-authoritative --no-ping {words}"
+    );
+    Ends(Command::new("sh").args(["-ec", &script]).spawn().unwrap())
+}
+
+/// The guest program, which waits for user-data that never comes.
+fn guest() -> Ends {
+    let settings = r#"{"version":1,"agent":[],"uplink":"on","user_data":["/nonexistent"]}"#;
+    let script = "mount -t tmpfs tmpfs /run; mount -t tmpfs tmpfs /etc; mkdir -p /etc/peerpod
+        printf %s \"$SETTINGS\" > /etc/peerpod/guest.json; exec \"$GUEST\" serve";
+    let started = Command::new("ip")
+        .args(["netns", "exec", "vm", "unshare", "--mount", "--kill-child", "--fork", "sh", "-ec", script])
+        .env("SETTINGS", settings)
+        .env("GUEST", env!("CARGO_BIN_EXE_peerpod-guest"))
+        .stdin(Stdio::null())
+        .spawn();
+    Ends(started.unwrap())
+}
+
+/// What the guest has in a file of its own.
+fn guests_file(path: &str) -> String {
+    let pid = sh("pgrep -f 'peerpod-guest serve' | tail -n 1");
+    fs::read_to_string(format!("/proc/{}/root{path}", pid.trim())).unwrap_or_default()
+}
+
+fn count(words: &str) -> usize {
+    fs::read_to_string(LOG).unwrap_or_default().matches(words).count()
+}
+
+#[test]
+#[ignore = "role: started by the tests above in namespaces of its own"]
+fn inner() {
+    let Ok(case) = std::env::var(INNER) else { return };
+    sh("mount -t tmpfs tmpfs /run; ip link set lo up; ip netns add vm; ip -n vm link set lo up
+        ip link add up0 type veth peer name eth0 netns vm
+        ip addr add 10.97.0.1/24 dev up0; ip addr add fd97::1/64 dev up0 nodad; ip link set up0 up");
+    match case.as_str() {
+        "lease" => lease(),
+        "refused" => refused(),
+        "away" => away(),
+        "v6" => v6(),
+        "given" => given(),
+        _ => unreachable!(),
+    }
+    println!("inner is done");
+}
+
+fn lease() {
+    let _server = server(&format!(
+        "--dhcp-range=10.97.0.50,10.97.0.60,255.255.255.0,2m --dhcp-option=option:router,10.97.0.9 \
+         --dhcp-option=option:classless-static-route,0.0.0.0/0,10.97.0.1,192.168.7.0/24,10.97.0.2 \
+         --dhcp-option=option:mtu,1400 --dhcp-option=option:dns-server,10.97.0.53 \
+         --dhcp-option=option:domain-name,cloud.example {VERY_SHORT}"
+    ));
+    let _guest = guest();
+    until("the lease", || vm("addr show eth0").contains("inet 10.97.0."));
+    until("its routes", || vm("route").contains("192.168.7.0/24 via 10.97.0.2 dev eth0 proto dhcp"));
+    let routes = vm("route");
+    assert!(routes.contains("default via 10.97.0.1"), "{routes}");
+    assert!(!routes.contains("10.97.0.9"), "where there are classless routes the router option does not count");
+    let link = vm("addr show eth0");
+    assert!(link.contains("mtu 1400") && !link.contains("valid_lft forever preferred_lft forever\n    inet "), "{link}");
+    until("name servers", || {
+        guests_file("/etc/resolv.conf") == "nameserver 10.97.0.53\nsearch cloud.example\n"
+    });
+    let acknowledged = count("DHCPACK");
+    until("a renewal", || count("DHCPACK") > acknowledged);
+    assert_eq!(count("DHCPNAK"), 0);
+    assert_eq!(vm("addr show eth0").matches("inet 10.97").count(), 1);
+}
+
+fn refused() {
+    let first = server(&format!("--dhcp-range=10.97.0.50,10.97.0.60,255.255.255.0,2m {VERY_SHORT}"));
+    let _guest = guest();
+    until("the lease", || vm("addr show eth0").contains("inet 10.97.0."));
+    drop(first);
+    let _other = server(&format!(
+        "--dhcp-range=10.97.0.150,10.97.0.160,255.255.255.0,2m --dhcp-option=option:router,10.97.0.1 {VERY_SHORT}"
+    ));
+    until("the other lease", || vm("addr show eth0").contains("inet 10.97.0.1"));
+    assert!(count("DHCPNAK") > 0, "{}", fs::read_to_string(LOG).unwrap());
+    until("the first one's end", || !vm("addr show eth0").contains("inet 10.97.0.5"));
+}
+
+fn away() {
+    let guest = guest();
+    until("a card that is up", || vm("link show eth0").contains("state UP"));
+    std::thread::sleep(Duration::from_secs(2)); // some questions that nobody hears
+    let words = format!("--dhcp-range=10.97.0.50,10.97.0.60,255.255.255.0,2m {VERY_SHORT}");
+    let first = server(&words);
+    until("the late server's lease", || vm("addr show eth0").contains("inet 10.97.0."));
+    // Gone for longer than a renewal, and back.
+    drop(first);
+    std::thread::sleep(Duration::from_secs(6));
+    assert!(vm("addr show eth0").contains("inet 10.97.0."), "the address is ours for as long as it was granted");
+    let again = count("DHCPACK");
+    let _second = server(&words);
+    until("the server's answer", || count("DHCPACK") > again);
+    // The cable is pulled and put in again.
+    sh("ip link set up0 down");
+    until("no carrier", || vm("link show eth0").contains("NO-CARRIER"));
+    let again = count("DHCPACK");
+    sh("ip link set up0 up");
+    until("a new lease", || count("DHCPACK") > again);
+    // Another run of the program takes over what the one before left.
+    let before = vm("addr show eth0").split("inet ").nth(1).unwrap().split('/').next().unwrap().to_owned();
+    drop(guest);
+    assert!(vm("addr show eth0").contains(&before));
+    let again = count("DHCPACK");
+    let _guest = self::guest();
+    until("its own lease", || count("DHCPACK") > again);
+    until("one address", || vm("addr show eth0").matches("inet ").count() == 1);
+}
+
+fn v6() {
+    let _server = server("--enable-ra --dhcp-range=fd97::100,fd97::200,64,2m --dhcp-option=option6:dns-server,[fd97::53]");
+    let _guest = guest();
+    until("the server's address", || {
+        let seen = vm("-6 addr show dev eth0");
+        seen.contains("inet6 fd97::1") || seen.contains("inet6 fd97::2")
+    });
+    until("the router's route", || vm("-6 route").contains("default via fe80::"));
+    until("name servers", || guests_file("/etc/resolv.conf").contains("nameserver fd97::53"));
+}
+
+fn given() {
+    sh("ip -n vm addr add 10.97.0.2/24 dev eth0; ip -n vm link set eth0 up");
+    let _server = server("--dhcp-range=10.97.0.50,10.97.0.60,255.255.255.0,2m");
+    let _guest = guest();
+    until("the guest", || sh("pgrep -f 'peerpod-guest serve' || true").trim().lines().count() > 0);
+    std::thread::sleep(Duration::from_secs(3));
+    assert_eq!(count("DHCPDISCOVER"), 0);
+    assert_eq!(vm("addr show eth0").matches("inet ").count(), 1);
+}

@@ -1,0 +1,212 @@
+//! A real VM in QEMU: the minimal image's kernel and initramfs, and on top of it what a test adds.
+
+use std::{
+    fs,
+    io::{Read, Write},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
+
+/// Software emulation, on a machine that does other things as well.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(150);
+
+/// A folder that goes with the test.
+pub(crate) struct Folder(pub(crate) PathBuf);
+
+impl Folder {
+    pub(crate) fn new(name: &str) -> Folder {
+        let path = std::env::temp_dir().join(format!("peerpod-vm-{name}-{}", std::process::id()));
+        fs::create_dir_all(&path).unwrap();
+        Folder(path)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        drop(fs::remove_dir_all(&self.0));
+    }
+}
+
+pub(crate) fn run(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program).args(arguments).output();
+    let output = output.unwrap_or_else(|error| panic!("{program}: {error}; scripts/setup installs it"));
+    let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{program} {arguments:?}: {said}");
+    said
+}
+
+fn target() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(
+        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target"),
+        PathBuf::from,
+    )
+}
+
+/// The image's file. It is what is tested: `make image` makes it.
+pub(crate) fn image(name: &str) -> PathBuf {
+    let file = target().join("image/minimal").join(name);
+    assert!(file.exists(), "{} is not there: run `make image`", file.display());
+    file
+}
+
+/// The program of `probe.rs`, static.
+fn probe(folder: &Path) -> Vec<u8> {
+    let out = folder.join("probe");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/machine/probe.rs");
+    let (source, to) = (source.to_str().unwrap(), out.to_str().unwrap());
+    run("rustc", &["--edition", "2024", "--target", "x86_64-unknown-linux-musl", "-O", "-o", to, source]);
+    fs::read(out).unwrap()
+}
+
+/// An archive of the kernel's format (newc) with a file per entry: path, mode, content.
+pub(crate) fn cpio(files: &[(&str, u32, Vec<u8>)]) -> Vec<u8> {
+    let mut archive = Vec::new();
+    let mut made: Vec<String> = Vec::new();
+    let mut entry = |name: &str, mode: u32, content: &[u8]| {
+        let name_length = name.len() + 1;
+        let mut numbers = [0_u32; 13];
+        (numbers[1], numbers[4], numbers[6]) = (mode, 1, content.len() as u32);
+        numbers[11] = name_length as u32;
+        archive.extend_from_slice(b"070701");
+        for number in numbers {
+            write!(archive, "{number:08x}").unwrap();
+        }
+        for part in [&[name.as_bytes(), b"\0"].concat()[..], content] {
+            archive.extend_from_slice(part);
+            archive.resize(archive.len().next_multiple_of(4), 0);
+        }
+    };
+    for (path, mode, content) in files {
+        for (at, _) in path.match_indices('/') {
+            if !made.contains(&path[..at].to_owned()) {
+                entry(&path[..at], 0o040_755, &[]);
+                made.push(path[..at].to_owned());
+            }
+        }
+        entry(path, 0o100_000 | mode, content);
+    }
+    entry("TRAILER!!!", 0, &[]);
+    archive
+}
+
+/// What a VM is made of.
+#[derive(Default)]
+pub(crate) struct Wanted {
+    /// Words for the kernel's command line.
+    pub(crate) line: String,
+    /// Words for QEMU.
+    pub(crate) qemu: Vec<String>,
+    /// Settings besides the agent.
+    pub(crate) settings: Vec<(&'static str, serde_json::Value)>,
+    pub(crate) files: Vec<(&'static str, u32, Vec<u8>)>,
+}
+
+/// A VM that runs; it ends with this.
+pub(crate) struct Vm {
+    pub(crate) child: Child,
+    console: Arc<Mutex<String>>,
+    pub(crate) began: Instant,
+    monitor: PathBuf,
+}
+
+impl Drop for Vm {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+impl Vm {
+    /// Boots.
+    pub(crate) fn boot(folder: &Folder, wanted: Wanted) -> Vm {
+        let mut settings = serde_json::json!({"version": 1, "agent": ["/usr/local/bin/probe"], "log": "info"});
+        for (key, value) in wanted.settings {
+            settings[key] = value;
+        }
+        let mut files = vec![
+            ("usr/local/bin/probe", 0o755, probe(&folder.0)),
+            ("etc/peerpod/guest.json", 0o644, settings.to_string().into_bytes()),
+        ];
+        if let Some(guest) = std::env::var_os("PEERPOD_TEST_GUEST") {
+            files.push(("init", 0o755, fs::read(guest).unwrap())); // another one than the image's
+        }
+        for name in ["aws", "local", "libvirt"] {
+            let toml = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../providers/{name}/guest.toml"));
+            let path: &'static str = format!("etc/peerpod/sources/{name}.toml").leak();
+            files.push((path, 0o644, fs::read(toml).unwrap()));
+        }
+        files.extend(wanted.files);
+        let initrd = folder.0.join("initrd");
+        let mut archives = fs::read(image("initrd.img")).unwrap();
+        archives.resize(archives.len().next_multiple_of(4), 0);
+        archives.extend(cpio(&files));
+        fs::write(&initrd, archives).unwrap();
+        let monitor = folder.0.join("monitor");
+        let line = format!("console=ttyS0 quiet no_timer_check panic=1 {}", wanted.line);
+        let mut child = Command::new("qemu-system-x86_64")
+            .args(["-machine", "q35", "-accel", "tcg", "-cpu", "max", "-m", "512", "-smp", "1"])
+            .args(["-nodefaults", "-display", "none", "-serial", "stdio", "-device", "virtio-rng-pci"])
+            .args(["-monitor", &format!("unix:{},server=on,wait=off", monitor.display())])
+            .arg("-kernel")
+            .arg(image("vmlinuz"))
+            .arg("-initrd")
+            .arg(initrd)
+            .args(["-append", &line])
+            .args(&wanted.qemu)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("qemu-system-x86_64: scripts/setup installs it");
+        let console = Arc::<Mutex<String>>::default();
+        let (mut output, into) = (child.stdout.take().unwrap(), console.clone());
+        std::thread::spawn(move || {
+            let mut part = [0; 4096];
+            while let Ok(length @ 1..) = output.read(&mut part) {
+                into.lock().unwrap().push_str(&String::from_utf8_lossy(&part[..length]));
+            }
+        });
+        Vm { child, console, began: Instant::now(), monitor }
+    }
+
+    pub(crate) fn console(&self) -> String {
+        self.console.lock().unwrap().clone()
+    }
+
+    /// Waits until the console says this; what it said.
+    pub(crate) fn says(&self, what: &str) -> String {
+        self.until(what, |said| said.contains(what))
+    }
+
+    pub(crate) fn until(&self, what: &str, is: impl Fn(&str) -> bool) -> String {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let said = self.console();
+            if is(&said) {
+                return said;
+            }
+            assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}:\n{said}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Waits until QEMU itself has ended, as it does when the machine is switched off.
+    pub(crate) fn ends(&mut self) {
+        let deadline = Instant::now() + PATIENCE;
+        while self.child.try_wait().unwrap().is_none() {
+            assert!(Instant::now() < deadline, "the machine is still on:\n{}", self.console());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Tells QEMU's monitor something.
+    pub(crate) fn monitor(&self, words: &str) {
+        let mut monitor = std::os::unix::net::UnixStream::connect(&self.monitor).unwrap();
+        monitor.write_all(format!("{words}\n").as_bytes()).unwrap();
+        // It reads when it answers.
+        let mut answer = [0; 512];
+        let _length = monitor.read(&mut answer).unwrap();
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}

@@ -1,0 +1,159 @@
+//! The disk image for clouds: UEFI starts one program (kernel, initramfs and command line), whose initramfs verifies a
+//! read-only erofs root and hands over to systemd, which runs peerpod-guest.service.
+//!
+//! Why erofs: it is read-only by design, small, and its maker gives every file to root without being root. Why an
+//! initramfs of ours (podvm/initrd) and not systemd's: one static program of a few hundred KiB, one thing it can do.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, ensure};
+
+use crate::{
+    audit, cmdline,
+    content::{self, Parts},
+    cpio, formats, gpt,
+    inputs::Inputs,
+    lock::words,
+    minimal::compress,
+    modules, program,
+    report::{Report, sha256},
+    run,
+    tree::{Node, Tree},
+    uki, verity,
+};
+
+const FILES: &str = include_str!("../data/disk.files");
+const INITRD_MODULES: &str = include_str!("../data/initrd.txt");
+const UNIT: &str = include_str!("../../guest/peerpod-guest.service");
+/// Mount points and places that are written to.
+const FOLDERS: [&str; 9] = ["dev", "media", "mnt", "proc", "root", "run", "sys", "tmp", "var"];
+/// As few hashes as there can be of a root that is not verified, too: what tells one disk's partitions from another's.
+const IDENTITY_LEN: usize = 64;
+
+/// What is asked for besides what every image has.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Options {
+    /// peerpod-initrd, a static build
+    #[arg(long, value_name = "PATH")]
+    initrd: PathBuf,
+    /// Configuration files of the image's root
+    #[arg(long, value_name = "DIR", default_value = "podvm/image/rootfs")]
+    rootfs: PathBuf,
+    /// Leave the root unverified: no dm-verity
+    #[arg(long)]
+    no_verity: bool,
+    /// What to write: raw, qcow2, vhd (fixed, for Azure), vmdk (stream-optimised)
+    #[arg(long, value_delimiter = ',', default_value = "raw,qcow2,vhd,vmdk")]
+    formats: Vec<formats::Format>,
+}
+
+/// Builds it in the folder `out`.
+///
+/// # Errors
+/// When an input is missing or wrong, a tool fails, or the audit finds something.
+pub(crate) fn build(inputs: &Inputs, parts: &Parts, options: &Options, out: &Path) -> anyhow::Result<()> {
+    let release = modules::release(&inputs.packages)?;
+    let mut report = Report::new("disk", &release, &inputs.lock.packages);
+    let work = inputs.work("disk")?;
+    let root = root(inputs, parts, options, &release, &mut report)?;
+    audit::check(&root)?;
+    let erofs = erofs(inputs, &root, &work)?;
+    let verity = if options.no_verity { None } else { Some(verity::hashes(&erofs, &work)?) };
+
+    report.cmdline = cmdline::line(&["disk"]);
+    report.cmdline_emulated = cmdline::line(&["disk", "emulated"]);
+    if let Some(verity) = &verity {
+        for line in [&mut report.cmdline, &mut report.cmdline_emulated] {
+            *line = format!("{line} roothash={}", verity.root_hash);
+        }
+        report.root_hash = Some(verity.root_hash.clone());
+    }
+    let initramfs = initramfs(inputs, options, &release)?;
+    audit::check(&initramfs)?;
+    let initramfs = compress(&cpio::archive(&initramfs, inputs.lock.epoch))?;
+    let program = uki::build(inputs, &release, &initramfs, &report.cmdline, &work)?;
+
+    let identity = verity.as_ref().map_or_else(|| sha256(&erofs), |verity| verity.root_hash.clone());
+    ensure!(identity.len() == IDENTITY_LEN, "the root hash {identity} is no SHA-256 hash");
+    let raw = gpt::disk(
+        &uki::partition(&program)?,
+        &erofs,
+        verity.as_ref().map(|verity| &*verity.tree),
+        &identity,
+        &work,
+    )?;
+    fs::create_dir_all(out).with_context(|| format!("make {}", out.display()))?;
+    formats::write(&raw, &options.formats, &identity, out, &mut report)?;
+    fs::remove_dir_all(&work)?;
+    report.contents(&root);
+    report.finish(out)
+}
+
+fn root(
+    inputs: &Inputs,
+    parts: &Parts,
+    options: &Options,
+    release: &str,
+    report: &mut Report,
+) -> anyhow::Result<Tree> {
+    let mut tree = Tree::merged();
+    for folder in FOLDERS {
+        tree.directory(folder, 0o755);
+    }
+    tree.link("usr/sbin/init", "/usr/lib/systemd/systemd");
+    content::certificates(&mut tree, &inputs.packages)?;
+    for file in words(FILES) {
+        tree.take(&inputs.packages, file)?;
+    }
+    tree.add_folder("", &options.rootfs).context("--rootfs")?;
+    tree.file("etc/systemd/system/peerpod-guest.service", 0o644, UNIT.as_bytes());
+    parts.add(&mut tree, "usr/local/bin/peerpod-guest", report)?;
+    program::complete(&mut tree, &inputs.packages)?;
+    let work = inputs.work("modules")?;
+    modules::add(&mut tree, &inputs.packages, release, &work)?;
+    fs::remove_dir_all(&work)?;
+    Ok(tree)
+}
+
+/// The root's file system: compressed, every file root's and of one time.
+fn erofs(inputs: &Inputs, root: &Tree, work: &Path) -> anyhow::Result<Vec<u8>> {
+    let (folder, image) = (work.join("root"), work.join("root.erofs"));
+    fs::create_dir(&folder)?;
+    root.write(&folder)?;
+    let uuid = gpt::uuid(&sha256(b"peerpod root"));
+    let (time, id) = (format!("-T{}", inputs.lock.epoch), format!("-U{uuid}"));
+    run::with_input(
+        run::tool("mkfs.erofs")
+            .args(["-zlz4hc", "-C65536", "-x-1", "--all-root", "--quiet", &time, &id])
+            .args([&image, &folder]),
+        &[],
+    )?;
+    let mut content = fs::read(&image)?;
+    content.resize(content.len().next_multiple_of(verity::BLOCK), 0);
+    fs::remove_dir_all(&folder)?;
+    Ok(content)
+}
+
+/// The initramfs: one program, the drivers of disks, and their order.
+fn initramfs(inputs: &Inputs, options: &Options, release: &str) -> anyhow::Result<Tree> {
+    let mut tree = Tree::default();
+    for folder in ["dev", "proc", "sys", "sysroot"] {
+        tree.directory(folder, 0o755);
+    }
+    tree.add_file("init", &options.initrd)?;
+    let Some(Node::File { content, .. }) = tree.get("init") else { unreachable!("it was just added") };
+    ensure!(
+        program::Program::read(content)
+            .with_context(|| options.initrd.display().to_string())?
+            .interpreter
+            .is_none(),
+        "{}: must be a static build",
+        options.initrd.display()
+    );
+    let list = modules::in_order(&mut tree, &inputs.packages, release, words(INITRD_MODULES))?;
+    tree.file("etc/modules.list", 0o644, list.into_bytes());
+    Ok(tree)
+}

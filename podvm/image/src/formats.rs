@@ -1,0 +1,180 @@
+//! One disk in the formats of hypervisors and clouds. The same disk gives the same bytes: what a converter makes up
+//! (identifiers, times) is set.
+
+use std::{fs, path::Path};
+
+use anyhow::{Context, ensure};
+
+use crate::{gpt, report::Report, run};
+
+/// How a disk is written down.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Format {
+    /// As it is (AWS, GCP)
+    Raw,
+    /// QEMU's, compressed (libvirt, OpenStack)
+    Qcow2,
+    /// Of fixed size, a whole number of MiB (Azure)
+    Vhd,
+    /// Stream-optimised (vSphere)
+    Vmdk,
+}
+
+const MIB: u64 = 1 << 20;
+
+/// Writes the disk in all formats that are asked for.
+///
+/// # Errors
+/// When a converter fails or a file cannot be written.
+pub(crate) fn write(
+    raw: &Path,
+    formats: &[Format],
+    identity: &str,
+    out: &Path,
+    report: &mut Report,
+) -> anyhow::Result<()> {
+    for format in formats {
+        let name = match format {
+            Format::Raw => "peerpod.raw",
+            Format::Qcow2 => "peerpod.qcow2",
+            Format::Vhd => "peerpod.vhd",
+            Format::Vmdk => "peerpod.vmdk",
+        };
+        let to = out.join(name);
+        let content = match format {
+            Format::Raw => gpt::copy_sparse(raw, &to)?,
+            Format::Qcow2 => {
+                convert(raw, &to, &["-O", "qcow2", "-c", "-o", "compat=1.1,lazy_refcounts=off"])?;
+                fs::read(&to)?
+            }
+            Format::Vhd => {
+                let mut content = gpt::copy_sparse(raw, &to)?;
+                ensure!(content.len() as u64 % MIB == 0, "the disk is not of whole MiB");
+                let footer = vhd_footer(content.len() as u64, identity);
+                append(&to, &footer)?;
+                content.extend_from_slice(&footer);
+                content
+            }
+            Format::Vmdk => {
+                convert(raw, &to, &["-O", "vmdk", "-o", "subformat=streamOptimized"])?;
+                let content = with_content_id(fs::read(&to)?, identity)?;
+                fs::write(&to, &content)?;
+                content
+            }
+        };
+        report.note(name, &content);
+    }
+    Ok(())
+}
+
+/// By qemu-img, with one request at a time: with more the order of the clusters is chance.
+fn convert(raw: &Path, to: &Path, options: &[&str]) -> anyhow::Result<()> {
+    run::with_input(
+        run::tool("qemu-img").args(["convert", "-f", "raw", "-m", "1"]).args(options).args([raw, to]),
+        &[],
+    )?;
+    Ok(())
+}
+
+fn append(to: &Path, bytes: &[u8]) -> anyhow::Result<()> {
+    let mut file = fs::File::options().append(true).open(to)?;
+    std::io::Write::write_all(&mut file, bytes).with_context(|| format!("write {}", to.display()))
+}
+
+/// The footer that makes a raw disk a fixed VHD (Virtual Hard Disk Image Format Specification 1.0, "Hard Disk Footer
+/// Format").
+fn vhd_footer(size: u64, identity: &str) -> [u8; 512] {
+    let mut footer = [0; 512];
+    let mut put = |at: usize, bytes: &[u8]| footer[at..at + bytes.len()].copy_from_slice(bytes);
+    put(0, b"conectix");
+    put(8, &2u32.to_be_bytes()); // features: the reserved bit
+    put(12, &0x0001_0000u32.to_be_bytes());
+    put(16, &u64::MAX.to_be_bytes()); // no dynamic header
+    // 24: the time of creation stays zero.
+    put(28, b"qem2"); // "the size counts, not the geometry"
+    put(32, &0x0001_0000u32.to_be_bytes());
+    put(36, b"Wi2k");
+    put(40, &size.to_be_bytes());
+    put(48, &size.to_be_bytes());
+    put(56, &geometry(size / 512));
+    put(60, &2u32.to_be_bytes()); // fixed
+    let id: Vec<u8> =
+        (0..16).filter_map(|at| u8::from_str_radix(identity.get(at * 2..at * 2 + 2)?, 16).ok()).collect();
+    put(68, &id);
+    let sum: u32 = footer.iter().map(|byte| u32::from(*byte)).sum();
+    footer[64..68].copy_from_slice(&(!sum).to_be_bytes());
+    footer
+}
+
+/// Cylinders, heads and sectors as the specification's appendix computes them.
+fn geometry(sectors: u64) -> [u8; 4] {
+    let sectors = sectors.min(65535 * 16 * 255);
+    let (per_track, heads, tracks) = if sectors >= 65535 * 16 * 63 {
+        (255, 16, sectors / 255)
+    } else {
+        let tracks = sectors / 17;
+        let heads = tracks.div_ceil(1024).max(4);
+        if tracks < heads * 1024 && heads <= 16 {
+            (17, heads, tracks)
+        } else if sectors / 31 < 16 * 1024 {
+            (31, 16, sectors / 31)
+        } else {
+            (63, 16, sectors / 63)
+        }
+    };
+    let cylinders = (tracks / heads) as u16;
+    let [high, low] = cylinders.to_be_bytes();
+    [high, low, heads as u8, per_track as u8]
+}
+
+/// Replaces the identifier that the converter drew, in the descriptor's text.
+fn with_content_id(mut vmdk: Vec<u8>, identity: &str) -> anyhow::Result<Vec<u8>> {
+    const KEY: &[u8] = b"\nCID=";
+    let head = &vmdk[..vmdk.len().min(MIB as usize)];
+    let at =
+        head.windows(KEY.len()).position(|window| window == KEY).context("the VMDK has no CID")? + KEY.len();
+    let end =
+        at + vmdk[at..].iter().position(|byte| *byte == b'\n').context("the VMDK's CID does not end")?;
+    let id = identity.get(..end - at).context("the VMDK's CID is too long")?.to_owned();
+    vmdk[at..end].copy_from_slice(id.as_bytes());
+    Ok(vmdk)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn qemu_reads_our_vhd() {
+        let path = std::env::temp_dir().join(format!("peerpod-vhd-{}", std::process::id()));
+        let size = 136 * MIB;
+        let mut disk = vec![0; size as usize];
+        disk[4711] = 1;
+        let raw = path.with_extension("raw");
+        fs::write(&raw, &disk).unwrap();
+        disk.extend_from_slice(&vhd_footer(size, &"ab".repeat(32)));
+        fs::write(&path, disk).unwrap();
+        let (vhd, raw) = (path.to_str().unwrap(), raw.to_str().unwrap());
+        let about = run::run("qemu-img", &["info", "-f", "vpc", vhd]).unwrap();
+        let about = String::from_utf8(about).unwrap();
+        assert!(about.contains(&format!("({size} bytes)")), "{about}");
+        run::run("qemu-img", &["compare", "-f", "vpc", "-F", "raw", vhd, raw]).unwrap();
+        fs::remove_file(vhd).unwrap();
+        fs::remove_file(raw).unwrap();
+    }
+
+    #[test]
+    fn geometries_are_the_specifications() {
+        // 136 MiB: 17 sectors, 16 heads; 1 GiB: 31 and 16 ... as qemu-img computes them, too.
+        assert_eq!(geometry(136 * 2048), [3, 255, 16, 17]);
+        assert_eq!(geometry(30 * 1024 * 2048)[2..], [16, 63]);
+    }
+
+    #[test]
+    fn a_vmdks_identifier_is_set() {
+        let vmdk = b"KDMV...\n# Disk DescriptorFile\nversion=1\nCID=1234abcd\nparentCID=ffffffff\n".to_vec();
+        let set = String::from_utf8(with_content_id(vmdk, &"5e".repeat(32)).unwrap()).unwrap();
+        assert!(set.contains("\nCID=5e5e5e5e\nparentCID=ffffffff\n"), "{set}");
+        with_content_id(b"nothing".to_vec(), "5e").unwrap_err();
+    }
+}

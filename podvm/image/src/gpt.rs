@@ -1,0 +1,107 @@
+//! The disk: a partition table by sfdisk, and the partitions at their places. Partitions of the root are named and
+//! numbered as the Discoverable Partitions Specification says: their UUIDs are the halves of the root hash.
+
+use std::{
+    fs::{self, File},
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+};
+
+use anyhow::Context;
+
+use crate::{report::sha256, run};
+
+const SECTOR: usize = 512;
+const MIB: usize = 1 << 20;
+const ESP: &str = "c12a7328-f81f-11d2-ba4b-00a0c93ec93b";
+const ROOT: &str = "4f68bce3-e8cd-4db1-96e7-fbcaf984b709";
+const VERITY: &str = "2c7357ed-ebd2-46d9-aec1-23d437ec2bf5";
+
+/// A UUID out of the first 128 bits of a hexadecimal hash, as they are.
+pub(crate) fn uuid(hash: &str) -> String {
+    format!("{}-{}-{}-{}-{}", &hash[..8], &hash[8..12], &hash[12..16], &hash[16..20], &hash[20..32])
+}
+
+/// Writes the disk to a file in `work`; its path.
+///
+/// # Errors
+/// When it cannot be written, or sfdisk fails.
+pub(crate) fn disk(
+    esp: &[u8],
+    root: &[u8],
+    hashes: Option<&[u8]>,
+    identity: &str,
+    work: &Path,
+) -> anyhow::Result<PathBuf> {
+    let path = work.join("disk.raw");
+    let what = || format!("write {}", path.display());
+    let partitions = [
+        Some(("peerpod-efi", ESP, uuid(&sha256(format!("{identity} efi").as_bytes())), esp)),
+        Some(("peerpod-root", ROOT, uuid(identity), root)),
+        hashes.map(|hashes| ("peerpod-verity", VERITY, uuid(&identity[32..]), hashes)),
+    ];
+    let mut script = format!(
+        "label: gpt\nlabel-id: {}\nunit: sectors\nfirst-lba: {}\n",
+        uuid(&sha256(format!("{identity} disk").as_bytes())),
+        MIB / SECTOR
+    );
+    let file = File::create(&path).with_context(what)?;
+    let mut at = MIB;
+    for (name, kind, uuid, content) in partitions.into_iter().flatten() {
+        let size = content.len().next_multiple_of(MIB);
+        // Bit 60: whoever mounts it, mounts it read-only.
+        let attributes = if kind == ESP { "" } else { ", attrs=\"GUID:60\"" };
+        script += &format!(
+            "start={}, size={}, type={kind}, uuid={uuid}, name=\"{name}\"{attributes}\n",
+            at / SECTOR,
+            size / SECTOR
+        );
+        write_sparse(&file, at, content).with_context(what)?;
+        at += size;
+    }
+    // The table's copy is at the end; some clouds take disks of whole MiB alone.
+    file.set_len((at + MIB) as u64).with_context(what)?;
+    drop(file);
+    run::with_input(
+        run::tool("sfdisk").args(["--quiet", "--no-reread", "--no-tell-kernel"]).arg(&path),
+        script.as_bytes(),
+    )?;
+    Ok(path)
+}
+
+/// Leaves holes where there is nothing but zeros.
+fn write_sparse(file: &File, at: usize, content: &[u8]) -> std::io::Result<()> {
+    for (number, piece) in content.chunks(64 << 10).enumerate() {
+        if piece.iter().any(|byte| *byte != 0) {
+            file.write_all_at(piece, (at + number * (64 << 10)) as u64)?;
+        }
+    }
+    Ok(())
+}
+
+/// Copies a file with its holes.
+///
+/// # Errors
+/// When one cannot be read or the other not written.
+pub(crate) fn copy_sparse(from: &Path, to: &Path) -> anyhow::Result<Vec<u8>> {
+    let content = fs::read(from).with_context(|| format!("read {}", from.display()))?;
+    let write = || {
+        let file = File::create(to)?;
+        file.set_len(content.len() as u64)?;
+        write_sparse(&file, 0, &content)
+    };
+    write().with_context(|| format!("write {}", to.display()))?;
+    Ok(content)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hash_makes_two_uuids() {
+        let hash = "00112233445566778899aabbccddeeff".repeat(2);
+        assert_eq!(uuid(&hash), "00112233-4455-6677-8899-aabbccddeeff");
+        assert_eq!(uuid(&hash[32..]), uuid(&hash));
+    }
+}

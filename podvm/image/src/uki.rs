@@ -1,0 +1,129 @@
+//! Kernel, initramfs and command line as one program that UEFI starts ("unified kernel image"): systemd's stub with
+//! them as sections, and the partition that UEFI finds it on.
+
+use std::{
+    fs,
+    io::{Cursor, Write},
+    path::Path,
+};
+
+use anyhow::{Context, ensure};
+
+use crate::{inputs::Inputs, run};
+
+const STUB: &str = "usr/lib/systemd/boot/efi/linuxx64.efi.stub";
+/// What UEFI starts of a disk that nobody told it about.
+const PATH: [&str; 3] = ["EFI", "BOOT", "BOOTX64.EFI"];
+const RELEASE: &str = "ID=peerpod\nPRETTY_NAME=\"Peerpod VM\"\n";
+/// Sections begin on a page.
+const PAGE: u64 = 4096;
+const MIB: usize = 1 << 20;
+/// FAT32, the one kind that every firmware must read, has no fewer clusters than fit into this.
+const SMALLEST: usize = 34 * MIB;
+
+/// Makes the program.
+///
+/// # Errors
+/// When the stub or the kernel is not in the packages, or objcopy fails.
+pub(crate) fn build(
+    inputs: &Inputs,
+    release: &str,
+    initramfs: &[u8],
+    cmdline: &str,
+    work: &Path,
+) -> anyhow::Result<Vec<u8>> {
+    let (stub, out) = (work.join("stub.efi"), work.join("uki.efi"));
+    let stub_content = inputs.file(STUB)?;
+    fs::write(&stub, stub_content)?;
+    let kernel = inputs.file(&format!("boot/vmlinuz-{release}"))?;
+    // The kernel last: it unpacks itself where it lies, and what is behind it would be overwritten.
+    let sections: [(&str, &[u8]); 5] = [
+        (".osrel", RELEASE.as_bytes()),
+        (".uname", release.as_bytes()),
+        (".cmdline", cmdline.as_bytes()),
+        (".initrd", initramfs),
+        (".linux", kernel),
+    ];
+    let mut command = run::tool("objcopy");
+    let mut at = end(stub_content)?;
+    for (name, content) in sections {
+        let file = work.join(format!("section{name}"));
+        fs::write(&file, content)?;
+        at = at.next_multiple_of(PAGE);
+        command.arg("--add-section").arg(format!("{name}={}", file.display()));
+        command.arg("--change-section-vma").arg(format!("{name}={at:#x}"));
+        at += content.len() as u64;
+    }
+    run::with_input(command.arg(&stub).arg(&out), &[])?;
+    Ok(fs::read(&out)?)
+}
+
+/// Where the stub's last section ends in memory.
+fn end(stub: &[u8]) -> anyhow::Result<u64> {
+    let number = |at: usize, len: usize| -> anyhow::Result<u64> {
+        let bytes = stub.get(at..at + len).context("the stub is cut off")?;
+        Ok(bytes.iter().rev().fold(0, |all, byte| all << 8 | u64::from(*byte)))
+    };
+    let header = usize::try_from(number(0x3c, 4)?)?;
+    ensure!(stub.get(header..header + 4) == Some(b"PE\0\0"), "the stub is not a program of UEFI");
+    let (sections, optional) =
+        (usize::try_from(number(header + 6, 2)?)?, usize::try_from(number(header + 20, 2)?)?);
+    let table = header + 24 + optional;
+    let ends = (0..sections).map(|section| {
+        let entry = table + 40 * section;
+        Ok(number(entry + 8, 4)? + number(entry + 12, 4)?)
+    });
+    ends.collect::<anyhow::Result<Vec<u64>>>()?.into_iter().max().context("the stub has no sections")
+}
+
+/// The EFI system partition with this program on it.
+///
+/// # Errors
+/// When it does not fit, which is a mistake here.
+pub(crate) fn partition(program: &[u8]) -> anyhow::Result<Vec<u8>> {
+    let size = (program.len() + program.len() / 16 + MIB).max(SMALLEST).next_multiple_of(MIB);
+    let mut disk = Cursor::new(vec![0; size]);
+    let options = fatfs::FormatVolumeOptions::new()
+        .fat_type(fatfs::FatType::Fat32)
+        .bytes_per_cluster(512)
+        .volume_id(0x7065_6572)
+        .volume_label(*b"PEERPOD EFI");
+    fatfs::format_volume(&mut disk, options).context("make the EFI system partition")?;
+    {
+        // Without its feature chrono, the crate gives every file the time at which FAT begins.
+        let system = fatfs::FileSystem::new(&mut disk, fatfs::FsOptions::new())?;
+        let mut folder = system.root_dir();
+        let [folders @ .., name] = PATH;
+        for name in folders {
+            folder = folder.create_dir(name)?;
+        }
+        folder.create_file(name)?.write_all(program).context("write the EFI system partition")?;
+    }
+    Ok(disk.into_inner())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+
+    #[test]
+    fn the_partition_has_the_program_and_is_the_same_each_time() {
+        let program: Vec<u8> = (0..100_000u32).flat_map(u32::to_le_bytes).collect();
+        let first = partition(&program).unwrap();
+        assert!(first == partition(&program).unwrap());
+        let system = fatfs::FileSystem::new(Cursor::new(first), fatfs::FsOptions::new()).unwrap();
+        assert_eq!(system.fat_type(), fatfs::FatType::Fat32);
+        let mut read = Vec::new();
+        system.root_dir().open_file(&PATH.join("/")).unwrap().read_to_end(&mut read).unwrap();
+        assert!(read == program);
+    }
+
+    #[test]
+    fn a_stub_that_is_none_is_refused() {
+        for wrong in [vec![], vec![0; 100], vec![0xff; 100]] {
+            end(&wrong).unwrap_err();
+        }
+    }
+}

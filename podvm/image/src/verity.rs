@@ -1,0 +1,69 @@
+//! The hashes of a root for dm-verity, by veritysetup.
+
+use std::{fs, path::Path};
+
+use anyhow::{Context, ensure};
+
+use crate::{gpt, report::sha256, run};
+
+/// dm-verity's block, of data and of hashes.
+pub(crate) const BLOCK: usize = 4096;
+
+/// What is on the partition of hashes, and the hash of it all.
+pub(crate) struct Hashes {
+    pub(crate) tree: Vec<u8>,
+    pub(crate) root_hash: String,
+}
+
+/// Hashes a file system. Salt and UUID come from its content, so that the same content has the same hashes.
+///
+/// # Errors
+/// When veritysetup fails.
+pub(crate) fn hashes(data: &[u8], work: &Path) -> anyhow::Result<Hashes> {
+    let (from, to) = (work.join("verity.data"), work.join("verity.hashes"));
+    fs::write(&from, data)?;
+    fs::write(&to, [])?;
+    let salt = sha256(data);
+    let (salt, uuid) = (format!("--salt={salt}"), format!("--uuid={}", gpt::uuid(&salt)));
+    let said = run::with_input(
+        run::tool("veritysetup").args(["format", "--hash=sha256", &salt, &uuid]).args([&from, &to]),
+        &[],
+    )?;
+    let said = String::from_utf8_lossy(&said).into_owned();
+    let hash = said
+        .lines()
+        .find_map(|line| line.strip_prefix("Root hash:"))
+        .context("veritysetup names no root hash")?;
+    let root_hash = hash.trim().to_owned();
+    let tree = fs::read(&to)?;
+    ensure!(tree.starts_with(b"verity\0\0"), "veritysetup wrote no header");
+    fs::remove_file(&from)?;
+    fs::remove_file(&to)?;
+    Ok(Hashes { tree, root_hash })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn veritysetup_agrees_and_a_flipped_bit_is_seen() {
+        let folder = std::env::temp_dir().join(format!("peerpod-verity-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let mut data = vec![3; BLOCK * 300];
+        let hashes = hashes(&data, &folder).unwrap();
+        let (at, tree) = (folder.join("data"), folder.join("tree"));
+        fs::write(&tree, &hashes.tree).unwrap();
+        let verify = |data: &[u8]| {
+            fs::write(&at, data).unwrap();
+            run::with_input(
+                run::tool("veritysetup").arg("verify").args([&at, &tree]).arg(&hashes.root_hash),
+                &[],
+            )
+        };
+        verify(&data).unwrap();
+        data[BLOCK * 299 + 17] ^= 1;
+        verify(&data).unwrap_err();
+        fs::remove_dir_all(&folder).unwrap();
+    }
+}

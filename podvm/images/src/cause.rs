@@ -1,0 +1,250 @@
+//! Why an image cannot be had, in kinds that a caller can act on and words that a pod's user reads.
+
+use std::{error::Error as StdError, fmt, io, path::Path};
+
+use oci_client::errors::{OciDistributionError, OciErrorCode};
+use serde::{Deserialize, Serialize};
+
+/// Most characters that a registry's own words get in our text.
+const MAX_QUOTE: usize = 300;
+
+/// The kind of failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Cause {
+    /// The registry does not have it.
+    NotFound,
+    /// The registry does not give it to us.
+    Denied,
+    /// The VM's disk is full.
+    NoSpace,
+    /// The registry cannot be reached, or does not answer.
+    Unreachable,
+    /// The registry's certificate is not one that the VM trusts.
+    Untrusted,
+    /// What came is not what its digest says.
+    Digest,
+    /// What came is not an image, or means ill.
+    Malformed,
+    /// It is an image, but not one for this VM or this program.
+    Unsupported,
+    /// Larger than is permitted.
+    TooLarge,
+    /// Not done in time.
+    Late,
+    /// Something of the VM's own.
+    Internal,
+}
+
+impl Cause {
+    /// In a few words, with which the error begins.
+    pub fn words(self) -> &'static str {
+        match self {
+            Cause::NotFound => "not found",
+            Cause::Denied => "denied",
+            Cause::NoSpace => "no space",
+            Cause::Unreachable => "no route",
+            Cause::Untrusted => "TLS not trusted",
+            Cause::Digest => "digest wrong",
+            Cause::Malformed => "malformed image",
+            Cause::Unsupported => "unsupported image",
+            Cause::TooLarge => "too large",
+            Cause::Late => "too slow",
+            Cause::Internal => "internal error",
+        }
+    }
+
+    /// Whether the same may work in a moment.
+    pub fn is_transient(self) -> bool {
+        self == Cause::Unreachable
+    }
+}
+
+/// A failure: its kind, and a sentence that names what was attempted, why it failed and what would do.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Error {
+    /// The kind.
+    pub cause: Cause,
+    /// For people.
+    pub text: String,
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.cause.words(), self.text)
+    }
+}
+
+impl StdError for Error {}
+
+impl Error {
+    /// One of the kind.
+    pub fn new(cause: Cause, text: impl Into<String>) -> Error {
+        Error { cause, text: text.into() }
+    }
+
+    /// What the VM's disk said to an attempt.
+    pub(crate) fn disk(what: &str, path: &Path, error: &io::Error) -> Error {
+        let text = format!("{what} {}: {error}", path.display());
+        match error.raw_os_error() {
+            Some(code)
+                if [libc_code(nix::errno::Errno::ENOSPC), libc_code(nix::errno::Errno::EDQUOT)]
+                    .contains(&code) =>
+            {
+                let cure =
+                    "give the VM a larger image disk (guest setting images.store), or use a smaller image";
+                Error::new(Cause::NoSpace, format!("{text}; {cure}"))
+            }
+            _ => Error::new(Cause::Internal, text),
+        }
+    }
+
+    /// What the client said of a request to the registry.
+    pub(crate) fn registry(what: &str, error: &OciDistributionError) -> Error {
+        let (cause, why, cure) = classify(error);
+        let text = format!("{what}: {}", quote(&why));
+        Error::new(cause, if cure.is_empty() { text } else { format!("{text}; {cure}") })
+    }
+}
+
+fn libc_code(errno: nix::errno::Errno) -> i32 {
+    errno as i32
+}
+
+const CHECK_NAME: &str = "check the image's name and tag";
+const CHECK_SECRET: &str = "check that the image exists and that its pull secret reaches this VM and is good";
+const CHECK_ROUTE: &str = "check the registry's name and port, and that the VM's own network reaches it";
+const CHECK_CA: &str = "trust its CA (node.registry-ca, or the VM image's CA certificates)";
+
+/// Kind, words, and what would do.
+fn classify(error: &OciDistributionError) -> (Cause, String, &'static str) {
+    use OciDistributionError as E;
+    match error {
+        E::UnauthorizedError { .. } => {
+            (Cause::Denied, "the registry wants other credentials".into(), CHECK_SECRET)
+        }
+        E::AuthenticationFailure(why) => {
+            (Cause::Denied, format!("the registry's token service says {why}"), CHECK_SECRET)
+        }
+        E::ImageManifestNotFoundError(why) => (Cause::NotFound, why.clone(), CHECK_NAME),
+        E::RegistryError { envelope, .. } => {
+            let said: Vec<String> =
+                envelope.errors.iter().take(3).map(|e| format!("{:?}: {}", e.code, e.message)).collect();
+            let said = format!("the registry says {}", said.join(", "));
+            match envelope.errors.first().map(|e| &e.code) {
+                Some(
+                    OciErrorCode::ManifestUnknown
+                    | OciErrorCode::NameUnknown
+                    | OciErrorCode::BlobUnknown
+                    | OciErrorCode::ManifestBlobUnknown
+                    | OciErrorCode::NotFound
+                    | OciErrorCode::NameInvalid,
+                ) => (Cause::NotFound, said, CHECK_NAME),
+                Some(OciErrorCode::Unauthorized | OciErrorCode::Denied) => {
+                    (Cause::Denied, said, CHECK_SECRET)
+                }
+                Some(OciErrorCode::Toomanyrequests) => (Cause::Unreachable, said, ""),
+                _ => (Cause::Malformed, said, ""),
+            }
+        }
+        E::ServerError { code, message, .. } => {
+            let said = format!("the registry answers {code} {message}");
+            match code {
+                404 => (Cause::NotFound, said, CHECK_NAME),
+                401 | 403 => (Cause::Denied, said, CHECK_SECRET),
+                408 | 429 | 500.. => (Cause::Unreachable, said, ""),
+                _ => (Cause::Malformed, said, ""),
+            }
+        }
+        E::DigestError(why) => (Cause::Digest, why.to_string(), ""),
+        E::IoError(error) => of_chain(error, false),
+        E::RequestError(error) => of_chain(error, error.is_redirect()),
+        E::UnsupportedMediaTypeError(_) | E::UnsupportedSchemaVersionError(_) => {
+            (Cause::Unsupported, error.to_string(), "")
+        }
+        other => (Cause::Malformed, other.to_string(), ""),
+    }
+}
+
+/// Looks for what lies at the bottom: a certificate, a network, a digest.
+fn of_chain(error: &(dyn StdError + 'static), redirect: bool) -> (Cause, String, &'static str) {
+    let mut words = vec![error.to_string()];
+    let mut next: Option<&(dyn StdError + 'static)> = Some(error);
+    let mut timed_out = false;
+    while let Some(at) = next {
+        if let Some(tls) = at.downcast_ref::<rustls::Error>() {
+            let text = format!("the TLS handshake failed: {tls}");
+            return match tls {
+                rustls::Error::InvalidCertificate(_) | rustls::Error::NoCertificatesPresented => {
+                    (Cause::Untrusted, text, CHECK_CA)
+                }
+                _ => (Cause::Unreachable, text, "a registry that speaks plain HTTP must be named as one"),
+            };
+        }
+        if let Some(digest) = at.downcast_ref::<oci_client::errors::DigestError>() {
+            return (Cause::Digest, digest.to_string(), "");
+        }
+        let text = at.to_string();
+        if !words.iter().any(|known| known.contains(&text)) {
+            words.push(text);
+        }
+        timed_out |= at.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::TimedOut);
+        // An io::Error's own `source` skips what it wraps.
+        next = match at.downcast_ref::<io::Error>().and_then(io::Error::get_ref) {
+            Some(inner) => Some(inner),
+            None => at.source(),
+        };
+    }
+    if redirect {
+        return (
+            Cause::Malformed,
+            format!("the registry sends us round and round: {}", words.join(": ")),
+            "",
+        );
+    }
+    let silent = if timed_out { " (it did not answer in time)" } else { "" };
+    (Cause::Unreachable, format!("{}{silent}", words.join(": ")), CHECK_ROUTE)
+}
+
+/// Words of a stranger: bounded, and on one line.
+pub(crate) fn quote(text: &str) -> String {
+    let mut out: String =
+        text.chars().take(MAX_QUOTE).map(|c| if c.is_control() { ' ' } else { c }).collect();
+    if text.chars().nth(MAX_QUOTE).is_some() {
+        out.push('…');
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_disk_is_told_from_others() {
+        let full = io::Error::from_raw_os_error(nix::errno::Errno::ENOSPC as i32);
+        let error = Error::disk("writing", Path::new("/x"), &full);
+        assert_eq!(error.cause, Cause::NoSpace);
+        assert!(error.to_string().starts_with("no space: writing /x: "), "{error}");
+        let other = io::Error::from_raw_os_error(nix::errno::Errno::EIO as i32);
+        assert_eq!(Error::disk("writing", Path::new("/x"), &other).cause, Cause::Internal);
+    }
+
+    #[test]
+    fn what_lies_at_the_bottom_decides() {
+        let tls = rustls::Error::InvalidCertificate(rustls::CertificateError::UnknownIssuer);
+        let wrapped = OciDistributionError::IoError(io::Error::other(io::Error::other(tls)));
+        assert_eq!(Error::registry("x", &wrapped).cause, Cause::Untrusted);
+        let refused = OciDistributionError::IoError(io::ErrorKind::ConnectionRefused.into());
+        assert_eq!(Error::registry("x", &refused).cause, Cause::Unreachable);
+        let missing =
+            OciDistributionError::ServerError { code: 404, url: String::new(), message: "x".into() };
+        assert_eq!(Error::registry("x", &missing).cause, Cause::NotFound);
+    }
+
+    #[test]
+    fn a_strangers_words_are_bounded_and_on_one_line() {
+        let text = quote(&format!("a\n\x1b[31m{}", "ß".repeat(1000)));
+        assert!(text.starts_with("a  [31mß") && text.chars().count() == MAX_QUOTE + 1, "{text}");
+    }
+}

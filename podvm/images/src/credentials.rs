@@ -1,0 +1,197 @@
+//! Credentials for a registry, out of a `.dockerconfigjson`. Pure.
+//!
+//! Keys are what people write there: `registry.example`, with a port, a path, a scheme or a star for one label of the
+//! host's name. The most exact one that fits is tried first. Nothing here is ever printed.
+
+use std::{collections::BTreeMap, fmt};
+
+use base64::{Engine, engine::general_purpose::STANDARD};
+use serde::Deserialize;
+
+/// Larger ones are refused.
+pub const MAX_LEN: usize = 1 << 20;
+/// Tried for one image.
+const MOST: usize = 16;
+/// What Docker Hub is called in such files.
+const HUB: [&str; 3] = ["index.docker.io", "docker.io", "registry-1.docker.io"];
+
+/// How to show who asks.
+#[derive(Clone, PartialEq, Eq)]
+pub enum Credential {
+    /// User and password.
+    Basic(String, String),
+    /// A token for the registry itself.
+    Bearer(String),
+}
+
+impl fmt::Debug for Credential {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("(credential)")
+    }
+}
+
+/// Why such a file is of no use; never repeats any of it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Bad {
+    /// More than [`MAX_LEN`].
+    #[error("the pull secret has more than {MAX_LEN} bytes")]
+    TooLarge,
+    /// Not JSON of the shape.
+    #[error(
+        "the pull secret is not a .dockerconfigjson ({what} at line {line}): it begins with {{\"auths\": ...}}"
+    )]
+    Malformed {
+        /// Kind of mistake.
+        what: &'static str,
+        /// From 1.
+        line: usize,
+    },
+}
+
+#[derive(Deserialize)]
+struct File {
+    #[serde(default)]
+    auths: BTreeMap<String, Entry>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Entry {
+    auth: String,
+    username: String,
+    password: String,
+    registrytoken: String,
+}
+
+/// What fits the registry (as `host[:port]`) and repository, the most exact first. Empty text: none.
+///
+/// # Errors
+/// The text is not a `.dockerconfigjson`.
+pub fn for_image(text: &str, registry: &str, repository: &str) -> Result<Vec<Credential>, Bad> {
+    if text.trim().is_empty() {
+        return Ok(Vec::new());
+    }
+    if text.len() > MAX_LEN {
+        return Err(Bad::TooLarge);
+    }
+    let file: File = serde_json::from_str(text).map_err(|error| Bad::Malformed {
+        what: match error.classify() {
+            serde_json::error::Category::Data => "a field of the wrong kind",
+            serde_json::error::Category::Eof => "it ends early",
+            _ => "not JSON",
+        },
+        line: error.line(),
+    })?;
+    let mut fitting: Vec<(usize, Credential)> = file
+        .auths
+        .iter()
+        .filter_map(|(key, entry)| Some((fits(key, registry, repository)?, entry.credential()?)))
+        .collect();
+    fitting.sort_by_key(|(exact, _)| std::cmp::Reverse(*exact));
+    Ok(fitting.into_iter().map(|(_, credential)| credential).take(MOST).collect())
+}
+
+impl Entry {
+    fn credential(&self) -> Option<Credential> {
+        if !self.registrytoken.is_empty() {
+            return Some(Credential::Bearer(self.registrytoken.clone()));
+        }
+        if !self.username.is_empty() {
+            return Some(Credential::Basic(self.username.clone(), self.password.clone()));
+        }
+        let decoded = String::from_utf8(STANDARD.decode(self.auth.trim()).ok()?).ok()?;
+        let (user, password) = decoded.split_once(':')?;
+        // Docker pads with zero bytes, once.
+        Some(Credential::Basic(user.to_owned(), password.trim_end_matches('\0').to_owned()))
+    }
+}
+
+/// How exactly a key fits: the length of its path and its host; `None`: not at all.
+fn fits(key: &str, registry: &str, repository: &str) -> Option<usize> {
+    let key = key.trim_start_matches("https://").trim_start_matches("http://");
+    let (host, path) = key.split_once('/').unwrap_or((key, ""));
+    // What older tools write behind the host.
+    let path = match path.trim_end_matches('/') {
+        "v1" | "v2" => "",
+        other => other,
+    };
+    let hub = |name: &str| HUB.contains(&name);
+    let same_host = host.eq_ignore_ascii_case(registry) || (hub(host) && hub(registry));
+    if !same_host && !(host.contains('*') && stars(host, registry)) {
+        return None;
+    }
+    let below = path.is_empty()
+        || repository.strip_prefix(path).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
+    below.then_some(path.len() * 1024 + if same_host { 1 } else { 0 })
+}
+
+/// `*` stands for any part of one label; ports must be the same.
+fn stars(pattern: &str, registry: &str) -> bool {
+    let split = |text: &str| {
+        let (host, port) = text.split_once(':').unwrap_or((text, ""));
+        (host.split('.').map(str::to_ascii_lowercase).collect::<Vec<_>>(), port.to_owned())
+    };
+    let ((pattern, one), (host, other)) = (split(pattern), split(registry));
+    one == other
+        && pattern.len() == host.len()
+        && pattern.iter().zip(&host).all(|(pattern, label)| star(pattern, label))
+}
+
+fn star(pattern: &str, label: &str) -> bool {
+    match pattern.split_once('*') {
+        None => pattern == label,
+        Some((before, after)) => label
+            .strip_prefix(before)
+            .is_some_and(|rest| rest.len() >= after.len() && rest.ends_with(after) && !after.contains('*')),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn users(text: &str, registry: &str, repository: &str) -> Vec<String> {
+        let name = |credential| match credential {
+            Credential::Basic(user, password) => format!("{user}:{password}"),
+            Credential::Bearer(token) => token,
+        };
+        for_image(text, registry, repository).unwrap().into_iter().map(name).collect()
+    }
+
+    #[test]
+    fn the_most_exact_comes_first_and_others_not_at_all() {
+        let text = r#"{"auths":{
+            "https://index.docker.io/v1/":{"auth":"aHViOnB3"},
+            "r.example:5000":{"username":"plain","password":"p:w"},
+            "r.example:5000/team":{"username":"team","password":"x"},
+            "*.example:5000":{"username":"star","password":"x"},
+            "other.example":{"registrytoken":"token"}}}"#;
+        assert_eq!(users(text, "r.example:5000", "team/app"), ["team:x", "plain:p:w", "star:x"]);
+        assert_eq!(users(text, "r.example:5000", "teamwork/app"), ["plain:p:w", "star:x"]);
+        assert_eq!(users(text, "index.docker.io", "library/busybox"), ["hub:pw"]);
+        assert_eq!(users(text, "other.example", "x"), ["token"]);
+        assert!(users(text, "a.b.example:5000", "x").is_empty());
+        assert!(users(text, "r.example", "x").is_empty());
+        assert!(users("", "r.example", "x").is_empty());
+    }
+
+    #[test]
+    fn mistakes_are_named_and_nothing_is_repeated() {
+        let error = for_image(r#"{"auths":{"r":{"auth":7777}}}"#, "r", "x").unwrap_err();
+        let text = format!("{error} {error:?}");
+        assert!(text.contains("dockerconfigjson") && !text.contains("7777"), "{text}");
+        assert_eq!(for_image(&" x".repeat(MAX_LEN), "r", "x"), Err(Bad::TooLarge));
+        let entry = Credential::Basic("user".into(), "geheim".into());
+        assert!(!format!("{entry:?}").contains("geheim"));
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_makes_it_panic(text in ".{0,200}", registry in "[a-z.:*]{0,20}", key in "[a-z.:*/]{0,20}") {
+            drop(for_image(&text, &registry, "a/b"));
+            drop(for_image(&format!(r#"{{"auths":{{"{key}":{{"auth":"YTpi"}}}}}}"#), &registry, "a/b"));
+        }
+    }
+}

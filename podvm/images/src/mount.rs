@@ -1,0 +1,48 @@
+//! Overlay mounts. Paths of layers are relative to the store, so that many fit the one page that mount(2) takes; the
+//! calling thread's working directory must be the store.
+
+use std::{io, path::Path};
+
+use nix::{
+    errno::Errno,
+    mount::{MntFlags, MsFlags, mount, umount2},
+    sched::{CloneFlags, unshare},
+};
+
+/// What mount(2) takes, with its end.
+const PAGE: usize = 4096;
+/// Nothing that depends on how this kernel was configured.
+const OPTIONS: &str = "redirect_dir=off,metacopy=off,index=off";
+
+/// This thread's mounts are its own from now on, and go with it. Its working directory too.
+pub(crate) fn apart() -> io::Result<()> {
+    unshare(CloneFlags::CLONE_NEWNS)?;
+    let none: Option<&str> = None;
+    Ok(mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?)
+}
+
+/// Mounts an overlay: `layers` (ids, the lowest first), and `upper/{fs,work}` on top. `hasty`: what is written need not
+/// survive the machine.
+pub(crate) fn overlay(layers: &[String], upper: &str, target: &Path, hasty: bool) -> io::Result<()> {
+    let lower: Vec<String> = layers.iter().rev().map(|id| format!("l/{id}")).collect();
+    let volatile = if hasty { ",volatile" } else { "" };
+    let options =
+        format!("lowerdir={},upperdir={upper}/fs,workdir={upper}/work,{OPTIONS}{volatile}", lower.join(":"));
+    if options.len() >= PAGE {
+        return Err(io::Error::new(io::ErrorKind::ArgumentListTooLong, "too many layers for one mount"));
+    }
+    // Containers get their devices from the agent; none comes with an image.
+    let flags = MsFlags::MS_NODEV;
+    Ok(mount(Some("overlay"), target, Some("overlay"), flags, Some(options.as_str()))?)
+}
+
+/// Takes every mount on the target away; none is fine.
+pub(crate) fn unmount_all(target: &Path) -> io::Result<()> {
+    loop {
+        match umount2(target, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
+            Ok(()) => {}
+            Err(Errno::EINVAL | Errno::ENOENT) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! The process that does one job: `peerpod-guest pull`.
+
+use std::{
+    io::{self, Read, Write},
+    process::ExitCode,
+    sync::Arc,
+    time::Duration,
+};
+
+use nix::sys::{
+    prctl,
+    resource::{Resource, setrlimit},
+    signal::Signal,
+};
+
+use crate::{
+    cause::{Cause, Error},
+    job::{Event, Job},
+    pull::{Say, pull},
+};
+
+/// A pull secret, CA certificates and some names.
+const MAX_JOB: u64 = 32 << 20;
+
+/// Reads a [`Job`] from standard input, does it, and writes [`Event`]s to standard output. Ends with the program that
+/// started it: a pull that nobody waits for any more has no use.
+pub fn run() -> ExitCode {
+    let outcome = begin().and_then(work);
+    let event = match outcome {
+        Ok(outcome) => Event::Done(outcome),
+        Err(error) => Event::Failed(error),
+    };
+    let good = matches!(event, Event::Done(_));
+    say(&event);
+    if good { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn begin() -> Result<Job, Error> {
+    let internal = |what: &str, why: String| Error::new(Cause::Internal, format!("{what}: {why}"));
+    prctl::set_pdeathsig(Signal::SIGKILL)
+        .map_err(|e| internal("asking to end with the guest", e.to_string()))?;
+    // It holds a pull secret.
+    prctl::set_dumpable(false).map_err(|e| internal("asking for no core dump", e.to_string()))?;
+    let mut text = Vec::new();
+    io::stdin()
+        .take(MAX_JOB)
+        .read_to_end(&mut text)
+        .map_err(|e| internal("reading the job", e.to_string()))?;
+    // Its words could repeat the secret; the place is enough.
+    serde_json::from_slice(&text)
+        .map_err(|e| internal("reading the job", format!("line {}, column {}", e.line(), e.column())))
+}
+
+fn work(job: Job) -> Result<crate::Outcome, Error> {
+    let internal = |what: &str, why: String| Error::new(Cause::Internal, format!("{what}: {why}"));
+    let memory = job.limits.memory_mib << 20;
+    setrlimit(Resource::RLIMIT_DATA, memory, memory)
+        .map_err(|e| internal("bounding its memory", e.to_string()))?;
+    nix::sys::stat::umask(nix::sys::stat::Mode::empty());
+    if rustls::crypto::ring::default_provider().install_default().is_err() {
+        return Err(internal("choosing cryptography", "it was chosen before".into()));
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|e| internal("starting", e.to_string()))?;
+    let said: Say = Arc::new(|event| say(&event));
+    let limit = Duration::from_secs(job.limits.seconds);
+    let pulled = runtime.block_on(async { tokio::time::timeout(limit, pull(&job, &said)).await });
+    // A name that is being looked up cannot be interrupted.
+    runtime.shutdown_background();
+    let mut outcome = pulled.unwrap_or_else(|_| {
+        Err(Error::new(Cause::Late, format!("not done within {} s (images.limits.seconds)", limit.as_secs())))
+    });
+    if let Err(error) = &mut outcome {
+        error.text = format!("pulling {}: {}", crate::cause::quote(&job.image), error.text);
+    }
+    outcome
+}
+
+/// One line. Whoever reads may be gone; then so are we, in a moment.
+fn say(event: &Event) {
+    if let Ok(mut line) = serde_json::to_vec(event) {
+        line.push(b'\n');
+        let mut out = io::stdout().lock();
+        drop(out.write_all(&line).and_then(|()| out.flush()));
+    }
+}

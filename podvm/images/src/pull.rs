@@ -1,0 +1,362 @@
+//! One job, from the name to the mount.
+
+use std::{
+    fs, io,
+    path::{Component, Path, PathBuf},
+    sync::Arc,
+    time::Instant,
+};
+
+use futures_util::stream::{self, StreamExt};
+use tokio::sync::{mpsc, oneshot};
+
+use crate::{
+    cause::{Cause, Error},
+    fetch,
+    job::{Event, Job, Outcome},
+    mount,
+    registry::{self, Image, Layer, Process, Registry},
+    store::{Lock, Record, Store, chain},
+    stream::{Counted, open},
+    unpack,
+};
+
+/// Layers that are fetched at the same time.
+const AT_ONCE: usize = 3;
+/// Where the agent's bundles are.
+const BUNDLES: &str = "/run/kata-containers";
+
+/// Says what happens meanwhile.
+pub(crate) type Say = Arc<dyn Fn(Event) + Send + Sync>;
+
+/// Does the job. The caller's working directory becomes the store.
+pub(crate) async fn pull(job: &Job, say: &Say) -> Result<Outcome, Error> {
+    let reference = registry::parse(&job.image)?;
+    let bundle = job.bundle.as_deref().map(checked_bundle).transpose()?;
+    let store = Store::open(&job.store)?;
+    std::env::set_current_dir(store.path()).map_err(|e| Error::disk("entering", store.path(), &e))?;
+    store.sweep(&fs::read_to_string("/proc/self/mountinfo").unwrap_or_default());
+    let name = reference.whole();
+    let pinned = reference.digest().is_some();
+    let (record, outcome) = match store.recall(&name) {
+        Some(record) if pinned => known(record),
+        before => match fresh(job, &reference, &store, say).await {
+            Ok(image) => image,
+            // A container that starts again must not depend on a registry that is away just now.
+            Err(error) if error.cause.is_transient() => match before {
+                Some(record) => {
+                    say(Event::Warning { text: format!("{error}; the image that is here is used") });
+                    known(record)
+                }
+                None => return Err(error),
+            },
+            Err(error) => return Err(error),
+        },
+    };
+    if let Some(bundle) = bundle {
+        mount_bundle(&store, &record, &bundle)?;
+    }
+    Ok(outcome)
+}
+
+fn known(record: Record) -> (Record, Outcome) {
+    let outcome =
+        Outcome { manifest_digest: record.digest.clone(), layers: record.layers.len(), ..Outcome::default() };
+    (record, outcome)
+}
+
+/// Asks the registry, and fetches what is not here.
+async fn fresh(
+    job: &Job,
+    reference: &oci_client::Reference,
+    store: &Store,
+    say: &Say,
+) -> Result<(Record, Outcome), Error> {
+    let began = Instant::now();
+    let (registry, image) = found(job, reference, say).await?;
+    let name = reference.whole();
+    let (fetched, bytes) = layers(job, &registry, &image, store, say).await?;
+    store.remember(&name, &image)?;
+    let outcome =
+        Outcome { manifest_digest: image.digest.clone(), layers: image.layers.len(), fetched, bytes };
+    say(Event::Progress {
+        text: format!(
+            "{name} is here: {} layers, {fetched} fetched, {} KiB in {} ms",
+            outcome.layers,
+            bytes >> 10,
+            began.elapsed().as_millis()
+        ),
+    });
+    let record = store
+        .recall(&name)
+        .ok_or_else(|| Error::new(Cause::Internal, "a layer vanished from the store while it was used"))?;
+    Ok((record, outcome))
+}
+
+async fn found(job: &Job, reference: &oci_client::Reference, say: &Say) -> Result<(Registry, Image), Error> {
+    let mut attempt = 0;
+    loop {
+        match Registry::find(job, reference).await {
+            Err(error) if error.cause.is_transient() && attempt + 1 < fetch::TRIES => {
+                say(Event::Warning { text: format!("{error}; tried again") });
+                tokio::time::sleep(fetch::pause(attempt)).await;
+                attempt += 1;
+            }
+            other => return other,
+        }
+    }
+}
+
+/// Fetches and unpacks the layers that are not here; how many they were, and their bytes.
+async fn layers(
+    job: &Job,
+    registry: &Registry,
+    image: &Image,
+    store: &Store,
+    say: &Say,
+) -> Result<(usize, u64), Error> {
+    let ids = chain(image.layers.iter().map(|layer| layer.diff_id.as_str()));
+    // Whoever makes a layer holds its lock from the first byte on, so that images that are pulled at the same time fetch
+    // what they share once. Locks are taken in the order of the layers, the lowest first: nobody waits in a circle.
+    let missing: Vec<(usize, &Layer)> =
+        image.layers.iter().enumerate().filter(|(at, _)| !store.has(&ids[*at])).collect();
+    let (unpacker, done) = Unpacker::start(job, store.clone(), ids.clone())?;
+    let ids = &ids;
+    let mut files = stream::iter(missing)
+        .then(|(at, layer)| async move {
+            let (store, id) = (store.clone(), ids[at].clone());
+            let locked = tokio::task::spawn_blocking(move || store.lock(&id)).await;
+            let locked = locked.unwrap_or_else(|e| Err(Error::new(Cause::Internal, e.to_string())));
+            (at, layer, locked)
+        })
+        .map(|(at, layer, locked)| async move {
+            let lock = locked?;
+            if store.has(&ids[at]) {
+                return Ok(None); // another process was faster
+            }
+            let blob = Blob(store.path().join("t").join(format!("{}.blob", ids[at])));
+            fetch::layer(registry, layer, &blob.0, |text| say(Event::Warning { text })).await?;
+            let text = format!("layer {} of {}: {} KiB", at + 1, image.layers.len(), layer.size >> 10);
+            say(Event::Progress { text });
+            Ok(Some(Work { at, blob, layer: layer.clone(), _lock: lock }))
+        })
+        .buffered(AT_ONCE)
+        .boxed_local();
+    let (mut count, mut bytes) = (0, 0);
+    let mut failed = None;
+    while let Some(fetched) = files.next().await {
+        match fetched {
+            Ok(None) => {}
+            Ok(Some(work)) => {
+                (count, bytes) = (count + 1, bytes + work.layer.size);
+                // If the unpacker has ended its own word says why.
+                if unpacker.send(work).await.is_err() {
+                    break;
+                }
+            }
+            Err(error) => {
+                failed = Some(error);
+                break;
+            }
+        }
+    }
+    drop((files, unpacker));
+    let unpacked = done.await.map_err(|_| Error::new(Cause::Internal, "unpacking ended without a word"))?;
+    if let Some(error) = failed {
+        return Err(error);
+    }
+    for text in unpacked? {
+        say(Event::Warning { text });
+    }
+    Ok((count, bytes))
+}
+
+/// A file that goes with its owner.
+struct Blob(PathBuf);
+
+impl Drop for Blob {
+    fn drop(&mut self) {
+        drop(fs::remove_file(&self.0));
+    }
+}
+
+struct Work {
+    at: usize,
+    blob: Blob,
+    layer: Layer,
+    _lock: Lock,
+}
+
+type Unpacked = Result<Vec<String>, Error>;
+
+/// The thread that unpacks, with mounts of its own.
+struct Unpacker {
+    store: Store,
+    ids: Vec<String>,
+    bytes: u64,
+    entries: u64,
+}
+
+impl Unpacker {
+    fn start(
+        job: &Job,
+        store: Store,
+        ids: Vec<String>,
+    ) -> Result<(mpsc::Sender<Work>, oneshot::Receiver<Unpacked>), Error> {
+        let (sender, work) = mpsc::channel(1);
+        let (told, done) = oneshot::channel();
+        let mut unpacker =
+            Unpacker { store, ids, bytes: job.limits.unpacked_bytes, entries: job.limits.entries };
+        std::thread::Builder::new()
+            .name("unpack".into())
+            .spawn(move || drop(told.send(unpacker.run(work))))
+            .map_err(|e| Error::new(Cause::Internal, format!("starting a thread: {e}")))?;
+        Ok((sender, done))
+    }
+
+    fn run(&mut self, mut work: mpsc::Receiver<Work>) -> Unpacked {
+        mount::apart()
+            .and_then(|()| std::env::set_current_dir(self.store.path()))
+            .map_err(|e| Error::disk("taking mounts apart for", self.store.path(), &e))?;
+        let mut warnings = Vec::new();
+        while let Some(work) = work.blocking_recv() {
+            warnings.extend(self.layer(work)?);
+        }
+        Ok(warnings)
+    }
+
+    fn layer(&mut self, work: Work) -> Result<Option<String>, Error> {
+        let id = self.ids[work.at].clone();
+        let place = self.store.begin(&id)?;
+        let made = self.make(&work, &place);
+        if made.is_err() {
+            self.store.abandon(&id);
+        }
+        let left = made?;
+        self.store.finish(&id)?;
+        Ok((left != unpack::LeftOut::default()).then(|| {
+            format!(
+                "layer {}: left out {} device nodes and {} extended attributes",
+                work.at + 1,
+                left.devices,
+                left.xattrs
+            )
+        }))
+    }
+
+    fn make(&mut self, work: &Work, place: &Path) -> Result<unpack::LeftOut, Error> {
+        let id = &self.ids[work.at];
+        let below = &self.ids[..work.at];
+        let (root, mounted) = if below.is_empty() {
+            (place.join("fs"), false)
+        } else {
+            let merged = place.join("merged");
+            mount::overlay(below, &format!("t/{id}"), &merged, true)
+                .map_err(|e| overlay_failed(&merged, &e))?;
+            (merged, true)
+        };
+        let unpacked = self.archive(work, &root);
+        if mounted {
+            mount::unmount_all(&root).map_err(|e| Error::disk("unmounting", &root, &e))?;
+        }
+        unpacked
+    }
+
+    fn archive(&mut self, work: &Work, root: &Path) -> Result<unpack::LeftOut, Error> {
+        let blob = &work.blob.0;
+        let source = open(blob, work.layer.packing).map_err(|e| Error::disk("opening", blob, &e))?;
+        let mut counted = Counted::new(source, &mut self.bytes);
+        let left = unpack::unpack(&mut counted, root, &mut self.entries)?;
+        let diff_id = counted
+            .finish()
+            .map_err(|e| Error::new(Cause::Malformed, format!("reading layer {}: {e}", work.at + 1)))?;
+        if diff_id != work.layer.diff_id {
+            let text = format!(
+                "layer {}: unpacked it is {diff_id}, and the image's configuration says {}",
+                work.at + 1,
+                work.layer.diff_id
+            );
+            return Err(Error::new(Cause::Digest, text));
+        }
+        Ok(left)
+    }
+}
+
+fn overlay_failed(target: &Path, error: &io::Error) -> Error {
+    let mut error = Error::disk("mounting an overlay on", target, error);
+    if error.cause == Cause::Internal {
+        error
+            .text
+            .push_str("; has the kernel overlayfs, and is the store (images.store) on a disk or tmpfs?");
+    }
+    error
+}
+
+/// Absolute, below the agent's own folder, without steps upwards.
+fn checked_bundle(bundle: &Path) -> Result<PathBuf, Error> {
+    let plain = bundle.components().all(|part| matches!(part, Component::RootDir | Component::Normal(_)));
+    if !plain || !bundle.starts_with(BUNDLES) || bundle == Path::new(BUNDLES) {
+        let text = format!("the bundle {} is not below {BUNDLES}", bundle.display());
+        return Err(Error::new(Cause::Malformed, text));
+    }
+    Ok(bundle.to_owned())
+}
+
+/// The container's root: all layers, and a writable one. What an earlier attempt mounted there is taken away.
+fn mount_bundle(store: &Store, record: &Record, bundle: &Path) -> Result<(), Error> {
+    let rootfs = bundle.join("rootfs");
+    fs::create_dir_all(&rootfs).map_err(|e| Error::disk("making", &rootfs, &e))?;
+    mount::unmount_all(&rootfs).map_err(|e| Error::disk("unmounting", &rootfs, &e))?;
+    let upper = store.container(bundle);
+    unpack::remove_tree(&upper).map_err(|e| Error::disk("removing", &upper, &e))?;
+    for folder in ["fs", "work"] {
+        let path = upper.join(folder);
+        fs::create_dir_all(&path).map_err(|e| Error::disk("making", &path, &e))?;
+    }
+    like_top(store, record, &upper.join("fs"))?;
+    let name = upper.file_name().unwrap_or_default().to_string_lossy();
+    mount::overlay(&record.layers, &format!("c/{name}"), &rootfs, false)
+        .map_err(|e| overlay_failed(&rootfs, &e))?;
+    let config = bundle.join("config.json");
+    fs::write(&config, runtime_config(&record.process).to_string())
+        .map_err(|e| Error::disk("writing", &config, &e))
+}
+
+/// The root folder's owner and mode are those of the uppermost layer.
+fn like_top(store: &Store, record: &Record, upper: &Path) -> Result<(), Error> {
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+    let Some(top) = record.layers.last() else { return Ok(()) };
+    let like = || -> io::Result<()> {
+        let found = fs::metadata(store.layer(top))?;
+        chown(upper, Some(found.uid()), Some(found.gid()))?;
+        fs::set_permissions(upper, fs::Permissions::from_mode(found.mode() & 0o7777))
+    };
+    like().map_err(|e| Error::disk("making", upper, &e))
+}
+
+/// What the image would start, as a runtime's configuration. The agent takes the pod's own; some callers look here.
+fn runtime_config(process: &Process) -> serde_json::Value {
+    let args: Vec<&String> =
+        process.entrypoint.iter().flatten().chain(process.cmd.iter().flatten()).collect();
+    let cwd = process.working_dir.as_deref().filter(|cwd| !cwd.is_empty()).unwrap_or("/");
+    serde_json::json!({
+        "ociVersion": "1.0.2",
+        "process": { "args": args, "env": process.env.clone().unwrap_or_default(), "cwd": cwd, "user": { "uid": 0, "gid": 0 } },
+        "root": { "path": "rootfs" },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bundle_is_below_the_agents_folder() {
+        assert!(checked_bundle(Path::new("/run/kata-containers/abc/images")).is_ok());
+        for wrong in
+            ["/run/kata-containers", "/etc", "run/kata-containers/x", "/run/kata-containers/../../etc"]
+        {
+            assert!(checked_bundle(Path::new(wrong)).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,339 @@
+//! What is asked of a registry: which manifest, which layers, and the layers' bytes.
+//!
+//! The client checks digests of manifests and of streams; sizes, types, counts and the choice among platforms are
+//! checked here. Its answers to small questions are read whole, so the process's memory is the bound there.
+
+use std::{fs, path::PathBuf, time::Duration};
+
+use futures_util::StreamExt;
+use oci_client::{
+    Client, Reference, RegistryOperation,
+    client::{Certificate, CertificateEncoding, ClientConfig, ClientProtocol},
+    errors::OciDistributionError,
+    manifest::{ImageIndexEntry, OciDescriptor, OciManifest},
+    secrets::RegistryAuth,
+};
+use rustls::pki_types::{CertificateDer, pem::PemObject};
+use serde::Deserialize;
+
+use crate::{
+    cause::{Cause, Error, quote},
+    credentials::{self, Credential},
+    job::Job,
+    stream::Packing,
+};
+
+/// Layers of one image; an overlay has no more.
+const MAX_LAYERS: usize = 128;
+/// Bytes of an image's configuration.
+const MAX_CONFIG: i64 = 8 << 20;
+const MAX_CA: u64 = 16 << 20;
+const CONNECT: Duration = Duration::from_secs(10);
+/// All small questions of one attempt together.
+const QUESTIONS: Duration = Duration::from_secs(60);
+
+/// An image, as its manifest and configuration say.
+#[derive(Clone, Debug)]
+pub(crate) struct Image {
+    pub(crate) digest: String,
+    pub(crate) layers: Vec<Layer>,
+    pub(crate) config: Config,
+}
+
+/// One layer.
+#[derive(Clone, Debug)]
+pub(crate) struct Layer {
+    pub(crate) descriptor: OciDescriptor,
+    pub(crate) packing: Packing,
+    /// Digest of the unpacked archive.
+    pub(crate) diff_id: String,
+    pub(crate) size: u64,
+}
+
+/// Of the image's configuration, what a runtime would start.
+#[derive(Clone, Debug, Default, Deserialize, serde::Serialize, PartialEq, Eq)]
+#[serde(default, rename_all = "PascalCase")]
+pub(crate) struct Process {
+    pub(crate) env: Option<Vec<String>>,
+    pub(crate) entrypoint: Option<Vec<String>>,
+    pub(crate) cmd: Option<Vec<String>>,
+    pub(crate) working_dir: Option<String>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+pub(crate) struct Config {
+    #[serde(default)]
+    pub(crate) config: Option<Process>,
+    rootfs: Rootfs,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+struct Rootfs {
+    #[serde(default)]
+    diff_ids: Vec<String>,
+}
+
+/// A registry, for one image of it.
+pub(crate) struct Registry {
+    client: Client,
+    pub(crate) reference: Reference,
+    silence: Duration,
+}
+
+/// The image's name, as people write it.
+pub(crate) fn parse(image: &str) -> Result<Reference, Error> {
+    let image = image.strip_prefix("docker://").unwrap_or(image);
+    image.parse().map_err(|error| {
+        let text = format!(
+            "the image's name {:?}: {error}; it is written like registry.example/app:tag",
+            quote(image)
+        );
+        Error::new(Cause::Malformed, text)
+    })
+}
+
+impl Registry {
+    /// Asks which manifest the name means, with each of the credentials that fit, and without any.
+    pub(crate) async fn find(job: &Job, reference: &Reference) -> Result<(Registry, Image), Error> {
+        let registry = reference.resolve_registry();
+        let found = credentials::for_image(&job.credentials, registry, reference.repository())
+            .map_err(|error| Error::new(Cause::Denied, error.to_string()))?;
+        let mut ways: Vec<RegistryAuth> = found
+            .into_iter()
+            .map(|credential| match credential {
+                Credential::Basic(user, password) => RegistryAuth::Basic(user, password),
+                Credential::Bearer(token) => RegistryAuth::Bearer(token),
+            })
+            .collect();
+        let secrets = ways.len();
+        ways.push(RegistryAuth::Anonymous);
+        let mut denied = None;
+        for auth in ways {
+            let registry = Registry {
+                client: client(job)?,
+                reference: reference.clone(),
+                silence: Duration::from_secs(job.limits.silence_seconds),
+            };
+            match tokio::time::timeout(QUESTIONS, registry.ask(&auth)).await {
+                Ok(Ok(image)) => return Ok((registry, image)),
+                Ok(Err(error)) if error.cause == Cause::Denied => {
+                    // What the first credential was told is of more use than what nobody is told.
+                    denied.get_or_insert(error);
+                }
+                Ok(Err(error)) => return Err(error),
+                Err(_) => {
+                    let text = format!(
+                        "asking {registry_name} for the manifest: no whole answer within {QUESTIONS:?}",
+                        registry_name = reference.resolve_registry()
+                    );
+                    return Err(Error::new(Cause::Unreachable, text));
+                }
+            }
+        }
+        let mut error = denied.unwrap_or_else(|| Error::new(Cause::Denied, "no credentials"));
+        error.text.push_str(&match secrets {
+            0 => format!(" (no pull secret for {registry} reached this VM)"),
+            1 => format!(" (the pull secret for {registry} was tried)"),
+            n => format!(" ({n} pull secrets for {registry} were tried)"),
+        });
+        Err(error)
+    }
+
+    async fn ask(&self, auth: &RegistryAuth) -> Result<Image, Error> {
+        let registry = self.reference.resolve_registry();
+        let failed = |error: OciDistributionError| {
+            Error::registry(&format!("asking {registry} for the manifest of {}", self.reference), &error)
+        };
+        self.client.auth(&self.reference, auth, RegistryOperation::Pull).await.map_err(failed)?;
+        let (mut manifest, mut digest) =
+            self.client.pull_manifest(&self.reference, auth).await.map_err(failed)?;
+        if let OciManifest::ImageIndex(index) = &manifest {
+            let chosen = self.reference.clone_with_digest(choose(&index.manifests)?.to_owned());
+            (manifest, digest) = self.client.pull_manifest(&chosen, auth).await.map_err(failed)?;
+        }
+        let OciManifest::Image(manifest) = manifest else {
+            return Err(Error::new(Cause::Unsupported, "an index of indexes; name the image itself"));
+        };
+        let config = self.config(&manifest.config).await?;
+        let layers = pair(manifest.layers, &config.rootfs.diff_ids)?;
+        Ok(Image { digest, layers, config })
+    }
+
+    async fn config(&self, descriptor: &OciDescriptor) -> Result<Config, Error> {
+        if !(0..=MAX_CONFIG).contains(&descriptor.size) {
+            let text = format!("the image's configuration has {} bytes", descriptor.size);
+            return Err(Error::new(Cause::Malformed, text));
+        }
+        let mut bytes = Vec::new();
+        self.blob(descriptor, |part| {
+            bytes.extend_from_slice(part);
+            Ok(())
+        })
+        .await?;
+        serde_json::from_slice(&bytes).map_err(|error| {
+            Error::new(
+                Cause::Unsupported,
+                format!("the image's configuration cannot be read: {error}; is it a container image?"),
+            )
+        })
+    }
+
+    /// Streams a blob; an error unless it has exactly the size and digest that it should.
+    pub(crate) async fn blob(
+        &self,
+        descriptor: &OciDescriptor,
+        mut take: impl FnMut(&[u8]) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let what = format!("fetching {} from {}", descriptor.digest, self.reference.resolve_registry());
+        let late = |_| {
+            Error::new(Cause::Unreachable, format!("{what}: the registry is silent for {:?}", self.silence))
+        };
+        // Without addresses of third parties: they come from the manifest's author.
+        let descriptor = OciDescriptor { urls: None, ..descriptor.clone() };
+        let opening =
+            tokio::time::timeout(self.silence, self.client.pull_blob_stream(&self.reference, &descriptor));
+        let mut stream = opening.await.map_err(late)?.map_err(|e| Error::registry(&what, &e))?;
+        let mut left = u64::try_from(descriptor.size).unwrap_or(0);
+        while let Some(part) = tokio::time::timeout(self.silence, stream.next()).await.map_err(late)? {
+            let part = part.map_err(|error| Error::registry(&what, &OciDistributionError::IoError(error)))?;
+            left = left.checked_sub(part.len() as u64).ok_or_else(|| {
+                let text = format!("{what}: more bytes than the {} that the manifest says", descriptor.size);
+                Error::new(Cause::Digest, text)
+            })?;
+            take(&part)?;
+        }
+        match left {
+            0 => Ok(()),
+            left => Err(Error::new(
+                Cause::Digest,
+                format!("{what}: {left} bytes of {} are missing", descriptor.size),
+            )),
+        }
+    }
+}
+
+/// The entry for this machine.
+fn choose(entries: &[ImageIndexEntry]) -> Result<&str, Error> {
+    let ours = match std::env::consts::ARCH {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
+        other => other,
+    };
+    let fits = |entry: &&ImageIndexEntry| {
+        entry.platform.as_ref().is_some_and(|platform| {
+            platform.os.to_string() == "linux"
+                && platform.architecture.to_string() == ours
+                // arm64 has one variant that all have; amd64's later ones (v2 …) need processors that this may not be.
+                && matches!(platform.variant.as_deref(), None | Some("" | "v1" | "v8"))
+        })
+    };
+    entries.iter().find(fits).map(|entry| entry.digest.as_str()).ok_or_else(|| {
+        let there: Vec<String> = entries
+            .iter()
+            .filter_map(|entry| entry.platform.as_ref())
+            .take(10)
+            .map(|platform| format!("{}/{}", platform.os, platform.architecture))
+            .collect();
+        let text = format!("the image is for {}, not for linux/{ours}", quote(&there.join(", ")));
+        Error::new(Cause::Unsupported, text)
+    })
+}
+
+/// Manifest and configuration must speak of the same layers.
+fn pair(layers: Vec<OciDescriptor>, diff_ids: &[String]) -> Result<Vec<Layer>, Error> {
+    let malformed = |text: String| Error::new(Cause::Malformed, text);
+    if layers.len() != diff_ids.len() {
+        let text = format!("the manifest has {} layers, the configuration {}", layers.len(), diff_ids.len());
+        return Err(malformed(text));
+    }
+    if layers.is_empty() || layers.len() > MAX_LAYERS {
+        return Err(malformed(format!(
+            "the image has {} layers; 1 to {MAX_LAYERS} are possible",
+            layers.len()
+        )));
+    }
+    layers
+        .into_iter()
+        .zip(diff_ids)
+        .map(|(descriptor, diff_id)| {
+            let sha256 = |text: &str| {
+                text.strip_prefix("sha256:").is_some_and(|hex| {
+                    hex.len() == 64 && hex.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
+                })
+            };
+            if !sha256(&descriptor.digest) || !sha256(diff_id) {
+                return Err(Error::new(Cause::Unsupported, "a layer's digest is not a sha256"));
+            }
+            let size =
+                u64::try_from(descriptor.size).map_err(|_| malformed("a layer of negative size".into()))?;
+            let packing = Packing::of(&descriptor.media_type)?;
+            Ok(Layer { descriptor, packing, diff_id: diff_id.clone(), size })
+        })
+        .collect()
+}
+
+fn client(job: &Job) -> Result<Client, Error> {
+    let config = ClientConfig {
+        protocol: ClientProtocol::HttpsExcept(job.plain_http.clone()),
+        tls_certs_only: roots(job),
+        connect_timeout: Some(CONNECT),
+        read_timeout: Some(Duration::from_secs(job.limits.silence_seconds)),
+        user_agent: concat!("peerpod-guest/", env!("CARGO_PKG_VERSION")),
+        platform_resolver: None,
+        ..ClientConfig::default()
+    };
+    Client::try_from(config).map_err(|error| {
+        Error::new(
+            Cause::Internal,
+            format!("making the registry client: {error}; has the VM image CA certificates?"),
+        )
+    })
+}
+
+/// All certificates that can be read. One that cannot is not trusted, which shows where it is missed.
+fn roots(job: &Job) -> Vec<Certificate> {
+    let read = |path: &PathBuf| -> Vec<u8> {
+        let small = fs::metadata(path).is_ok_and(|found| found.len() <= MAX_CA);
+        if small { fs::read(path).unwrap_or_default() } else { Vec::new() }
+    };
+    let texts = job.ca_files.iter().map(read).chain([job.ca_pem.clone().into_bytes()]);
+    let mut roots = Vec::new();
+    for text in texts {
+        for certificate in CertificateDer::pem_slice_iter(&text).flatten() {
+            roots.push(Certificate { encoding: CertificateEncoding::Der, data: certificate.to_vec() });
+        }
+    }
+    roots
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_as_people_write_them() {
+        assert_eq!(parse("docker://busybox").unwrap().whole(), "docker.io/library/busybox:latest");
+        assert_eq!(parse("r.example:5000/a/b:v1").unwrap().resolve_registry(), "r.example:5000");
+        let error = parse("UPPER case").unwrap_err();
+        assert!(error.cause == Cause::Malformed && error.text.contains("app:tag"), "{error}");
+    }
+
+    #[test]
+    fn manifest_and_configuration_must_agree() {
+        let id = |n: u8| format!("sha256:{}", format!("{n:02x}").repeat(32));
+        let layer = |n: u8, size: i64, kind: &str| OciDescriptor {
+            media_type: format!("application/vnd.oci.image.layer.v1.{kind}"),
+            digest: id(n),
+            size,
+            ..OciDescriptor::default()
+        };
+        assert_eq!(pair(vec![layer(1, 10, "tar")], &[id(2)]).unwrap()[0].size, 10);
+        let cause = |layers, ids: &[String]| pair(layers, ids).unwrap_err().cause;
+        assert_eq!(cause(vec![layer(1, 10, "tar")], &[]), Cause::Malformed);
+        assert_eq!(cause(Vec::new(), &[]), Cause::Malformed);
+        assert_eq!(cause(vec![layer(1, -1, "tar")], &[id(2)]), Cause::Malformed);
+        assert_eq!(cause(vec![layer(1, 1, "tar+lz4")], &[id(2)]), Cause::Unsupported);
+        assert_eq!(cause(vec![layer(1, 1, "tar")], &["md5:x".into()]), Cause::Unsupported);
+        assert_eq!(cause(vec![layer(1, 1, "tar"); 129], &vec![id(2); 129]), Cause::Malformed);
+    }
+}

@@ -1,0 +1,201 @@
+//! The store: layers by what they and all below them hold, each unpacked once per VM.
+//!
+//! ```text
+//! l/<id>      a whole layer; the id is the beginning of its chain id, short so that many fit one mount
+//! t/<id>/     one that is being fetched (blob) and unpacked (fs, work); nobody uses it before it is renamed
+//! i/<hash>    what an image's name meant last, for when its registry cannot be reached
+//! c/<hash>/   the writable layer of a container (fs, work)
+//! k/<id>      locks: who makes a layer holds its own, and a killed process holds none
+//! ```
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io,
+    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+};
+
+use nix::fcntl::{Flock, FlockArg};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use crate::{
+    cause::Error,
+    registry::{Image, Process},
+    stream::hex,
+    unpack::remove_tree,
+};
+
+const VERSION: u32 = 1;
+const MAX_RECORD: u64 = 1 << 20;
+/// Hex digits of an id.
+const ID: usize = 16;
+
+/// What a name meant.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Record {
+    version: u32,
+    pub(crate) reference: String,
+    pub(crate) digest: String,
+    /// The lowest first.
+    pub(crate) layers: Vec<String>,
+    pub(crate) process: Process,
+}
+
+/// Who holds it makes the layer.
+pub(crate) type Lock = Flock<File>;
+
+/// The store's directory.
+#[derive(Clone, Debug)]
+pub(crate) struct Store(PathBuf);
+
+impl Store {
+    /// Makes what is missing.
+    pub(crate) fn open(path: &Path) -> Result<Store, Error> {
+        for folder in ["l", "t", "i", "c", "k"] {
+            let path = path.join(folder);
+            let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&path);
+            made.map_err(|error| Error::disk("making", &path, &error))?;
+        }
+        Ok(Store(path.to_owned()))
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+
+    pub(crate) fn layer(&self, id: &str) -> PathBuf {
+        self.0.join("l").join(id)
+    }
+
+    pub(crate) fn has(&self, id: &str) -> bool {
+        self.layer(id).is_dir()
+    }
+
+    pub(crate) fn making(&self, id: &str) -> PathBuf {
+        self.0.join("t").join(id)
+    }
+
+    pub(crate) fn container(&self, bundle: &Path) -> PathBuf {
+        let hash = Sha256::digest(bundle.as_os_str().as_encoded_bytes());
+        self.0.join("c").join(&hex(&hash)[..ID])
+    }
+
+    /// Waits until nobody else makes the layer. Blocks.
+    pub(crate) fn lock(&self, id: &str) -> Result<Lock, Error> {
+        let path = self.0.join("k").join(id);
+        let failed = |error: io::Error| Error::disk("locking", &path, &error);
+        let file = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .mode(0o600)
+            .open(&path)
+            .map_err(failed)?;
+        Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, error)| failed(error.into()))
+    }
+
+    /// An empty place for a layer that is to be made; what a killed process left there is gone.
+    pub(crate) fn begin(&self, id: &str) -> Result<PathBuf, Error> {
+        let path = self.making(id);
+        remove_tree(&path).map_err(|error| Error::disk("removing", &path, &error))?;
+        for folder in ["fs", "work", "merged"] {
+            let folder = path.join(folder);
+            let mode = if folder.ends_with("fs") { 0o755 } else { 0o700 };
+            let made = fs::DirBuilder::new().recursive(true).mode(mode).create(&folder);
+            made.map_err(|error| Error::disk("making", &folder, &error))?;
+        }
+        Ok(path)
+    }
+
+    /// The layer is whole.
+    pub(crate) fn finish(&self, id: &str) -> Result<(), Error> {
+        let (from, to) = (self.making(id).join("fs"), self.layer(id));
+        fs::rename(&from, &to).map_err(|error| Error::disk("renaming to", &to, &error))?;
+        self.abandon(id);
+        Ok(())
+    }
+
+    /// Whatever was begun. What cannot be removed now is when the layer is begun again.
+    pub(crate) fn abandon(&self, id: &str) {
+        drop(remove_tree(&self.making(id)));
+    }
+
+    /// Removes writable layers of containers that are gone: of which nothing is mounted any more.
+    pub(crate) fn sweep(&self, mountinfo: &str) {
+        for entry in fs::read_dir(self.0.join("c")).into_iter().flatten().flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if !mountinfo.contains(&format!("upperdir=c/{name}/fs")) {
+                drop(remove_tree(&entry.path()));
+            }
+        }
+    }
+
+    pub(crate) fn remember(&self, reference: &str, image: &Image) -> Result<(), Error> {
+        let record = Record {
+            version: VERSION,
+            reference: reference.to_owned(),
+            digest: image.digest.clone(),
+            layers: chain(image.layers.iter().map(|layer| layer.diff_id.as_str())),
+            process: image.config.config.clone().unwrap_or_default(),
+        };
+        let path = self.record(reference);
+        let new = path.with_extension("new");
+        let failed = |error: io::Error| Error::disk("writing", &path, &error);
+        let text = serde_json::to_vec(&record).map_err(|error| failed(error.into()))?;
+        fs::write(&new, text).and_then(|()| fs::rename(&new, &path)).map_err(failed)
+    }
+
+    /// What the name meant last, if all of it is still here.
+    pub(crate) fn recall(&self, reference: &str) -> Option<Record> {
+        let path = self.record(reference);
+        let small = fs::metadata(&path).is_ok_and(|found| found.len() <= MAX_RECORD);
+        let text = small.then(|| fs::read(&path).ok()).flatten()?;
+        let record: Record = serde_json::from_slice(&text).ok()?;
+        let good = record.version == VERSION
+            && record.reference == reference
+            && !record.layers.is_empty()
+            && record.layers.iter().all(|id| is_id(id) && self.has(id));
+        good.then_some(record)
+    }
+
+    fn record(&self, reference: &str) -> PathBuf {
+        self.0.join("i").join(hex(&Sha256::digest(reference.as_bytes())))
+    }
+}
+
+fn is_id(text: &str) -> bool {
+    text.len() == ID && text.bytes().all(|b| b.is_ascii_hexdigit())
+}
+
+/// A layer's id says what all layers up to it hold: what one means depends on those below.
+pub(crate) fn chain<'a>(diff_ids: impl Iterator<Item = &'a str>) -> Vec<String> {
+    let mut above: Option<String> = None;
+    diff_ids
+        .map(|diff_id| {
+            let id = match &above {
+                None => diff_id.to_owned(),
+                Some(below) => format!("sha256:{}", hex(&Sha256::digest(format!("{below} {diff_id}")))),
+            };
+            above = Some(id.clone());
+            // 64 bits: nobody can make two images of one VM meet there, for whom that were worth anything.
+            id.trim_start_matches("sha256:").chars().take(ID).collect()
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_layer_is_what_all_below_it_are() {
+        let id = |byte: &str| format!("sha256:{}", byte.repeat(32));
+        let (a, b) = (id("aa"), id("bb"));
+        let one = chain([a.as_str(), b.as_str()].into_iter());
+        assert_eq!(one[0], "a".repeat(16));
+        assert_eq!(chain([b.as_str()].into_iter())[0], "b".repeat(16));
+        assert_ne!(one[1], "b".repeat(16), "on another layer it is another");
+        assert!(one.iter().all(|id| is_id(id)));
+    }
+}

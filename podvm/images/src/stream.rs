@@ -1,0 +1,243 @@
+//! A layer's bytes on their way: decompressed, counted, hashed. Bounded by the caller's budget, whatever they claim.
+
+use std::{
+    io::{self, BufRead, BufReader, Read},
+    path::Path,
+};
+
+use flate2::bufread::MultiGzDecoder;
+use ruzstd::decoding::{
+    StreamingDecoder,
+    errors::{FrameDecoderError, ReadFrameHeaderError},
+};
+use sha2::{Digest, Sha256};
+
+use crate::cause::{Cause, Error};
+
+/// How a layer is packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Packing {
+    None,
+    Gzip,
+    Zstd,
+}
+
+impl Packing {
+    /// By its media type.
+    pub(crate) fn of(media_type: &str) -> Result<Packing, Error> {
+        let unsupported = |why: &str| {
+            Err(Error::new(Cause::Unsupported, format!("a layer of type {media_type:.100}: {why}")))
+        };
+        if media_type.contains("encrypted") {
+            return unsupported("encrypted layers need the confidential data hub in the VM image");
+        }
+        match media_type {
+            "application/vnd.oci.image.layer.v1.tar"
+            | "application/vnd.oci.image.layer.nondistributable.v1.tar"
+            | "application/vnd.docker.image.rootfs.diff.tar" => Ok(Packing::None),
+            "application/vnd.oci.image.layer.v1.tar+gzip"
+            | "application/vnd.oci.image.layer.nondistributable.v1.tar+gzip"
+            | "application/vnd.docker.image.rootfs.diff.tar.gzip"
+            | "application/vnd.docker.image.rootfs.foreign.diff.tar.gzip" => Ok(Packing::Gzip),
+            "application/vnd.oci.image.layer.v1.tar+zstd"
+            | "application/vnd.oci.image.layer.nondistributable.v1.tar+zstd"
+            | "application/vnd.docker.image.rootfs.diff.tar.zstd" => Ok(Packing::Zstd),
+            _ => unsupported("tar, tar+gzip and tar+zstd are understood; is this a container image?"),
+        }
+    }
+}
+
+/// Opens a layer's file.
+pub(crate) fn open(path: &Path, packing: Packing) -> io::Result<Box<dyn Read>> {
+    let file = BufReader::with_capacity(128 << 10, std::fs::File::open(path)?);
+    Ok(match packing {
+        Packing::None => Box::new(file),
+        Packing::Gzip => Box::new(MultiGzDecoder::new(file)),
+        Packing::Zstd => Box::new(Zstd { state: State::Between(file) }),
+    })
+}
+
+/// Frames of zstd one after another; those that are to be skipped are.
+struct Zstd<R: BufRead> {
+    state: State<R>,
+}
+
+enum State<R: BufRead> {
+    Between(R),
+    In(Box<StreamingDecoder<R, ruzstd::decoding::FrameDecoder>>),
+    Over,
+}
+
+impl<R: BufRead> Read for Zstd<R> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match std::mem::replace(&mut self.state, State::Over) {
+                State::Over => return Ok(0),
+                State::Between(mut source) => {
+                    if source.fill_buf()?.is_empty() {
+                        return Ok(0);
+                    }
+                    self.state = begin(source)?;
+                }
+                State::In(mut decoder) => {
+                    let count = decoder.read(into)?;
+                    if count > 0 || into.is_empty() {
+                        self.state = State::In(decoder);
+                        return Ok(count);
+                    }
+                    self.state = State::Between(decoder.into_inner());
+                }
+            }
+        }
+    }
+}
+
+fn begin<R: BufRead>(mut source: R) -> io::Result<State<R>> {
+    // Asked by reference first: a frame to be skipped must leave the source to us.
+    let skip = match StreamingDecoder::new(Peek { source: &mut source, taken: 0 }) {
+        Ok(_) => None,
+        Err(FrameDecoderError::ReadFrameHeaderError(ReadFrameHeaderError::SkipFrame { length, .. })) => {
+            Some(u64::from(length) + 8)
+        }
+        Err(error) => return Err(io::Error::new(io::ErrorKind::InvalidData, error.to_string())),
+    };
+    match skip {
+        Some(length) => {
+            let skipped = io::copy(&mut source.by_ref().take(length), &mut io::sink())?;
+            if skipped < length {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            Ok(State::Between(source))
+        }
+        None => {
+            let decoder = StreamingDecoder::new(source);
+            decoder
+                .map(|decoder| State::In(Box::new(decoder)))
+                .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.to_string()))
+        }
+    }
+}
+
+/// Shows what the source has buffered without taking it away; a header is always within.
+struct Peek<'a, R: BufRead> {
+    source: &'a mut R,
+    taken: usize,
+}
+
+impl<R: BufRead> Read for Peek<'_, R> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let rest = self.source.fill_buf()?.get(self.taken..).unwrap_or_default();
+        let count = rest.len().min(into.len());
+        into[..count].copy_from_slice(&rest[..count]);
+        self.taken += count;
+        Ok(count)
+    }
+}
+
+/// Counts against a budget and hashes what passes.
+pub(crate) struct Counted<'a, R> {
+    inner: R,
+    hash: Sha256,
+    budget: &'a mut u64,
+}
+
+impl<'a, R: Read> Counted<'a, R> {
+    pub(crate) fn new(inner: R, budget: &'a mut u64) -> Counted<'a, R> {
+        Counted { inner, hash: Sha256::new(), budget }
+    }
+
+    /// Reads what is left, and says what the whole hashes to.
+    pub(crate) fn finish(mut self) -> io::Result<String> {
+        io::copy(&mut self, &mut io::sink())?;
+        Ok(format!("sha256:{}", hex(&self.hash.finalize())))
+    }
+}
+
+impl<R: Read> Read for Counted<'_, R> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let count = self.inner.read(into)?;
+        match self.budget.checked_sub(count as u64) {
+            Some(left) => *self.budget = left,
+            None => return Err(io::Error::new(io::ErrorKind::FileTooLarge, TooMuch)),
+        }
+        self.hash.update(&into[..count]);
+        Ok(count)
+    }
+}
+
+/// The budget is used up.
+#[derive(Debug, thiserror::Error)]
+#[error("unpacked, the image is larger than is permitted")]
+pub(crate) struct TooMuch;
+
+/// Whether the budget is what stopped a read.
+pub(crate) fn is_too_much(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::FileTooLarge
+}
+
+/// Lower-case hex.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    fn through(packing: Packing, bytes: &[u8]) -> io::Result<Vec<u8>> {
+        let path = std::env::temp_dir().join(format!(
+            "pp-stream-{}-{:?}-{}",
+            std::process::id(),
+            std::thread::current().id(),
+            bytes.len()
+        ));
+        std::fs::write(&path, bytes)?;
+        let mut out = Vec::new();
+        let read = open(&path, packing)?.read_to_end(&mut out);
+        std::fs::remove_file(&path)?;
+        read.map(|_| out)
+    }
+
+    #[test]
+    fn every_packing_is_read_also_in_several_pieces() {
+        let data: Vec<u8> = (0..300_000u32).flat_map(|n| (n / 7).to_le_bytes()).collect();
+        let gzip = |part: &[u8]| {
+            let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+            encoder.write_all(part).unwrap();
+            encoder.finish().unwrap()
+        };
+        let zstd = |part: &[u8]| {
+            ruzstd::encoding::compress_to_vec(part, ruzstd::encoding::CompressionLevel::Fastest)
+        };
+        let (one, two) = data.split_at(data.len() / 3);
+        assert_eq!(through(Packing::None, &data).unwrap(), data);
+        assert_eq!(through(Packing::Gzip, &[gzip(one), gzip(two)].concat()).unwrap(), data);
+        let skippable = [&0x184D2A50u32.to_le_bytes()[..], &300_000u32.to_le_bytes(), &[7; 300_000]].concat();
+        let frames = [skippable.clone(), zstd(one), skippable, zstd(two)].concat();
+        assert_eq!(through(Packing::Zstd, &frames).unwrap(), data);
+        assert!(through(Packing::Zstd, &frames[..frames.len() - 9]).is_err());
+        assert!(through(Packing::Zstd, b"not zstd").is_err());
+        assert!(through(Packing::Gzip, b"not gzip").is_err());
+    }
+
+    #[test]
+    fn a_budget_ends_a_bomb() {
+        let mut budget = 1000;
+        let mut counted = Counted::new(io::repeat(0).take(1 << 30), &mut budget);
+        let error = io::copy(&mut counted, &mut io::sink()).unwrap_err();
+        assert!(is_too_much(&error), "{error}");
+        let mut budget = 3;
+        let digest = Counted::new(&b"abc"[..], &mut budget).finish().unwrap();
+        assert_eq!(digest, "sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+    }
+
+    #[test]
+    fn media_types_are_told_apart() {
+        assert_eq!(Packing::of("application/vnd.oci.image.layer.v1.tar+zstd").unwrap(), Packing::Zstd);
+        let error = Packing::of("application/vnd.oci.image.layer.v1.tar+gzip+encrypted").unwrap_err();
+        assert!(error.text.contains("data hub"), "{error}");
+        assert!(Packing::of("application/vnd.cncf.helm.chart").is_err());
+    }
+}

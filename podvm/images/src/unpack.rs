@@ -1,0 +1,430 @@
+//! One layer's tar archive into a directory: an overlay over the layers below, or the bare directory of the first.
+//!
+//! Every name is resolved by the kernel with that directory as the root (`RESOLVE_IN_ROOT`), so links of a hostile
+//! layer, absolute ones too, lead nowhere else. `..` in a name, a device node that would stand for a removal, and
+//! attributes that steer overlayfs are not what an image needs: the first is refused, the others are left out and said.
+
+use std::{
+    collections::BTreeSet,
+    ffi::{CString, OsStr, OsString},
+    io::{self, Read},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::ffi::{OsStrExt, OsStringExt},
+    },
+    path::Path,
+};
+
+use rustix::fs::{
+    AtFlags, CWD, FileType, Gid, Mode, OFlags, ResolveFlags, Timespec, Timestamps, Uid, XattrFlags, chownat,
+    fchmod, fchown, fsetxattr, futimens, linkat, mkdirat, mknodat, open, openat, openat2, symlinkat,
+    utimensat,
+};
+use tar::{Entry, EntryType};
+
+use crate::cause::{Cause, Error};
+
+mod remove;
+
+/// Parts of a path; more have no use.
+const MAX_DEPTH: usize = 255;
+const WHITEOUT: &[u8] = b".wh.";
+const OPAQUE: &[u8] = b".wh..wh..opq";
+/// Extended attributes that an image may set; others are overlayfs's, or the host's to say.
+const XATTRS: [&str; 2] = ["user.", "security.capability"];
+const XATTR_KEY: &str = "SCHILY.xattr.";
+const MAX_XATTRS: usize = 64;
+
+/// What was left out of a layer, in numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LeftOut {
+    /// Device nodes: containers get theirs from the agent.
+    pub devices: u64,
+    /// Extended attributes that are not an image's to set, or that the filesystem does not take.
+    pub xattrs: u64,
+}
+
+/// Unpacks a tar archive into `root`. `entries` is what is left of the image's permitted number of them.
+///
+/// # Errors
+/// The archive is malformed or means ill, the disk is full, or an entry cannot be made.
+pub fn unpack(archive: impl Read, root: &Path, entries: &mut u64) -> Result<LeftOut, Error> {
+    let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let fd = open(root, directory, Mode::empty()).map_err(|e| Error::disk("opening", root, &e.into()))?;
+    let mut unpacker =
+        Unpacker { root: fd, made: BTreeSet::new(), times: Vec::new(), left: LeftOut::default() };
+    let mut archive = tar::Archive::new(archive);
+    let broken = |error: io::Error| of_archive("reading the layer's archive", &error);
+    for entry in archive.entries().map_err(broken)? {
+        *entries = entries.checked_sub(1).ok_or_else(|| {
+            Error::new(Cause::TooLarge, "the image has more files than are permitted (images.limits.entries)")
+        })?;
+        unpacker.entry(entry.map_err(broken)?)?;
+    }
+    unpacker.finish()
+}
+
+/// What reading an archive, or writing what it holds, failed with.
+fn of_archive(what: &str, error: &io::Error) -> Error {
+    if crate::stream::is_too_much(error) {
+        let text = "unpacked, the image has more bytes than are permitted (images.limits.unpacked_bytes)";
+        return Error::new(Cause::TooLarge, text);
+    }
+    match error.raw_os_error() {
+        Some(_) => Error::disk("unpacking to", Path::new("the store"), error),
+        None => Error::new(Cause::Malformed, format!("{what}: {}", crate::cause::quote(&error.to_string()))),
+    }
+}
+
+struct Unpacker {
+    root: OwnedFd,
+    /// What this layer made: removals are about the layers below alone.
+    made: BTreeSet<Vec<u8>>,
+    /// Directories whose time is set at the end, when nothing in them changes any more.
+    times: Vec<(Vec<u8>, Timestamps)>,
+    left: LeftOut,
+}
+
+/// An entry's name: the parts, checked.
+struct Name {
+    whole: Vec<u8>,
+    /// Where the last part begins.
+    last: usize,
+}
+
+impl Name {
+    /// `None`: the root itself.
+    fn parse(bytes: &[u8]) -> Result<Option<Name>, Error> {
+        let refuse = |why: &str| {
+            let shown = crate::cause::quote(&String::from_utf8_lossy(bytes));
+            Err(Error::new(Cause::Malformed, format!("the layer has an entry {shown:?}: {why}")))
+        };
+        if bytes.contains(&0) {
+            return refuse("a zero byte in a name");
+        }
+        let parts: Vec<&[u8]> =
+            bytes.split(|byte| *byte == b'/').filter(|part| !part.is_empty() && *part != b".").collect();
+        if parts.iter().any(|part| *part == b"..") {
+            return refuse("names that lead upwards are refused");
+        }
+        if parts.len() > MAX_DEPTH {
+            return refuse("too deep");
+        }
+        let Some(last) = parts.last() else { return Ok(None) };
+        let (whole, length) = (parts.join(&b'/'), last.len());
+        Ok(Some(Name { last: whole.len() - length, whole }))
+    }
+
+    fn parent(&self) -> &[u8] {
+        &self.whole[..self.last.saturating_sub(1)]
+    }
+
+    fn file(&self) -> &[u8] {
+        &self.whole[self.last..]
+    }
+
+    /// The same folder, another file.
+    fn beside(&self, file: &[u8]) -> Vec<u8> {
+        [&self.whole[..self.last], file].concat()
+    }
+
+    fn failed(&self, what: &str, error: rustix::io::Errno) -> Error {
+        let path = Path::new(OsStr::from_bytes(&self.whole));
+        match error {
+            rustix::io::Errno::LOOP | rustix::io::Errno::NOTDIR | rustix::io::Errno::XDEV => {
+                let shown = crate::cause::quote(&path.to_string_lossy());
+                Error::new(Cause::Malformed, format!("the layer's entry {shown:?}: {what}: {error}"))
+            }
+            other => Error::disk(what, path, &other.into()),
+        }
+    }
+}
+
+impl Unpacker {
+    fn entry(&mut self, mut entry: Entry<'_, impl Read>) -> Result<(), Error> {
+        let kind = entry.header().entry_type();
+        if kind == EntryType::XGlobalHeader {
+            return Ok(());
+        }
+        let Some(name) = Name::parse(&entry.path_bytes())? else {
+            return match kind {
+                EntryType::Directory => self.root_itself(&mut entry),
+                _ => Err(Error::new(Cause::Malformed, "the layer has an entry without a name")),
+            };
+        };
+        if name.file().starts_with(WHITEOUT) {
+            return self.removal(&name);
+        }
+        let parent = self.parent(&name)?;
+        if kind == EntryType::Directory {
+            return self.directory(&parent, &name, &mut entry);
+        }
+        if matches!(kind, EntryType::Block | EntryType::Char) {
+            self.left.devices += 1;
+            return Ok(());
+        }
+        remove::tree(parent.as_fd(), OsStr::from_bytes(name.file()))
+            .map_err(|e| name.failed("replacing", e))?;
+        match kind {
+            EntryType::Regular | EntryType::Continuous | EntryType::GNUSparse => {
+                self.file(&parent, &name, &mut entry)?;
+            }
+            EntryType::Symlink => symlink(&parent, &name, &entry)?,
+            EntryType::Link => self.hard_link(&parent, &name, &entry)?,
+            EntryType::Fifo => {
+                mknodat(&parent, name.file(), FileType::Fifo, mode(&entry), 0)
+                    .map_err(|e| name.failed("making the named pipe", e))?;
+                owner_at(&parent, &name, &entry)?;
+            }
+            other => {
+                let text =
+                    format!("the layer has an entry of type {:?}, which no image needs", other.as_byte());
+                return Err(Error::new(Cause::Malformed, text));
+            }
+        }
+        self.made.insert(name.whole);
+        Ok(())
+    }
+
+    /// Opens below the root, all links within it.
+    fn open(&self, path: &[u8], flags: OFlags) -> rustix::io::Result<OwnedFd> {
+        let path = if path.is_empty() { &b"."[..] } else { path };
+        let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
+        // Asked again when somebody renamed something meanwhile; nobody does for long.
+        for _ in 0..8 {
+            match openat2(&self.root, path, flags | OFlags::CLOEXEC, Mode::empty(), resolve) {
+                Err(rustix::io::Errno::AGAIN) => {}
+                other => return other,
+            }
+        }
+        Err(rustix::io::Errno::AGAIN)
+    }
+
+    /// The folder that holds the entry, made if no entry was there for it.
+    fn parent(&mut self, name: &Name) -> Result<OwnedFd, Error> {
+        let directory = OFlags::PATH | OFlags::DIRECTORY;
+        match self.open(name.parent(), directory) {
+            Err(rustix::io::Errno::NOENT) => {}
+            other => return other.map_err(|e| name.failed("opening its folder", e)),
+        }
+        let parent = name.parent();
+        let ends = parent.iter().enumerate().filter(|(_, byte)| **byte == b'/').map(|(at, _)| at);
+        let mut above = self.open(b"", directory).map_err(|e| name.failed("opening the root", e))?;
+        for end in ends.chain([parent.len()]) {
+            let path = &parent[..end];
+            above = match self.open(path, directory) {
+                Err(rustix::io::Errno::NOENT) => {
+                    let part = path.rsplit(|byte| *byte == b'/').next().unwrap_or(path);
+                    mkdirat(&above, part, Mode::from_raw_mode(0o755))
+                        .and_then(|()| self.open(path, directory))
+                        .map_err(|e| name.failed("making its folder", e))?
+                }
+                other => other.map_err(|e| name.failed("opening its folder", e))?,
+            };
+        }
+        Ok(above)
+    }
+
+    fn root_itself(&mut self, entry: &mut Entry<'_, impl Read>) -> Result<(), Error> {
+        let name = Name { whole: b".".to_vec(), last: 0 };
+        let fd = self
+            .open(b"", OFlags::RDONLY | OFlags::DIRECTORY)
+            .map_err(|e| name.failed("opening the root", e))?;
+        self.attributes(&fd, &name, entry)?;
+        self.times.push((Vec::new(), times(entry)));
+        Ok(())
+    }
+
+    fn directory(
+        &mut self,
+        parent: &OwnedFd,
+        name: &Name,
+        entry: &mut Entry<'_, impl Read>,
+    ) -> Result<(), Error> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let open = || openat(parent, name.file(), flags, Mode::empty());
+        let fd = match open() {
+            Ok(fd) => fd,
+            // Not there, or something else is.
+            Err(_) => remove::tree(parent.as_fd(), OsStr::from_bytes(name.file()))
+                .and_then(|_| mkdirat(parent, name.file(), Mode::from_raw_mode(0o700)))
+                .and_then(|()| open())
+                .map_err(|e| name.failed("making the folder", e))?,
+        };
+        self.attributes(&fd, name, entry)?;
+        self.times.push((name.whole.clone(), times(entry)));
+        self.made.insert(name.whole.clone());
+        Ok(())
+    }
+
+    fn file(&mut self, parent: &OwnedFd, name: &Name, entry: &mut Entry<'_, impl Read>) -> Result<(), Error> {
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let fd = openat(parent, name.file(), flags, Mode::from_raw_mode(0o600))
+            .map_err(|e| name.failed("making the file", e))?;
+        let mut file = std::fs::File::from(fd);
+        let size = entry.size();
+        let copied =
+            io::copy(entry, &mut file).map_err(|e| of_archive(&format!("the file {}", shown(name)), &e))?;
+        if copied != size {
+            return Err(Error::new(Cause::Malformed, format!("the layer ends within {}", shown(name))));
+        }
+        self.attributes(&file, name, entry)?;
+        futimens(&file, &times(entry)).map_err(|e| name.failed("setting the time of", e))
+    }
+
+    /// Owner, extended attributes, mode: in this order, because each takes something of the next away.
+    fn attributes(
+        &mut self,
+        fd: &impl AsFd,
+        name: &Name,
+        entry: &mut Entry<'_, impl Read>,
+    ) -> Result<(), Error> {
+        let (uid, gid) = owner(entry)?;
+        fchown(fd, Some(uid), Some(gid)).map_err(|e| name.failed("setting the owner of", e))?;
+        for (key, value) in xattrs(entry) {
+            if !XATTRS.iter().any(|permitted| key.starts_with(permitted)) {
+                self.left.xattrs += 1;
+                continue;
+            }
+            match fsetxattr(fd, &*key, &value, XattrFlags::empty()) {
+                Ok(()) => {}
+                Err(rustix::io::Errno::NOTSUP | rustix::io::Errno::INVAL | rustix::io::Errno::PERM) => {
+                    self.left.xattrs += 1;
+                }
+                Err(error) => return Err(name.failed("setting an extended attribute of", error)),
+            }
+        }
+        fchmod(fd, mode(entry)).map_err(|e| name.failed("setting the mode of", e))
+    }
+
+    fn hard_link(&self, parent: &OwnedFd, name: &Name, entry: &Entry<'_, impl Read>) -> Result<(), Error> {
+        let missing =
+            |why: &str| Error::new(Cause::Malformed, format!("the hard link {}: {why}", shown(name)));
+        let target = entry.link_name_bytes().ok_or_else(|| missing("without a target"))?;
+        let target = Name::parse(&target)?.ok_or_else(|| missing("to the root"))?;
+        let folder = self
+            .open(target.parent(), OFlags::PATH | OFlags::DIRECTORY)
+            .map_err(|e| name.failed("opening its target's folder", e))?;
+        match linkat(&folder, target.file(), parent, name.file(), AtFlags::empty()) {
+            Err(rustix::io::Errno::NOENT) => Err(missing("its target is not there")),
+            Err(rustix::io::Errno::PERM) => Err(missing("its target is a folder")),
+            other => other.map_err(|e| name.failed("making the hard link", e)),
+        }
+    }
+
+    /// An entry that stands for what the layers below have and this image has not.
+    fn removal(&mut self, name: &Name) -> Result<(), Error> {
+        // A folder that is not there has nothing to be removed from.
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY;
+        let folder = match self.open(name.parent(), flags) {
+            Ok(folder) => folder,
+            Err(rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR) => return Ok(()),
+            Err(error) => return Err(name.failed("opening the folder of a removal", error)),
+        };
+        if name.file() == OPAQUE {
+            return remove::below(folder.as_fd(), name.parent(), &self.made)
+                .map_err(|e| name.failed("emptying the folder of", e));
+        }
+        let file = &name.file()[WHITEOUT.len()..];
+        if file.starts_with(WHITEOUT) {
+            return Ok(()); // marks of aufs, about nothing that we have
+        }
+        if file.is_empty() || file == b"." || file == b".." {
+            let text = format!("the layer has a removal {} of nothing", shown(name));
+            return Err(Error::new(Cause::Malformed, text));
+        }
+        remove::unmade(folder.as_fd(), OsStr::from_bytes(file), &name.beside(file), &self.made)
+            .map_err(|e| name.failed("removing what is named by", e))
+    }
+
+    fn finish(self) -> Result<LeftOut, Error> {
+        for (path, times) in self.times.iter().rev() {
+            // Gone again by a later entry is fine.
+            if let Ok(fd) = self.open(path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW) {
+                let name = Name { whole: path.clone(), last: 0 };
+                futimens(&fd, times).map_err(|e| name.failed("setting the time of", e))?;
+            }
+        }
+        Ok(self.left)
+    }
+}
+
+fn symlink(parent: &OwnedFd, name: &Name, entry: &Entry<'_, impl Read>) -> Result<(), Error> {
+    let target = entry.link_name_bytes().unwrap_or_default();
+    let target = CString::new(target.into_owned())
+        .map_err(|_| Error::new(Cause::Malformed, format!("the link {}: a zero byte", shown(name))))?;
+    symlinkat(&*target, parent, name.file()).map_err(|e| name.failed("making the link", e))?;
+    owner_at(parent, name, entry)?;
+    utimensat(parent, name.file(), &times(entry), AtFlags::SYMLINK_NOFOLLOW)
+        .map_err(|e| name.failed("setting the time of", e))
+}
+
+fn owner_at(parent: &OwnedFd, name: &Name, entry: &Entry<'_, impl Read>) -> Result<(), Error> {
+    let (uid, gid) = owner(entry)?;
+    chownat(parent, name.file(), Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW)
+        .map_err(|e| name.failed("setting the owner of", e))
+}
+
+/// All ones stand for "unchanged" to the kernel, which is not what an archive can mean.
+fn owner(entry: &Entry<'_, impl Read>) -> Result<(Uid, Gid), Error> {
+    let number = |value: io::Result<u64>| {
+        value.ok().and_then(|n| u32::try_from(n).ok()).filter(|n| *n != u32::MAX).ok_or_else(|| {
+            Error::new(Cause::Malformed, "the layer has an owner that is not a number of 32 bits")
+        })
+    };
+    Ok((Uid::from_raw(number(entry.header().uid())?), Gid::from_raw(number(entry.header().gid())?)))
+}
+
+fn mode(entry: &Entry<'_, impl Read>) -> Mode {
+    Mode::from_raw_mode(entry.header().mode().unwrap_or(0o644) & 0o7777)
+}
+
+fn times(entry: &Entry<'_, impl Read>) -> Timestamps {
+    let seconds = entry.header().mtime().ok().and_then(|n| i64::try_from(n).ok()).unwrap_or(0);
+    let time = Timespec { tv_sec: seconds, tv_nsec: 0 };
+    Timestamps { last_access: time, last_modification: time }
+}
+
+/// Out of the entry's pax header; one that cannot be read is none.
+fn xattrs(entry: &mut Entry<'_, impl Read>) -> Vec<(String, Vec<u8>)> {
+    let Ok(Some(extensions)) = entry.pax_extensions() else { return Vec::new() };
+    extensions
+        .flatten()
+        .filter_map(|extension| {
+            let key = extension.key().ok()?.strip_prefix(XATTR_KEY)?;
+            (!key.contains('\0')).then(|| (key.to_owned(), extension.value_bytes().to_vec()))
+        })
+        .take(MAX_XATTRS)
+        .collect()
+}
+
+fn shown(name: &Name) -> String {
+    format!("{:?}", crate::cause::quote(&String::from_utf8_lossy(&name.whole)))
+}
+
+/// A directory's names.
+fn names(folder: rustix::fd::BorrowedFd<'_>) -> rustix::io::Result<Vec<OsString>> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let reading = openat(folder, ".", flags, Mode::empty())?;
+    let mut names = Vec::new();
+    for entry in rustix::fs::Dir::new(reading)? {
+        let name = entry?.file_name().to_bytes().to_vec();
+        if name != b"." && name != b".." {
+            names.push(OsString::from_vec(name));
+        }
+    }
+    Ok(names)
+}
+
+/// Takes a tree away, however deep, without following links; nothing there is fine.
+pub(crate) fn remove_tree(path: &Path) -> io::Result<()> {
+    let (Some(parent), Some(file)) = (path.parent(), path.file_name()) else { return Ok(()) };
+    let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    match openat(CWD, parent, directory, Mode::empty()) {
+        Err(rustix::io::Errno::NOENT) => Ok(()),
+        other => Ok(remove::tree(other?.as_fd(), file)?),
+    }
+}
+
+#[cfg(test)]
+mod tests;

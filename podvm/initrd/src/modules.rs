@@ -1,0 +1,30 @@
+//! Drivers: all that the builder listed, in its order, which is that of their needs. One whose device is not there
+//! costs nothing.
+
+use std::fs::{self, File};
+
+use nix::{
+    errno::Errno,
+    kmod::{ModuleInitFlags, finit_module},
+};
+
+/// Paths of modules, one per line.
+const LIST: &str = "/etc/modules.list";
+
+/// Loads them. Only a list that cannot be read is an error: a driver that does not load may not be needed.
+pub(crate) fn load() -> Result<(), String> {
+    let list = fs::read_to_string(LIST).map_err(|error| format!("read {LIST}: {error}"))?;
+    for path in list.lines() {
+        let loaded = File::open(path).map_err(|error| error.to_string()).and_then(|file| {
+            match finit_module(&file, c"", ModuleInitFlags::empty()) {
+                // There already, or for hardware that this machine does not have.
+                Ok(()) | Err(Errno::EEXIST | Errno::ENODEV) => Ok(()),
+                Err(error) => Err(error.to_string()),
+            }
+        });
+        if let Err(why) = loaded {
+            eprintln!("peerpod-initrd: {path}: {why}");
+        }
+    }
+    Ok(())
+}

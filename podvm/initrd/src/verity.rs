@@ -1,0 +1,139 @@
+//! dm-verity's header on the disk, and the table for the kernel (Documentation/admin-guide/device-mapper/verity.rst).
+//! The header is not trusted: with a wrong one nothing has the right hash.
+
+use std::{fs::File, io::Read, path::Path};
+
+/// Behind which the hashes begin.
+const HEADER_LEN: usize = 512;
+const BLOCK: u32 = 4096;
+const SECTOR: u64 = 512;
+/// Of 32 bytes: SHA-256.
+const HASH_LEN: usize = 64;
+const MAX_SALT: usize = 256;
+
+/// The hash that everything hangs on: lower-case hexadecimal digits.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct RootHash(String);
+
+impl RootHash {
+    /// From the kernel's command line; none: the root is not verified. A word that is no hash is an error, and so are two.
+    pub(crate) fn of(line: &str) -> Result<Option<RootHash>, String> {
+        let mut words = line.split_whitespace().filter_map(|word| word.strip_prefix("roothash="));
+        match (words.next(), words.next()) {
+            (None, _) => Ok(None),
+            (Some(_), Some(_)) => Err("the kernel's command line has two root hashes".to_owned()),
+            (Some(hash), None) => {
+                let right = hash.len() == HASH_LEN
+                    && hash.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+                if right {
+                    Ok(Some(RootHash(hash.to_owned())))
+                } else {
+                    Err(format!("roothash={hash}: not a SHA-256 hash"))
+                }
+            }
+        }
+    }
+}
+
+/// What the kernel needs to know besides.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Header {
+    blocks: u64,
+    salt: String,
+}
+
+impl Header {
+    /// Reads it from the partition with the hashes.
+    pub(crate) fn read(device: &Path) -> Result<Header, String> {
+        let mut bytes = [0; HEADER_LEN];
+        File::open(device)
+            .and_then(|mut file| file.read_exact(&mut bytes))
+            .map_err(|error| format!("read {}: {error}", device.display()))?;
+        Header::parse(&bytes)
+            .ok_or_else(|| format!("{}: not the header of dm-verity's hashes", device.display()))
+    }
+
+    fn parse(bytes: &[u8; HEADER_LEN]) -> Option<Header> {
+        let number = |at: usize| Some(u32::from_le_bytes(bytes[at..at + 4].try_into().ok()?));
+        let right = bytes.starts_with(b"verity\0\0")
+            && number(8)? == 1 // version
+            && number(12)? == 1 // the hash's layout: not Chrome OS's
+            && bytes[32..64].starts_with(b"sha256\0")
+            && number(64)? == BLOCK
+            && number(68)? == BLOCK;
+        let blocks = u64::from_le_bytes(bytes[72..80].try_into().ok()?);
+        let salt_len = usize::from(u16::from_le_bytes([bytes[80], bytes[81]]));
+        // More than 2^40 blocks of 4 KiB are no image of ours, and overflow nothing below.
+        if !right || salt_len > MAX_SALT || blocks == 0 || blocks >> 40 != 0 {
+            return None;
+        }
+        let salt = bytes[88..88 + salt_len].iter().map(|byte| format!("{byte:02x}")).collect();
+        Some(Header { blocks, salt })
+    }
+
+    /// The device's size.
+    pub(crate) fn sectors(&self) -> u64 {
+        self.blocks * u64::from(BLOCK) / SECTOR
+    }
+
+    /// The table's parameters. A block that does not have the right hash stops the kernel: a program that reads an
+    /// error instead may go on without what it did not get.
+    pub(crate) fn table(&self, root: &str, hashes: &str, hash: &RootHash) -> String {
+        let (Header { blocks, salt }, RootHash(hash)) = (self, hash);
+        let salt = if salt.is_empty() { "-" } else { salt };
+        format!(
+            "1 /dev/{root} /dev/{hashes} {BLOCK} {BLOCK} {blocks} 1 sha256 {hash} {salt} 1 panic_on_corruption"
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> [u8; HEADER_LEN] {
+        let mut bytes = [0; HEADER_LEN];
+        bytes[..8].copy_from_slice(b"verity\0\0");
+        (bytes[8], bytes[12]) = (1, 1);
+        bytes[32..38].copy_from_slice(b"sha256");
+        bytes[64..68].copy_from_slice(&BLOCK.to_le_bytes());
+        bytes[68..72].copy_from_slice(&BLOCK.to_le_bytes());
+        (bytes[72], bytes[80], bytes[88], bytes[89]) = (5, 2, 0xab, 0x01);
+        bytes
+    }
+
+    #[test]
+    fn the_table_is_the_kernels() {
+        let header = Header::parse(&sample()).unwrap();
+        assert_eq!(header.sectors(), 40);
+        let hash = RootHash::of(&format!("quiet roothash={} panic=1\n", "0a".repeat(32))).unwrap().unwrap();
+        let table =
+            format!("1 /dev/a2 /dev/a3 4096 4096 5 1 sha256 {} ab01 1 panic_on_corruption", "0a".repeat(32));
+        assert_eq!(header.table("a2", "a3", &hash), table);
+    }
+
+    #[test]
+    fn a_header_that_is_none_is_refused() {
+        for (at, value) in
+            [(0, b'x'), (8, 2), (12, 0), (32, b'x'), (64, 1), (68, 1), (72, 0), (78, 1), (81, 2)]
+        {
+            let mut bytes = sample();
+            bytes[at] = value;
+            assert_eq!(Header::parse(&bytes), None, "byte {at}");
+        }
+    }
+
+    #[test]
+    fn a_hash_is_one_or_an_error() {
+        assert_eq!(RootHash::of("quiet"), Ok(None));
+        let right = "0a".repeat(32);
+        for wrong in [
+            "roothash=",
+            "roothash=0a",
+            &format!("roothash={}", "0A".repeat(32)),
+            &format!("roothash={right} roothash={right}"),
+        ] {
+            RootHash::of(wrong).unwrap_err();
+        }
+    }
+}

@@ -1,0 +1,491 @@
+//! Makes VMs. One CreateFleet goes over all offerings of a placement; where a fleet does not fit, RunInstances for one
+//! after the other.
+//!
+//! **Exactly one per key.** The key is the client token, so EC2 itself keeps a repeated call from making another VM; the
+//! parameters follow from request and placement alone. Where they differ all the same (newer settings after a restart),
+//! EC2 refuses the token, and what the first call made is found by its tag.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use aws_sdk_ec2::types::{
+    CreateFleetError, DefaultTargetCapacityType, FleetLaunchTemplateConfigRequest,
+    FleetLaunchTemplateOverridesRequest, FleetLaunchTemplateSpecificationRequest,
+    FleetOnDemandAllocationStrategy, FleetType, InstanceMarketOptionsRequest, MarketType,
+    OnDemandOptionsRequest, ShutdownBehavior, SpotAllocationStrategy, SpotOptionsRequest,
+    TargetCapacitySpecificationRequest,
+};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use peerpod_provider_api::{CreateRequest, Created, CreatedMany, Error, IdempotencyKey, InstanceId, Market};
+use peerpod_provider_cloud::Offering;
+use tokio::time::Instant;
+
+use crate::ec2::client::{Ec2, Failure};
+use crate::ec2::facts::Facts;
+use crate::ec2::refusal::{self, Meaning};
+use crate::ec2::see::{self, Seen, State};
+use crate::ec2::shape::{ImageFacts, Shape, tag_specifications};
+use crate::ec2::{Aws, tags};
+
+/// How long a VM that was made may remain unseen; EC2 speaks of "eventual consistency", in practice seconds.
+const UNSEEN: Duration = Duration::from_secs(12);
+/// Between two looks for it.
+const LOOK_AGAIN: Duration = Duration::from_millis(500);
+
+/// One create, ready to be asked for.
+pub(crate) struct Launch<'l> {
+    pub aws: &'l Aws,
+    pub ec2: &'l Ec2,
+    pub facts: &'l Facts,
+    pub request: &'l CreateRequest,
+    pub key: &'l IdempotencyKey,
+    pub offerings: &'l [Offering],
+    /// Another image than the configured one.
+    pub image: Option<ImageFacts>,
+    pub until: Instant,
+}
+
+/// What one call made, and what it did not.
+#[derive(Default)]
+struct Outcome {
+    made: Vec<Created>,
+    /// What was refused, with EC2's code.
+    refused: Vec<(Offering, String)>,
+    /// Of the refusals, those that only a higher limit mends, in full.
+    quotas: Vec<String>,
+}
+
+/// What became of one call.
+enum Answer {
+    Done(Outcome),
+    /// The token was used with other parameters: whatever there is was found by its tag.
+    Earlier(Vec<Seen>),
+}
+
+impl Launch<'_> {
+    /// Makes up to `count` VMs, or finds them.
+    pub(crate) async fn go(&self, count: u32) -> Result<CreatedMany, Error> {
+        let mut whole = Outcome::default();
+        for (number, offerings) in self.groups().into_iter().enumerate() {
+            let left = count.saturating_sub(u32::try_from(whole.made.len()).unwrap_or(u32::MAX));
+            if left == 0 {
+                break;
+            }
+            let token = token(self.key, number);
+            let answer = if self.in_fleet() {
+                self.fleet(&offerings, left, &token).await?
+            } else {
+                self.run(&offerings, &token).await?
+            };
+            match answer {
+                Answer::Earlier(seen) => {
+                    whole.made.extend(seen.iter().filter_map(|seen| self.created(seen)));
+                    break;
+                }
+                Answer::Done(outcome) => {
+                    whole.made.extend(outcome.made);
+                    whole.refused.extend(outcome.refused);
+                    whole.quotas.extend(outcome.quotas);
+                }
+            }
+        }
+        self.conclude(whole, count)
+    }
+
+    fn conclude(&self, whole: Outcome, count: u32) -> Result<CreatedMany, Error> {
+        let Outcome { mut made, refused, quotas } = whole;
+        made.sort_by(|a, b| a.id.cmp(&b.id));
+        made.dedup_by(|a, b| a.id == b.id);
+        let now = Instant::now();
+        made.iter().for_each(|one| self.aws.recent.made(&one.id, self.key, &self.request.name, now));
+        let complete = made.len() >= count as usize;
+        let rest = || {
+            if let Some(text) = quotas.first().filter(|_| quotas.len() == refused.len()) {
+                return Error::Quota { text: format!("{}: {text}", self.what()) };
+            }
+            let code = refused.first().map_or("", |(_, code)| code);
+            let remedy = refusal::remedy(code, Meaning::Capacity, "CreateFleet");
+            match self.aws.planner.capacity_error(&self.request.name, &refused) {
+                Error::Capacity { offering, rejected, text } => {
+                    Error::Capacity { offering, rejected, text: format!("{text}; {remedy}") }
+                }
+                other => other,
+            }
+        };
+        match made.is_empty() {
+            true => Err(rest()),
+            false => Ok(CreatedMany { rest: (!complete).then(rest), made }),
+        }
+    }
+
+    /// Whether a fleet can make this: it knows one card per VM, and no dedicated hosts.
+    fn in_fleet(&self) -> bool {
+        self.aws.config.launch == crate::config::Launch::Fleet && !self.request.second_nic
+    }
+
+    /// What each call names. A fleet is on one market: spot first, where both are allowed.
+    fn groups(&self) -> Vec<Vec<Offering>> {
+        if !self.in_fleet() {
+            return self.offerings.iter().map(|one| vec![one.clone()]).collect();
+        }
+        let of =
+            |market| self.offerings.iter().filter(|one| one.market == market).cloned().collect::<Vec<_>>();
+        [of(Market::Spot), of(Market::OnDemand)].into_iter().filter(|group| !group.is_empty()).collect()
+    }
+
+    fn shape(&self) -> Option<Shape> {
+        let config = &self.aws.config;
+        let image = self.facts.image.clone().or_else(|| self.image.clone())?;
+        let public_ip = config.use_public_ip || self.request.public_ip;
+        let sev_snp = config.confidential || self.request.confidential.is_some();
+        Some(Shape::new(config, image, &self.facts.security_groups, public_ip, sev_snp))
+    }
+
+    fn tags(&self) -> BTreeMap<String, String> {
+        tags::of(self.request, self.key, &self.aws.owner, &self.aws.config.tags)
+    }
+
+    fn what(&self) -> String {
+        format!("create of {}", self.request.name)
+    }
+
+    async fn fleet(&self, offerings: &[Offering], count: u32, token: &str) -> Result<Answer, Error> {
+        let spot = offerings.first().is_some_and(|one| one.market == Market::Spot);
+        let mut is_new_template = false;
+        loop {
+            let template = self.aws.template(self.ec2, self.shape().as_ref(), self.until).await?;
+            let config = FleetLaunchTemplateConfigRequest::builder()
+                .launch_template_specification(self.specification(&template))
+                .set_overrides(Some(
+                    (0..).zip(offerings).map(|(place, one)| self.entry(place, one)).collect(),
+                ));
+            let market =
+                if spot { DefaultTargetCapacityType::Spot } else { DefaultTargetCapacityType::OnDemand };
+            let capacity = TargetCapacitySpecificationRequest::builder()
+                .total_target_capacity(i32::try_from(count).unwrap_or(i32::MAX))
+                .default_target_capacity_type(market);
+            let mut ask = self
+                .ec2
+                .client
+                .create_fleet()
+                .r#type(FleetType::Instant)
+                .client_token(token)
+                .launch_template_configs(config.build())
+                .target_capacity_specification(capacity.build())
+                .set_tag_specifications(Some(tag_specifications(&self.tags())));
+            ask = if spot {
+                let strategy = SpotAllocationStrategy::PriceCapacityOptimized;
+                ask.spot_options(SpotOptionsRequest::builder().allocation_strategy(strategy).build())
+            } else {
+                // The administrator's own prices are the planner's order; EC2 knows its list prices only.
+                let strategy = match self.aws.config.has_prices(Market::OnDemand) {
+                    true => FleetOnDemandAllocationStrategy::Prioritized,
+                    false => FleetOnDemandAllocationStrategy::LowestPrice,
+                };
+                ask.on_demand_options(OnDemandOptionsRequest::builder().allocation_strategy(strategy).build())
+            };
+            let answer = self
+                .ec2
+                .call("CreateFleet", self.key.as_str(), &self.what(), self.until, || ask.clone().send())
+                .await;
+            let answer = match answer {
+                Err(failure)
+                    if is_no_template(failure.code()) && self.is_our_template() && !is_new_template =>
+                {
+                    // Somebody removed it: it is made again, once.
+                    self.aws.forget_templates().await;
+                    is_new_template = true;
+                    continue;
+                }
+                Err(failure) => return self.not_done(failure, offerings).await,
+                Ok(answer) => answer,
+            };
+            let errors = answer.errors.unwrap_or_default();
+            if errors.iter().any(|error| is_no_template(error.error_code.as_deref().unwrap_or_default()))
+                && self.is_our_template()
+                && !is_new_template
+            {
+                self.aws.forget_templates().await;
+                is_new_template = true;
+                continue;
+            }
+            let mut outcome = Outcome::default();
+            for one in answer.instances.unwrap_or_default() {
+                let machine = one.instance_type.map(|machine| machine.as_str().to_owned());
+                for id in one.instance_ids.unwrap_or_default() {
+                    if spot {
+                        self.aws.spots.made(&id, machine.as_deref());
+                    }
+                    outcome.made.push(created(id, Vec::new(), machine.clone())?);
+                }
+            }
+            for error in &errors {
+                self.note(error, offerings, &mut outcome)?;
+            }
+            if outcome.made.is_empty() && outcome.refused.is_empty() {
+                // A repeated call is promised to be answered, not to be answered with everything.
+                return self.earlier().await.map(Answer::Earlier);
+            }
+            return Ok(Answer::Done(outcome));
+        }
+    }
+
+    fn is_our_template(&self) -> bool {
+        self.aws.config.launch_template.is_none()
+    }
+
+    fn specification(&self, template: &str) -> FleetLaunchTemplateSpecificationRequest {
+        let one = FleetLaunchTemplateSpecificationRequest::builder()
+            .launch_template_specification_user_data(STANDARD.encode(&self.request.user_data));
+        let one = if template.starts_with("lt-") {
+            one.launch_template_id(template)
+        } else {
+            one.launch_template_name(template)
+        };
+        one.version(if self.is_our_template() { "1" } else { "$Default" }).build()
+    }
+
+    /// One offering of a fleet, with what differs from the template.
+    fn entry(&self, place: u32, offering: &Offering) -> FleetLaunchTemplateOverridesRequest {
+        let has_order = offering.market == Market::OnDemand && self.aws.config.has_prices(Market::OnDemand);
+        let mut one = FleetLaunchTemplateOverridesRequest::builder()
+            .instance_type(offering.machine.as_str().into())
+            .set_priority(has_order.then(|| f64::from(place)))
+            .set_subnet_id(offering.subnet.clone());
+        if let Some(image) = &self.image {
+            one = one.image_id(&image.id);
+            if let Some(root) = self.shape().and_then(|shape| shape.fleet_root(image)) {
+                one = one.block_device_mappings(root);
+            }
+        }
+        one.build()
+    }
+
+    /// One error of a fleet: the offering's, or everybody's.
+    fn note(
+        &self,
+        error: &CreateFleetError,
+        offerings: &[Offering],
+        outcome: &mut Outcome,
+    ) -> Result<(), Error> {
+        let code = error.error_code.as_deref().unwrap_or("UnknownError");
+        let message = error.error_message.as_deref().unwrap_or_default();
+        let text = refusal::said(code, message, "CreateFleet");
+        let planner = &self.aws.planner;
+        if code == "AuthFailure.ServiceLinkedRoleCreationNotPermitted" {
+            planner.market_closed(Market::Spot, code);
+            let spot = offerings.iter().filter(|one| one.market == Market::Spot);
+            outcome.refused.extend(spot.map(|one| (one.clone(), code.to_owned())));
+            return Ok(());
+        }
+        let meaning = refusal::meaning(code, 400);
+        if !matches!(meaning, Meaning::Capacity | Meaning::Quota) {
+            if !outcome.made.is_empty() {
+                tracing::warn!(code, "a fleet made VMs, and said of others: {text}");
+                return Ok(());
+            }
+            return Err(refusal::by_meaning(
+                meaning,
+                "",
+                format!("{}: EC2 refused CreateFleet: {text}", self.what()),
+            ));
+        }
+        let named = error.launch_template_and_overrides.as_ref().and_then(|one| one.overrides.as_ref());
+        let machine = named.and_then(|one| one.instance_type.as_ref()).map(|machine| machine.as_str());
+        let subnet = named.and_then(|one| one.subnet_id.as_deref());
+        for one in offerings {
+            let is_meant = machine.is_none_or(|machine| machine == one.machine)
+                && subnet.is_none_or(|subnet| Some(subnet) == one.subnet.as_deref());
+            if is_meant {
+                self.exhausted(one, code);
+                if meaning == Meaning::Quota {
+                    outcome.quotas.push(text.clone());
+                }
+                outcome.refused.push((one.clone(), code.to_owned()));
+            }
+        }
+        Ok(())
+    }
+
+    fn exhausted(&self, offering: &Offering, code: &str) {
+        match (&offering.subnet, code) {
+            (Some(subnet), "InsufficientFreeAddressesInSubnet") => self.aws.planner.subnet_full(subnet, code),
+            _ => self.aws.planner.exhausted(offering, code),
+        }
+    }
+
+    /// A call that was refused as a whole, or had no answer.
+    async fn not_done(&self, failure: Failure, offerings: &[Offering]) -> Result<Answer, Error> {
+        let code = failure.code().to_owned();
+        let own = format!("{}: ", self.what());
+        let is_quota = matches!(failure.error, Error::Quota { .. });
+        match failure.error {
+            Error::KeyReused { .. } => self.earlier().await.map(Answer::Earlier),
+            Error::Capacity { text, .. } | Error::Quota { text } => {
+                // Whose create it is will be said once, before all of them.
+                let text = text.strip_prefix(&own).unwrap_or(&text);
+                let mut outcome = Outcome::default();
+                for one in offerings {
+                    self.exhausted(one, &code);
+                    outcome.refused.push((one.clone(), code.clone()));
+                    if is_quota {
+                        outcome.quotas.push(text.to_owned());
+                    }
+                }
+                Ok(Answer::Done(outcome))
+            }
+            error => {
+                if code.starts_with("InvalidAMIID") || code.starts_with("InvalidSubnet") {
+                    // What we know is out of date, perhaps: it is asked for again by the next create.
+                    self.aws.forget_facts().await;
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// What an earlier call with this key made.
+    async fn earlier(&self) -> Result<Vec<Seen>, Error> {
+        let what = self.what();
+        let digest = self.request.digest();
+        let end = (Instant::now() + UNSEEN).min(self.until);
+        loop {
+            let seen = see::by_key(self.ec2, self.key, &what, self.until).await?;
+            if let Some(other) = seen.iter().find(|seen| seen.tags.get(tags::DIGEST) != Some(&digest)) {
+                return Err(Error::key_reused(format!(
+                    "{what}: its key was used before with another request, which made {}; this is a mistake of ours, \
+                     report it",
+                    other.id
+                )));
+            }
+            if !seen.is_empty() {
+                return Ok(seen);
+            }
+            if Instant::now() + LOOK_AGAIN >= end {
+                let text = format!(
+                    "{what}: an earlier call with its key named other offerings and made nothing that can be seen; \
+                     another attempt is needed"
+                );
+                return Err(Error::capacity("an earlier placement", text));
+            }
+            tokio::time::sleep(LOOK_AGAIN).await;
+        }
+    }
+
+    async fn run(&self, offerings: &[Offering], token: &str) -> Result<Answer, Error> {
+        let (Some(shape), Some(offering)) = (self.shape(), offerings.first()) else {
+            return Err(Error::invalid(format!(
+                "{}: there is no image; set provider.aws.image-id",
+                self.what()
+            )));
+        };
+        let subnet = offering.subnet.as_deref().unwrap_or_default();
+        let second = if self.request.second_nic { Some(self.second_subnet(offering)?) } else { None };
+        let image = self.image.as_ref().unwrap_or(&shape.image);
+        let spot = InstanceMarketOptionsRequest::builder().market_type(MarketType::Spot).build();
+        let ask = self
+            .ec2
+            .client
+            .run_instances()
+            .client_token(token)
+            .min_count(1)
+            .max_count(1)
+            .image_id(&image.id)
+            .instance_type(offering.machine.as_str().into())
+            .user_data(STANDARD.encode(&self.request.user_data))
+            .set_network_interfaces(Some(shape.run_cards(subnet, second.as_deref())))
+            .set_key_name(shape.key_name.clone())
+            .set_iam_instance_profile(shape.run_profile())
+            .set_cpu_options(shape.run_cpu())
+            .set_placement(shape.run_placement())
+            .metadata_options(Shape::run_metadata())
+            .instance_initiated_shutdown_behavior(ShutdownBehavior::Terminate)
+            .set_block_device_mappings(shape.run_root(image).map(|root| vec![root]))
+            .set_instance_market_options((offering.market == Market::Spot).then_some(spot))
+            .set_tag_specifications(Some(tag_specifications(&self.tags())));
+        let answer = self
+            .ec2
+            .call("RunInstances", self.key.as_str(), &self.what(), self.until, || ask.clone().send())
+            .await;
+        let answer = match answer {
+            Err(failure) => return self.not_done(failure, std::slice::from_ref(offering)).await,
+            Ok(answer) => answer,
+        };
+        let mut outcome = Outcome::default();
+        for vm in answer.instances.unwrap_or_default() {
+            let Some(id) = vm.instance_id else { continue };
+            if offering.market == Market::Spot {
+                self.aws.spots.made(&id, Some(&offering.machine));
+            }
+            let private = vm.private_ip_address.and_then(|text| text.parse().ok());
+            let addresses = private.filter(|_| !self.aws.config.use_public_ip).into_iter().collect();
+            outcome.made.push(created(id, addresses, Some(offering.machine.clone()))?);
+        }
+        if outcome.made.is_empty() {
+            return self.earlier().await.map(Answer::Earlier);
+        }
+        Ok(Answer::Done(outcome))
+    }
+
+    fn second_subnet(&self, offering: &Offering) -> Result<String, Error> {
+        let fits = self.aws.second_subnets().into_iter().find(|subnet| subnet.zone == offering.zone);
+        fits.map(|subnet| subnet.id).ok_or_else(|| {
+            Error::invalid(format!(
+                "{}: there is no subnet for its second network card in {}; add one to provider.aws.second-subnet-ids",
+                self.what(),
+                offering.zone
+            ))
+        })
+    }
+
+    fn created(&self, seen: &Seen) -> Option<Created> {
+        if seen.state == State::Terminated {
+            return None;
+        }
+        created(seen.id.clone(), seen.addresses(self.aws.config.use_public_ip), seen.machine.clone()).ok()
+    }
+}
+
+fn created(
+    id: String,
+    addresses: Vec<std::net::IpAddr>,
+    instance_type: Option<String>,
+) -> Result<Created, Error> {
+    let id = InstanceId::new(id).map_err(|error| Error::transient(format!("EC2's answer: {error}")))?;
+    Ok(Created { id, addresses, instance_type, disks: Vec::new() })
+}
+
+fn is_no_template(code: &str) -> bool {
+    code.starts_with("InvalidLaunchTemplateName.NotFound")
+        || code.starts_with("InvalidLaunchTemplateId.NotFound")
+}
+
+/// The client token of a call: the key, and for the calls that follow it when there was nothing to be had, the key with
+/// their number. EC2 takes 64 characters.
+fn token(key: &IdempotencyKey, number: usize) -> String {
+    match number {
+        0 => key.as_str().to_owned(),
+        // A key of 64 hex digits has 240 bits left.
+        _ => format!("{}-{number}", key.as_str().get(..60).unwrap_or(key.as_str())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_call_of_a_key_has_a_token_of_its_own_that_ec2_takes() {
+        let keys = [IdempotencyKey::derive("c", "s", 0), IdempotencyKey::parse("k").unwrap()];
+        let mut tokens = std::collections::HashSet::new();
+        for key in &keys {
+            for number in [0, 1, 2, 119] {
+                let token = token(key, number);
+                assert!(token.len() <= 64 && token.is_ascii(), "{token}");
+                assert!(tokens.insert(token));
+            }
+        }
+        assert_eq!(token(&keys[0], 0), keys[0].as_str());
+    }
+}

@@ -1,0 +1,193 @@
+//! Spot VMs that EC2 takes back. EC2 says so two minutes before, in the VM's metadata, on EventBridge, and as the status of
+//! its spot request; the last can be asked for with nothing set up in the account: one call for 200 VMs, while there are
+//! any. May call DescribeSpotInstanceRequests.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use aws_sdk_ec2::types::{Filter, SpotInstanceRequest};
+use futures_util::StreamExt;
+use futures_util::stream::{self, BoxStream};
+use peerpod_provider_api::{Error, EventKind, InstanceId, Market, ProviderEvent};
+use peerpod_provider_cloud::Offering;
+
+use crate::ec2::Aws;
+use crate::ec2::client::until;
+use crate::ec2::see::Seen;
+
+/// Between the notice and the end (EC2 User Guide, "Spot Instance interruption notices").
+const NOTICE: Duration = Duration::from_secs(120);
+/// Most values of a filter.
+const MOST: usize = 200;
+/// Beyond it nobody is added; it is no node's number of VMs.
+const MOST_VMS: usize = 10_000;
+
+/// The spot VMs there are, and what was said of them.
+#[derive(Debug, Default)]
+pub(crate) struct Spots(Mutex<HashMap<String, Spot>>);
+
+#[derive(Debug, Default)]
+struct Spot {
+    machine: Option<String>,
+    zone: Option<String>,
+    is_noticed: bool,
+}
+
+impl Spots {
+    /// This VM was made on the spot market.
+    pub(crate) fn made(&self, id: &str, machine: Option<&str>) {
+        let mut all = self.lock();
+        if all.len() < MOST_VMS {
+            let spot = all.entry(id.to_owned()).or_default();
+            spot.machine = spot.machine.take().or_else(|| machine.map(str::to_owned));
+        }
+    }
+
+    /// EC2 showed this VM: what an earlier process made is known from here.
+    pub(crate) fn seen(&self, vm: &Seen) {
+        if !vm.is_spot {
+            return;
+        }
+        self.made(&vm.id, vm.machine.as_deref());
+        if let Some(spot) = self.lock().get_mut(&vm.id) {
+            spot.zone = vm.zone.clone();
+        }
+    }
+
+    /// It is being deleted, or gone.
+    pub(crate) fn forget(&self, id: &str) {
+        self.lock().remove(id);
+    }
+
+    fn ids(&self) -> Vec<String> {
+        self.lock().keys().cloned().collect()
+    }
+
+    /// What a status says that nobody heard of yet, and the offering that EC2 has none of now.
+    fn note(
+        &self,
+        id: &str,
+        code: &str,
+        message: &str,
+        since: SystemTime,
+    ) -> Option<(EventKind, Option<Offering>)> {
+        let mut all = self.lock();
+        let spot = all.get_mut(id)?;
+        let kind = match code {
+            "marked-for-termination" | "marked-for-stop" if !spot.is_noticed => {
+                EventKind::Interruption { at: since + NOTICE }
+            }
+            _ if is_taken(code) => {
+                EventKind::Ended { reason: format!("EC2 took the spot VM back: {code}: {message}") }
+            }
+            _ => return None,
+        };
+        spot.is_noticed = true;
+        let offering = match (&spot.machine, &spot.zone) {
+            (Some(machine), Some(zone)) => Some(Offering {
+                machine: machine.clone(),
+                zone: zone.clone(),
+                subnet: None,
+                market: Market::Spot,
+            }),
+            _ => None,
+        };
+        if matches!(kind, EventKind::Ended { .. }) {
+            all.remove(id);
+        }
+        Some((kind, offering))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, Spot>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Codes of VMs that are gone because EC2 wanted them; `instance-terminated-by-user` is our own doing.
+fn is_taken(code: &str) -> bool {
+    let ended = code.starts_with("instance-terminated-") || code.starts_with("instance-stopped-");
+    ended && !code.ends_with("-by-user")
+}
+
+/// What happens to spot VMs, as long as somebody listens.
+pub(crate) fn follow(aws: Arc<Aws>) -> BoxStream<'static, ProviderEvent> {
+    let watch = Watch { aws, heard: VecDeque::new() };
+    stream::unfold(watch, |mut watch| async move {
+        let event = watch.next().await;
+        Some((event, watch))
+    })
+    .boxed()
+}
+
+struct Watch {
+    aws: Arc<Aws>,
+    heard: VecDeque<ProviderEvent>,
+}
+
+impl Watch {
+    async fn next(&mut self) -> ProviderEvent {
+        loop {
+            if let Some(event) = self.heard.pop_front() {
+                return event;
+            }
+            tokio::time::sleep(self.aws.config.spot_watch).await;
+            for ids in self.aws.spots.ids().chunks(MOST) {
+                if let Err(error) = self.look(ids).await {
+                    tracing::warn!(vms = ids.len(), "whether EC2 takes spot VMs back is not known: {error}");
+                }
+            }
+        }
+    }
+
+    async fn look(&mut self, ids: &[String]) -> Result<(), Error> {
+        let ec2 = &self.aws.ec2().await?.ec2;
+        let filter = Filter::builder().name("instance-id").set_values(Some(ids.to_vec())).build();
+        let ask = ec2.client.describe_spot_instance_requests().filters(filter);
+        let what = "look whether spot VMs are taken back";
+        let found =
+            ec2.call("DescribeSpotInstanceRequests", "events", what, until(), || ask.clone().send()).await?;
+        for request in found.spot_instance_requests.unwrap_or_default() {
+            self.heard.extend(self.event(request));
+        }
+        Ok(())
+    }
+
+    fn event(&self, request: SpotInstanceRequest) -> Option<ProviderEvent> {
+        let (id, status) = (request.instance_id?, request.status?);
+        let since =
+            status.update_time.and_then(|at| SystemTime::try_from(at).ok()).unwrap_or_else(SystemTime::now);
+        let (code, message) = (status.code.unwrap_or_default(), status.message.unwrap_or_default());
+        let (kind, offering) = self.aws.spots.note(&id, &code, &message, since)?;
+        if let Some(offering) = offering {
+            // Whoever loses this pod makes another; not where EC2 has just run out.
+            self.aws.planner.exhausted(&offering, &code);
+        }
+        Some(ProviderEvent { id: InstanceId::new(id).ok()?, kind })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_notice_is_told_once_and_the_end_after_it() {
+        let (spots, now) = (Spots::default(), SystemTime::now());
+        assert_eq!(spots.note("i-1", "marked-for-termination", "", now), None, "not one of ours");
+        spots.made("i-1", Some("m6a.large"));
+        assert_eq!(spots.note("i-1", "fulfilled", "", now), None);
+        let (kind, offering) = spots.note("i-1", "marked-for-termination", "", now).unwrap();
+        assert_eq!(
+            (kind, offering),
+            (EventKind::Interruption { at: now + NOTICE }, None),
+            "its zone is not known"
+        );
+        assert_eq!(spots.note("i-1", "marked-for-termination", "", now), None, "once");
+        assert_eq!(spots.note("i-1", "instance-terminated-by-user", "", now), None, "our own doing");
+        let (kind, _) = spots.note("i-1", "instance-terminated-no-capacity", "None left.", now).unwrap();
+        let EventKind::Ended { reason } = kind else { panic!("{kind:?}") };
+        assert!(reason.contains("instance-terminated-no-capacity: None left"), "{reason}");
+        assert!(spots.ids().is_empty());
+    }
+}

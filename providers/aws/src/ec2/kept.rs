@@ -1,0 +1,135 @@
+//! What was asked of EC2 once and is kept: facts of the account, images, which launch templates there are. May call Describe*
+//! and CreateLaunchTemplate.
+
+use std::sync::{Arc, PoisonError};
+
+use aws_sdk_ec2::types::{ResourceType, TagSpecification};
+use peerpod_provider_api::{Arch, CreateRequest, Error};
+use tokio::time::Instant;
+
+use crate::config::Image;
+use crate::ec2::Aws;
+use crate::ec2::client::Ec2;
+use crate::ec2::facts::{self, FRESH, Facts, Subnet};
+use crate::ec2::provider::arch;
+use crate::ec2::shape::{ImageFacts, Shape, to_tags};
+use crate::ec2::tags;
+
+impl Aws {
+    /// What is known of the account, asked for when it is not, or not freshly.
+    pub(crate) async fn facts(&self, afresh: bool) -> Result<Arc<Facts>, Error> {
+        let mut known = self.facts.lock().await;
+        if let Some(facts) = known.as_ref().filter(|facts| !afresh && facts.since.elapsed() < FRESH) {
+            return Ok(Arc::clone(facts));
+        }
+        let ec2 = &self.ec2().await?.ec2;
+        match self.learn(ec2).await {
+            Ok(facts) => Ok(Arc::clone(known.insert(Arc::new(facts)))),
+            // What was true half a day ago is better than nothing.
+            Err(error) => match known.as_ref().filter(|_| !afresh) {
+                Some(old) => {
+                    tracing::warn!("AWS: what is known of the account is old: {error}");
+                    Ok(Arc::clone(old))
+                }
+                None => Err(error),
+            },
+        }
+    }
+
+    async fn learn(&self, ec2: &Ec2) -> Result<Facts, Error> {
+        let facts = Facts::load(ec2, &self.config).await?;
+        if !self.config.second_subnet_ids.is_empty() {
+            let second = facts::subnets(ec2, &self.config.second_subnet_ids).await?;
+            *self.second.lock().unwrap_or_else(PoisonError::into_inner) = second.0;
+        }
+        self.planner.learn(facts.catalogue.clone());
+        Ok(facts)
+    }
+
+    /// The next create asks again.
+    pub(crate) async fn forget_facts(&self) {
+        *self.facts.lock().await = None;
+    }
+
+    /// The next create makes them again.
+    pub(crate) async fn forget_templates(&self) {
+        self.templates.lock().await.clear();
+    }
+
+    pub(crate) fn second_subnets(&self) -> Vec<Subnet> {
+        self.second.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The launch template of this shape, by name or id; made when it is not there.
+    pub(crate) async fn template(
+        &self,
+        ec2: &Ec2,
+        shape: Option<&Shape>,
+        until: Instant,
+    ) -> Result<String, Error> {
+        let shape = match (&self.config.launch_template, shape) {
+            (Some(own), _) => return Ok(own.clone()),
+            (None, Some(shape)) => shape,
+            (None, None) => {
+                return Err(Error::invalid(
+                    "make a launch template: there is no image; set provider.aws.image-id",
+                ));
+            }
+        };
+        let name = shape.template_name(&self.owner.cluster);
+        // Held over the call: fifty first creates make one template.
+        let mut known = self.templates.lock().await;
+        if known.contains(&name) {
+            return Ok(name);
+        }
+        let mut marks = self.config.tags.clone();
+        marks.insert(tags::CLUSTER.to_owned(), self.owner.cluster.clone());
+        let marks = TagSpecification::builder()
+            .resource_type(ResourceType::LaunchTemplate)
+            .set_tags(Some(to_tags(&marks)))
+            .build();
+        let ask = ec2
+            .client
+            .create_launch_template()
+            // No token of ours: the name is one already, and a token would answer for a template that was removed.
+            .launch_template_name(&name)
+            .launch_template_data(shape.template())
+            .tag_specifications(marks);
+        let what = format!("make the launch template {name}");
+        match ec2.call("CreateLaunchTemplate", "template", &what, until, || ask.clone().send()).await {
+            Ok(_) => {}
+            // Its name says what is in it: another node was first.
+            Err(failure) if failure.code().starts_with("InvalidLaunchTemplateName.AlreadyExists") => {}
+            Err(failure) => return Err(failure.into()),
+        }
+        known.insert(name.clone());
+        Ok(name)
+    }
+
+    /// Another image than the configured one: the one that the pod names, or the same for other processors.
+    pub(super) async fn own_image(
+        &self,
+        ec2: &Ec2,
+        request: &CreateRequest,
+        until: Instant,
+    ) -> Result<Option<ImageFacts>, Error> {
+        if let Some(id) = &request.image {
+            return facts::by_id(ec2, id, "look at the pod's image", until).await.map(Some);
+        }
+        let Some(other) = request.arch.filter(|one| *one != arch(&self.config)) else { return Ok(None) };
+        let Image::Named { name, owners } = &self.config.image else {
+            let text =
+                format!("create of {}: the configured image is for {}", request.name, self.config.arch);
+            return Err(Error::unsupported("arch", text));
+        };
+        // Held over the call: fifty first pods ask once.
+        let mut known = self.images.lock().await;
+        if let Some((_, image)) = known.get(&other).filter(|(since, _)| since.elapsed() < FRESH) {
+            return Ok(Some(image.clone()));
+        }
+        let word = if other == Arch::Aarch64 { "arm64" } else { other.word() };
+        let image = facts::newest(ec2, name, owners, word).await?;
+        known.insert(other, (Instant::now(), image.clone()));
+        Ok(Some(image))
+    }
+}

@@ -1,0 +1,139 @@
+//! Asks EC2 whether we may do all the rest, and takes away what an earlier process left half made. Everything that is
+//! missing is told at once.
+
+use aws_sdk_ec2::types::{
+    FleetLaunchTemplateConfigRequest, FleetLaunchTemplateOverridesRequest,
+    FleetLaunchTemplateSpecificationRequest, FleetType, TargetCapacitySpecificationRequest,
+};
+use peerpod_provider_api::{Error, Preflight};
+
+use crate::config::Launch;
+use crate::ec2::client::until;
+use crate::ec2::facts::{Facts, together};
+use crate::ec2::provider::Connected;
+use crate::ec2::shape::Shape;
+use crate::ec2::{Aws, remove, see};
+
+/// Fewer free addresses than this in a subnet are worth a word.
+const FEW: i32 = 16;
+
+pub(crate) async fn run(aws: &Aws) -> Result<Preflight, Error> {
+    let connected = aws.ec2().await?;
+    let facts = aws.facts(true).await;
+    let listed = see::all_of(&connected.ec2, &aws.owner, until()).await;
+    let launch = match &facts {
+        Ok(facts) => may_launch(aws, connected, facts).await,
+        Err(_) => Ok(()),
+    };
+    let strays = remove::clean(&connected.ec2, &aws.owner).await;
+    let mut errors = Vec::new();
+    errors.extend(facts.as_ref().err().cloned());
+    errors.extend(listed.as_ref().err().cloned());
+    errors.extend(launch.err());
+    let (facts, listed) = match (facts, listed) {
+        (Ok(facts), Ok(listed)) if errors.is_empty() => (facts, listed),
+        _ => return Err(together(errors)),
+    };
+    // Those of an earlier process are watched from now on, too.
+    listed.iter().for_each(|vm| aws.spots.seen(vm));
+    let mut found = Preflight { facts: said(aws, connected, &facts), ..Preflight::default() };
+    found.facts.push(format!("{} VMs of this node", listed.len()));
+    match strays {
+        Ok(0) => {}
+        Ok(count) => {
+            found.facts.push(format!("{count} network cards of ours hung on nothing and were deleted"))
+        }
+        // Nothing depends on it.
+        Err(error) => {
+            found.warnings.push(format!("network cards that a broken launch leaves behind stay: {error}"))
+        }
+    }
+    if let Some(error) = &facts.no_prices {
+        found.warnings.push(format!("the cheapest spot offering cannot be told: {error}"));
+    }
+    for subnet in facts.subnets.iter().filter(|subnet| subnet.free < FEW) {
+        found.warnings.push(format!(
+            "subnet {} in {} has {} free addresses; give larger or more provider.aws.subnet-ids",
+            subnet.id, subnet.zone, subnet.free
+        ));
+    }
+    if aws.planner.catalogue().types.iter().all(|one| one.confidential.is_empty()) && aws.config.confidential
+    {
+        found.warnings.push(format!(
+            "none of {} can be confidential by SEV-SNP, so pods get no VM; add such a type, or set \
+             provider.aws.disable-cvm to true",
+            aws.config.instance_types.join(", ")
+        ));
+    }
+    Ok(found)
+}
+
+fn said(aws: &Aws, connected: &Connected, facts: &Facts) -> Vec<String> {
+    let zones: Vec<String> = facts.subnets.iter().map(|one| format!("{} ({})", one.id, one.zone)).collect();
+    let image = facts.image.as_ref().map_or_else(
+        || "the launch template's image".to_owned(),
+        |image| format!("image {} {} for {}", image.id, image.name, image.arch),
+    );
+    vec![
+        format!("account {} in {}", facts.account, connected.ec2.region),
+        format!("subnets {}", zones.join(", ")),
+        image,
+        format!("types {}", aws.config.instance_types.join(", ")),
+        if aws.config.confidential { "VMs are confidential by SEV-SNP" } else { "VMs are not confidential" }
+            .to_owned(),
+    ]
+}
+
+/// A launch that EC2 checks and does not do.
+async fn may_launch(aws: &Aws, connected: &Connected, facts: &Facts) -> Result<(), Error> {
+    let ec2 = &connected.ec2;
+    let config = &aws.config;
+    let what = "check that VMs may be made";
+    let shape = facts.image.clone().map(|image| {
+        Shape::new(config, image, &facts.security_groups, config.use_public_ip, config.confidential)
+    });
+    let subnet = facts.subnets.first().map(|subnet| subnet.id.clone());
+    let answer = if config.launch == Launch::Fleet {
+        let template = aws.template(ec2, shape.as_ref(), until()).await?;
+        let own = config.launch_template.is_some();
+        let specification = FleetLaunchTemplateSpecificationRequest::builder();
+        let specification = match template.starts_with("lt-") {
+            true => specification.launch_template_id(&template),
+            false => specification.launch_template_name(&template),
+        };
+        let specification = specification.version(if own { "$Default" } else { "1" });
+        let entry = FleetLaunchTemplateOverridesRequest::builder()
+            .instance_type(config.instance_type.as_str().into())
+            .set_subnet_id(subnet);
+        let one = FleetLaunchTemplateConfigRequest::builder()
+            .launch_template_specification(specification.build())
+            .overrides(entry.build());
+        let capacity = TargetCapacitySpecificationRequest::builder().total_target_capacity(1);
+        let ask = ec2
+            .client
+            .create_fleet()
+            .dry_run(true)
+            .r#type(FleetType::Instant)
+            .launch_template_configs(one.build())
+            .target_capacity_specification(capacity.build());
+        ec2.call("CreateFleet", "preflight", what, until(), || ask.clone().send()).await.map(drop)
+    } else {
+        let image = shape.as_ref().map(|shape| shape.image.id.clone());
+        let ask = ec2
+            .client
+            .run_instances()
+            .dry_run(true)
+            .min_count(1)
+            .max_count(1)
+            .set_image_id(image)
+            .instance_type(config.instance_type.as_str().into())
+            .set_subnet_id(subnet);
+        ec2.call("RunInstances", "preflight", what, until(), || ask.clone().send()).await.map(drop)
+    };
+    match answer {
+        Err(failure) if failure.code() == "DryRunOperation" => Ok(()),
+        Err(failure) => Err(failure.into()),
+        // It should not have, but then it may.
+        Ok(()) => Ok(()),
+    }
+}

@@ -1,0 +1,66 @@
+//! What offerings cost: what the administrator says, and for spot, where nothing was said, what EC2 says. On-demand prices
+//! are in another API (Price List), and are list prices there: what an account really pays, with its discounts and savings
+//! plans, only its owner knows. May call DescribeSpotPriceHistory.
+
+use std::time::SystemTime;
+
+use aws_sdk_ec2::types::SpotPrice;
+use peerpod_provider_api::{Error, Market};
+use peerpod_provider_cloud::Prices;
+
+use crate::config::{AwsConfig, Market as Markets, millionths};
+use crate::ec2::client::{Ec2, until};
+
+/// Of 100 types in six zones there are 600 lines.
+const MAX_PAGES: usize = 20;
+
+/// The prices, and why there are no more of them.
+pub(crate) async fn load(ec2: &Ec2, config: &AwsConfig) -> (Prices, Option<Error>) {
+    let mut prices = Prices::default();
+    let mut unsaid = config.instance_types.clone();
+    for one in config.prices.iter().filter(|one| one.market == Market::Spot) {
+        unsaid.retain(|name| *name != one.machine);
+    }
+    let mut error = None;
+    if config.market != Markets::OnDemand && !unsaid.is_empty() {
+        error = spot(ec2, unsaid, &mut prices).await.err();
+    }
+    for one in &config.prices {
+        prices.set(&one.machine, None, one.market, one.millionths);
+    }
+    (prices, error)
+}
+
+async fn spot(ec2: &Ec2, machines: Vec<String>, prices: &mut Prices) -> Result<(), Error> {
+    let what = "look at the spot prices";
+    let machines: Vec<_> = machines.iter().map(|name| name.as_str().into()).collect();
+    let mut next: Option<String> = None;
+    for _ in 0..MAX_PAGES {
+        let ask = ec2
+            .client
+            .describe_spot_price_history()
+            .set_instance_types(Some(machines.clone()))
+            .product_descriptions("Linux/UNIX")
+            // From now on: the prices that hold, one for each type and zone.
+            .start_time(SystemTime::now().into())
+            .set_next_token(next);
+        let page =
+            ec2.call("DescribeSpotPriceHistory", "facts", what, until(), || ask.clone().send()).await?;
+        // Newest first; the later one wins with us.
+        for (machine, zone, price) in
+            page.spot_price_history.unwrap_or_default().into_iter().rev().filter_map(one)
+        {
+            prices.set(&machine, Some(&zone), Market::Spot, price);
+        }
+        next = page.next_token.filter(|token| !token.is_empty());
+        if next.is_none() {
+            return Ok(());
+        }
+    }
+    Err(Error::transient(format!("{what}: more than {MAX_PAGES} pages; the first ones are used")))
+}
+
+fn one(price: SpotPrice) -> Option<(String, String, u64)> {
+    let millionths = millionths(&price.spot_price?)?;
+    Some((price.instance_type?.as_str().to_owned(), price.availability_zone?, millionths))
+}

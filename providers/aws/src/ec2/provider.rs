@@ -1,0 +1,456 @@
+//! The provider: what its parts share, and the trait.
+
+use std::collections::{HashMap, HashSet};
+use std::net::IpAddr;
+use std::num::NonZeroU32;
+use std::sync::{Arc, Mutex as Lock};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use futures_util::stream::BoxStream;
+use peerpod_provider_api::{
+    Arch, Batch, Capabilities, Confidential, Console, CreateRequest, Created, CreatedMany, DiskIdentity,
+    DiskRequest, Error, IdempotencyKey, InstanceId, Market as ApiMarket, Owned, Placement, Preflight,
+    Provider, ProviderEvent, Volumes,
+};
+use peerpod_provider_cloud::{Need, Offering, Planner, Policy, Scheduler, Window, offerings};
+use prometheus_client::registry::Registry;
+use tokio::sync::{Mutex, OnceCell};
+use tokio::time::Instant;
+
+use crate::config::{AwsConfig, Image, Market};
+use crate::ec2::client::{self, Ec2, until};
+use crate::ec2::create::Launch;
+use crate::ec2::events;
+use crate::ec2::facts::{Facts, Subnet};
+use crate::ec2::recent::Recent;
+use crate::ec2::remove::{self, Terminate};
+use crate::ec2::see::{self, Seen, State};
+use crate::ec2::shape::ImageFacts;
+use crate::ec2::tags::Owner;
+use crate::ec2::volumes;
+
+/// Raw, before base64 (EC2 User Guide, "Run commands at launch"; also a fleet's).
+const MAX_USER_DATA: usize = 16 << 10;
+/// Most offerings that one call names (karpenter's figure); a placement keeps them all.
+const MAX_OFFERINGS: usize = 60;
+/// How long an id that nobody made a moment ago may be unknown before it is believed.
+const UNKNOWN: Duration = Duration::from_secs(10);
+/// Between two looks at a VM that is on its way.
+const FIRST_LOOK: Duration = Duration::from_millis(300);
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
+/// Longest time that disks are attached ahead of being asked for.
+const AHEAD: Duration = Duration::from_secs(300);
+
+/// See the crate's page.
+pub struct AwsProvider(Arc<Aws>);
+
+/// What the parts share.
+pub(crate) struct Aws {
+    pub(crate) config: AwsConfig,
+    pub(crate) owner: Owner,
+    pub(crate) planner: Planner,
+    pub(crate) recent: Recent,
+    pub(crate) names: volumes::Names,
+    pub(crate) spots: events::Spots,
+    strays: remove::Strays,
+    scheduler: Scheduler,
+    connection: OnceCell<Connected>,
+    pub(super) facts: Mutex<Option<Arc<Facts>>>,
+    /// Which launch templates are there.
+    pub(super) templates: Mutex<HashSet<String>>,
+    pub(super) second: Lock<Vec<Subnet>>,
+    /// The named image for other processors than the configured ones.
+    pub(super) images: Mutex<HashMap<Arch, (Instant, ImageFacts)>>,
+}
+
+/// The client, and what gathers calls for it.
+pub(crate) struct Connected {
+    pub(crate) ec2: Ec2,
+    pub(crate) look: see::Look,
+    pub(crate) look_in_a_burst: see::Look,
+    pub(crate) terminate: Terminate,
+    pub(crate) volumes: volumes::Look,
+}
+
+impl AwsProvider {
+    /// Takes the settings; calls nobody. Without a node's name it sees the VMs of all nodes.
+    pub fn new(config: AwsConfig, cluster: &str, node: &str) -> AwsProvider {
+        let markets = match config.market {
+            Market::OnDemand => vec![ApiMarket::OnDemand],
+            Market::Spot => vec![ApiMarket::Spot],
+            Market::SpotFirst => vec![ApiMarket::Spot, ApiMarket::OnDemand],
+        };
+        let policy = Policy {
+            allowed: config.instance_types.clone(),
+            default: config.instance_type.clone(),
+            markets,
+            arch: Some(arch(&config)),
+            confidential: config.confidential.then_some(Confidential::SevSnp),
+            home: None,
+        };
+        AwsProvider(Arc::new(Aws {
+            owner: Owner { cluster: cluster.to_owned(), node: node.to_owned() },
+            planner: Planner::new(policy),
+            recent: Recent::default(),
+            names: volumes::Names::default(),
+            spots: events::Spots::default(),
+            strays: remove::Strays::new(Instant::now()),
+            scheduler: Scheduler::new(client::table()),
+            connection: OnceCell::new(),
+            facts: Mutex::default(),
+            templates: Mutex::default(),
+            second: Lock::default(),
+            images: Mutex::default(),
+            config,
+        }))
+    }
+}
+
+pub(super) fn arch(config: &AwsConfig) -> Arch {
+    if config.arch == "arm64" { Arch::Aarch64 } else { Arch::X86_64 }
+}
+
+impl Aws {
+    /// The client; found out once.
+    pub(crate) async fn ec2(&self) -> Result<&Connected, Error> {
+        let connect = || async {
+            let ec2 = Ec2::connect(&self.config, self.scheduler.clone()).await?;
+            Ok(Connected {
+                look: see::look(ec2.clone(), Window::LIST),
+                look_in_a_burst: see::look(ec2.clone(), see::IN_A_BURST),
+                terminate: remove::terminate(ec2.clone()),
+                volumes: volumes::look(ec2.clone()),
+                ec2,
+            })
+        };
+        self.connection.get_or_try_init(connect).await
+    }
+
+    /// Waits until a VM is as wanted. The caller sets the deadline by dropping it.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] when there is no such VM.
+    pub(crate) async fn wait_for(
+        &self,
+        id: &InstanceId,
+        what: &str,
+        is_as_wanted: impl Fn(&Seen) -> bool,
+    ) -> Result<Seen, Error> {
+        let connected = self.ec2().await?;
+        let since = Instant::now();
+        let mut pause = FIRST_LOOK;
+        loop {
+            let look = if self.recent.is_burst(Instant::now()) {
+                &connected.look_in_a_burst
+            } else {
+                &connected.look
+            };
+            match look.ask((), id.as_str().to_owned(), until(), what).await {
+                Ok(Some(seen)) => {
+                    self.recent.seen(id.as_str());
+                    self.spots.seen(&seen);
+                    if is_as_wanted(&seen) || matches!(seen.state, State::ShuttingDown | State::Terminated) {
+                        return Ok(seen);
+                    }
+                }
+                Ok(None)
+                    if self.recent.may_be_denied(id.as_str(), Instant::now())
+                        || since.elapsed() < UNKNOWN => {}
+                Ok(None) => return Err(Error::not_found(format!("{what}: EC2 does not know it"))),
+                Err(error) => return Err(error),
+            }
+            tokio::time::sleep(pause).await;
+            pause = LOOK_AGAIN;
+        }
+    }
+
+    fn check(&self, request: &CreateRequest) -> Result<(), Error> {
+        if !self.config.creates {
+            let text = format!("create of {}: this program only lists and deletes VMs", request.name);
+            return Err(Error::invalid(text));
+        }
+        self.capabilities().check(request, "aws")?;
+        if request.second_nic && (request.public_ip || self.config.use_public_ip) {
+            let text = format!(
+                "create of {}: EC2 gives no public address to a VM that begins with two network cards; leave one of the \
+                 two out",
+                request.name
+            );
+            return Err(Error::unsupported("second_nic", text));
+        }
+        Ok(())
+    }
+
+    fn follows_spot(&self) -> bool {
+        self.config.market != Market::OnDemand && !self.config.spot_watch.is_zero()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            images: true,
+            instance_types: true,
+            gpus: true,
+            // A name may stand for an image of each; an id is one's.
+            archs: match &self.config.image {
+                Image::Named { .. } => vec![Arch::X86_64, Arch::Aarch64],
+                _ => vec![arch(&self.config)],
+            },
+            confidential: vec![Confidential::SevSnp],
+            spot: self.config.market != Market::OnDemand,
+            zones: true,
+            public_ip: true,
+            second_nic: !self.config.second_subnet_ids.is_empty(),
+            volumes: true,
+            console: true,
+            max_batch: self.config.batch,
+            events: self.follows_spot(),
+            ..Capabilities::minimal(MAX_USER_DATA)
+        }
+    }
+
+    async fn place(&self, request: &CreateRequest) -> Result<Placement, Error> {
+        self.facts(false).await?;
+        let what = format!("create of {}", request.name);
+        let mut need = Need::of(request);
+        if let Some(zone) = volumes::zone_of(self, &request.disks, &what).await? {
+            need.disk_zone = Some(zone);
+        }
+        if request.second_nic {
+            let second: Vec<String> = self.second_subnets().into_iter().map(|subnet| subnet.zone).collect();
+            need.zones = match &need.zones[..] {
+                [] => second,
+                wanted => wanted.iter().filter(|zone| second.contains(zone)).cloned().collect(),
+            };
+            if need.zones.is_empty() {
+                return Err(Error::invalid(format!(
+                    "{what}: no subnet for its second network card is in {}; add one to provider.aws.second-subnet-ids",
+                    request.zones.join(" or ")
+                )));
+            }
+        }
+        self.planner.place(&request.name, &need, MAX_OFFERINGS)
+    }
+
+    async fn make(
+        &self,
+        request: &CreateRequest,
+        count: u32,
+        key: &IdempotencyKey,
+    ) -> Result<CreatedMany, Error> {
+        self.check(request)?;
+        let until = until();
+        let facts = self.facts(false).await?;
+        let offerings = match offerings(request)? {
+            Some(offerings) => offerings,
+            None => self.placed(request).await?,
+        };
+        let ec2 = &self.ec2().await?.ec2;
+        let image = self.own_image(ec2, request, until).await?;
+        let launch =
+            Launch { aws: self, ec2, facts: &facts, request, key, offerings: &offerings, image, until };
+        launch.go(count).await
+    }
+
+    async fn placed(&self, request: &CreateRequest) -> Result<Vec<Offering>, Error> {
+        let placement = Some(self.place(request).await?);
+        let placed = CreateRequest { placement, ..request.clone() };
+        Ok(offerings(&placed)?.unwrap_or_default())
+    }
+}
+
+/// Deletes cards that were left over, behind the list that nobody keeps waiting for it.
+fn clean(aws: Arc<Aws>) {
+    tokio::spawn(async move {
+        let cleaned = async { aws.strays.clean(&aws.ec2().await?.ec2, &aws.owner).await };
+        match cleaned.await {
+            Ok(0) => {}
+            Ok(count) => tracing::info!(count, "network cards of ours hung on nothing and were deleted"),
+            Err(error) => tracing::warn!("network cards that a broken launch leaves behind stay: {error}"),
+        }
+    });
+}
+
+/// EC2's ids of VMs; anything else was never one.
+fn is_id(id: &InstanceId) -> bool {
+    let hex = id.as_str().strip_prefix("i-").unwrap_or_default();
+    (8..=17).contains(&hex.len()) && hex.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+#[async_trait]
+impl Provider for AwsProvider {
+    fn name(&self) -> &'static str {
+        "aws"
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.0.capabilities()
+    }
+
+    async fn preflight(&self) -> Result<Preflight, Error> {
+        crate::ec2::preflight::run(&self.0).await
+    }
+
+    async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, Error> {
+        self.0.check(request)?;
+        self.0.place(request).await.map(Some)
+    }
+
+    async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error> {
+        let made = self.0.make(request, 1, key).await?;
+        let one = made.made.into_iter().next().ok_or_else(|| {
+            Error::transient(format!(
+                "create of {}: EC2's answer names no VM; the same call is repeated",
+                request.name
+            ))
+        })?;
+        for disk in request.disks.clone() {
+            // Ahead of being asked for: EC2 needs seconds, and the guest is booting.
+            let (aws, id) = (Arc::clone(&self.0), one.id.clone());
+            tokio::spawn(async move {
+                let attached = tokio::time::timeout(AHEAD, volumes::attach(&aws, &id, &disk)).await;
+                if let Ok(Err(error)) = attached {
+                    tracing::debug!(vm = %id, "attached ahead: {error}");
+                }
+            });
+        }
+        Ok(one)
+    }
+
+    async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
+        let what = format!("addresses of VM {id}");
+        if !is_id(id) {
+            return Err(Error::not_found(format!("{what}: this is no id of EC2's")));
+        }
+        let aws = &self.0;
+        let public = aws.config.use_public_ip;
+        let seen = aws
+            .wait_for(id, &what, |vm| vm.state == State::Stopped || !vm.addresses(public).is_empty())
+            .await?;
+        match seen.state {
+            State::Pending | State::Running => Ok(seen.addresses(public)),
+            State::Stopped | State::ShuttingDown | State::Terminated => {
+                let why = seen.reason.map(|why| format!(": {why}")).unwrap_or_default();
+                Err(Error::not_found(format!("{what}: it has ended{why}")))
+            }
+        }
+    }
+
+    async fn delete(&self, id: &InstanceId) -> Result<(), Error> {
+        if !is_id(id) {
+            return Ok(());
+        }
+        let aws = &self.0;
+        let what = format!("delete of VM {id}");
+        let is_known = aws.ec2().await?.terminate.ask((), id.as_str().to_owned(), until(), &what).await?;
+        if !is_known && aws.recent.may_be_denied(id.as_str(), Instant::now()) {
+            return Err(Error::transient(format!(
+                "{what}: EC2 does not know it yet, it was made a moment ago; it is tried again"
+            )));
+        }
+        aws.recent.seen(id.as_str());
+        aws.names.forget(id.as_str());
+        aws.spots.forget(id.as_str());
+        Ok(())
+    }
+
+    async fn list_owned(&self) -> Result<Vec<Owned>, Error> {
+        let aws = &self.0;
+        let seen = see::all_of(&aws.ec2().await?.ec2, &aws.owner, until()).await?;
+        seen.iter().for_each(|vm| aws.spots.seen(vm));
+        if aws.strays.is_due(Instant::now()) {
+            clean(Arc::clone(aws));
+        }
+        let mut owned: Vec<Owned> = seen.iter().filter_map(|vm| vm.owned(aws.config.use_public_ip)).collect();
+        owned.extend(aws.recent.missing_from(&owned, Instant::now()));
+        Ok(owned)
+    }
+
+    fn batch(&self) -> Option<&dyn Batch> {
+        (self.0.config.batch > 0).then_some(self)
+    }
+
+    fn volumes(&self) -> Option<&dyn Volumes> {
+        Some(self)
+    }
+
+    fn console(&self) -> Option<&dyn Console> {
+        Some(self)
+    }
+
+    fn events(&self) -> Option<BoxStream<'static, ProviderEvent>> {
+        self.0.follows_spot().then(|| events::follow(Arc::clone(&self.0)))
+    }
+
+    fn register_metrics(&self, registry: &mut Registry) {
+        self.0.scheduler.register(registry);
+    }
+}
+
+#[async_trait]
+impl Batch for AwsProvider {
+    async fn create_many(
+        &self,
+        request: &CreateRequest,
+        count: NonZeroU32,
+        key: &IdempotencyKey,
+    ) -> Result<CreatedMany, Error> {
+        let most = self.0.config.batch;
+        if count.get() > most {
+            return Err(Error::invalid(format!(
+                "create of {count} VMs like {}: provider.aws.batch allows {most} by one call",
+                request.name
+            )));
+        }
+        if !request.disks.is_empty() {
+            let text = format!("create of {count} VMs like {}: a disk attaches to one VM only", request.name);
+            return Err(Error::unsupported("disks", text));
+        }
+        if request.second_nic {
+            let text =
+                format!("create of {count} VMs like {}: a fleet gives one network card each", request.name);
+            return Err(Error::unsupported("second_nic", text));
+        }
+        self.0.make(request, count.get(), key).await
+    }
+}
+
+#[async_trait]
+impl Volumes for AwsProvider {
+    async fn attach(&self, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error> {
+        volumes::attach(&self.0, id, disk).await
+    }
+
+    async fn detach(&self, id: &InstanceId, volume: &str) -> Result<(), Error> {
+        volumes::detach(&self.0, id, volume).await
+    }
+}
+
+#[async_trait]
+impl Console for AwsProvider {
+    async fn tail(&self, id: &InstanceId, limit: usize) -> Result<Vec<u8>, Error> {
+        let what = format!("console of VM {id}");
+        if !is_id(id) {
+            return Err(Error::not_found(format!("{what}: this is no id of EC2's")));
+        }
+        let ec2 = &self.0.ec2().await?.ec2;
+        // The latest is what Nitro has; others keep what was there some minutes ago, and refuse the question.
+        let mut latest = true;
+        let answer = loop {
+            let ask =
+                ec2.client.get_console_output().instance_id(id.as_str()).set_latest(latest.then_some(true));
+            match ec2.call("GetConsoleOutput", id.as_str(), &what, until(), || ask.clone().send()).await {
+                Err(failure) if latest && failure.code().starts_with("Unsupported") => latest = false,
+                answer => break answer?,
+            }
+        };
+        let text = answer.output.unwrap_or_default();
+        let bytes: Vec<u8> = text.bytes().filter(|byte| !byte.is_ascii_whitespace()).collect();
+        let console = STANDARD
+            .decode(bytes)
+            .map_err(|error| Error::transient(format!("{what}: not base64: {error}")))?;
+        Ok(console[console.len().saturating_sub(limit)..].to_vec())
+    }
+}

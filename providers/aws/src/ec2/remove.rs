@@ -1,0 +1,160 @@
+//! Takes VMs away: many askers, one TerminateInstances. What a launch made (cards, root disk) goes with its VM; cards
+//! that EC2 left behind are looked for and deleted at preflight and every ten minutes. May call TerminateInstances, DescribeNetworkInterfaces,
+//! DeleteNetworkInterface.
+
+use std::collections::HashSet;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use aws_sdk_ec2::types::Filter;
+use peerpod_provider_api::Error;
+use peerpod_provider_cloud::{Batcher, Window};
+use tokio::time::Instant;
+
+use crate::ec2::client::{Ec2, until};
+use crate::ec2::tags::{self, Owner};
+
+/// Terminates single VMs, all that are asked for in a moment by one call. `false`: EC2 does not know it.
+pub(crate) type Terminate = Batcher<(), String, bool>;
+
+pub(crate) fn terminate(ec2: Ec2) -> Terminate {
+    Batcher::new(Window::LIST, move |(), ids: Vec<String>, until| {
+        let ec2 = ec2.clone();
+        async move {
+            let unknown = by_ids(&ec2, ids.clone(), until).await?;
+            Ok(ids.iter().map(|id| Ok(!unknown.contains(id))).collect())
+        }
+    })
+}
+
+/// Has EC2 accept the end of all of these; those that it does not know are returned.
+async fn by_ids(ec2: &Ec2, mut ids: Vec<String>, until: Instant) -> Result<Vec<String>, Error> {
+    ids.sort();
+    ids.dedup();
+    let mut unknown = Vec::new();
+    while !ids.is_empty() {
+        let what = match &ids[..] {
+            [one] => format!("delete of VM {one}"),
+            many => format!("delete of {} VMs", many.len()),
+        };
+        let ask = ec2.client.terminate_instances().set_instance_ids(Some(ids.clone()));
+        match ec2.call("TerminateInstances", "terminate", &what, until, || ask.clone().send()).await {
+            Ok(_) => return Ok(unknown),
+            // EC2 refuses the whole call for the sake of one; the message names it.
+            Err(failure) if failure.code().starts_with("InvalidInstanceID") => {
+                let named = failure.ids("i-");
+                let (gone, rest): (Vec<_>, Vec<_>) = ids.into_iter().partition(|id| named.contains(id));
+                ids = rest;
+                if gone.is_empty() && ids.len() > 1 {
+                    // It does not say which: the batcher asks again by halves.
+                    return Err(failure.into());
+                }
+                unknown.extend(if gone.is_empty() { std::mem::take(&mut ids) } else { gone });
+            }
+            Err(failure) => return Err(failure.into()),
+        }
+    }
+    Ok(unknown)
+}
+
+/// Between two looks for stray cards.
+const EVERY: Duration = Duration::from_secs(600);
+
+/// Our cards that hung on no VM when we last looked. A card may hang on nothing for a moment while its VM is launched; one
+/// that does so twice, minutes apart, is left over.
+#[derive(Debug)]
+pub(crate) struct Strays(Mutex<Looked>);
+
+#[derive(Debug)]
+struct Looked {
+    at: Instant,
+    cards: HashSet<String>,
+}
+
+impl Strays {
+    /// Nobody has looked yet; preflight does, for what an earlier process left.
+    pub(crate) fn new(now: Instant) -> Strays {
+        Strays(Mutex::new(Looked { at: now, cards: HashSet::new() }))
+    }
+
+    /// Whether it is time to look again; then it is somebody's task.
+    pub(crate) fn is_due(&self, now: Instant) -> bool {
+        let mut looked = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_due = now.saturating_duration_since(looked.at) >= EVERY;
+        if is_due {
+            looked.at = now;
+        }
+        is_due
+    }
+
+    /// Those that hung on nothing the last time, too.
+    fn again(&self, cards: Vec<String>) -> Vec<String> {
+        let mut looked = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = std::mem::replace(&mut looked.cards, cards.iter().cloned().collect());
+        cards.into_iter().filter(|card| before.contains(card)).collect()
+    }
+
+    /// Looks, and deletes what hung on nothing the last time, too. How many.
+    ///
+    /// # Errors
+    /// When EC2 refuses.
+    pub(crate) async fn clean(&self, ec2: &Ec2, owner: &Owner) -> Result<usize, Error> {
+        let cards = self.again(stray_cards(ec2, owner).await?);
+        delete_cards(ec2, cards).await
+    }
+}
+
+/// Deletes at once what hangs on nothing: before anything is launched. Returns how many.
+///
+/// # Errors
+/// When EC2 refuses.
+pub(crate) async fn clean(ec2: &Ec2, owner: &Owner) -> Result<usize, Error> {
+    delete_cards(ec2, stray_cards(ec2, owner).await?).await
+}
+
+/// Our cards that hang on no VM: EC2 leaves one when a launch breaks off half-way.
+async fn stray_cards(ec2: &Ec2, owner: &Owner) -> Result<Vec<String>, Error> {
+    let filter = |name: String, value: &str| Filter::builder().name(name).values(value).build();
+    let mut filters = vec![
+        filter(format!("tag:{}", tags::CLUSTER), &owner.cluster),
+        filter("status".to_owned(), "available"),
+    ];
+    if !owner.node.is_empty() {
+        filters.push(filter(format!("tag:{}", tags::NODE), &owner.node));
+    }
+    let ask = ec2.client.describe_network_interfaces().set_filters(Some(filters)).max_results(100);
+    let what = "look for network cards of ours that hang on nothing";
+    let found = ec2.call("DescribeNetworkInterfaces", "stray", what, until(), || ask.clone().send()).await?;
+    let cards = found.network_interfaces.unwrap_or_default().into_iter();
+    Ok(cards.filter_map(|card| card.network_interface_id).collect())
+}
+
+async fn delete_cards(ec2: &Ec2, cards: Vec<String>) -> Result<usize, Error> {
+    let mut deleted = 0;
+    for id in cards {
+        let what = format!("delete of the network card {id}, which hangs on nothing");
+        let ask = ec2.client.delete_network_interface().network_interface_id(&id);
+        match ec2.call("DeleteNetworkInterface", "stray", &what, until(), || ask.clone().send()).await {
+            Ok(_) => deleted += 1,
+            Err(failure) if failure.code().starts_with("InvalidNetworkInterfaceID.NotFound") => {}
+            Err(failure) => return Err(failure.into()),
+        }
+    }
+    Ok(deleted)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_card_is_left_over_when_it_hung_on_nothing_twice() {
+        let now = Instant::now();
+        let strays = Strays::new(now);
+        assert!(!strays.is_due(now) && strays.is_due(now + EVERY) && !strays.is_due(now + EVERY));
+        let cards = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+        assert!(strays.again(cards(&["a", "b"])).is_empty());
+        assert_eq!(strays.again(cards(&["b", "c"])), ["b"]);
+        assert!(strays.again(cards(&["a"])).is_empty(), "it hung on something in between");
+    }
+}

@@ -1,0 +1,223 @@
+//! What EC2 shows of VMs: many askers, one call. May call DescribeInstances.
+
+use std::collections::{BTreeMap, HashMap};
+use std::net::IpAddr;
+use std::time::{Duration, SystemTime};
+
+use aws_sdk_ec2::types::{Filter, Instance, InstanceLifecycleType, InstanceStateName, Reservation};
+use peerpod_provider_api::{Error, IdempotencyKey, InstanceId, Owned, OwnedState};
+use peerpod_provider_cloud::Window;
+use tokio::time::Instant;
+
+use crate::ec2::client::Ec2;
+use crate::ec2::looks;
+use crate::ec2::tags::{self, Owner};
+
+/// Most VMs of one page.
+const PAGE: i32 = 1000;
+/// Most pages of a list; a million VMs are not one node's.
+const MAX_PAGES: usize = 1000;
+
+/// A VM as EC2 shows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Seen {
+    pub id: String,
+    pub state: State,
+    pub machine: Option<String>,
+    pub zone: Option<String>,
+    pub private: Vec<IpAddr>,
+    pub public: Option<IpAddr>,
+    pub devices: Vec<String>,
+    pub tags: BTreeMap<String, String>,
+    pub launched: Option<SystemTime>,
+    /// Whether EC2 may take it back.
+    pub is_spot: bool,
+    /// Why it is in the state that it is in, when EC2 says so.
+    pub reason: Option<String>,
+}
+
+/// Where it is in its life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum State {
+    Pending,
+    Running,
+    /// Stopped, or about to be.
+    Stopped,
+    ShuttingDown,
+    Terminated,
+}
+
+impl Seen {
+    fn of(vm: Instance) -> Option<Seen> {
+        let address = |text: Option<&String>| text.and_then(|text| text.parse::<IpAddr>().ok());
+        let cards = vm.network_interfaces.unwrap_or_default();
+        let public = address(vm.public_ip_address.as_ref()).or_else(|| {
+            cards
+                .iter()
+                .find_map(|card| address(card.association.as_ref().and_then(|one| one.public_ip.as_ref())))
+        });
+        let mut private: Vec<IpAddr> = address(vm.private_ip_address.as_ref()).into_iter().collect();
+        private.extend(address(vm.ipv6_address.as_ref()));
+        let state = match vm.state.and_then(|state| state.name)? {
+            InstanceStateName::Pending => State::Pending,
+            InstanceStateName::Running => State::Running,
+            InstanceStateName::Stopping | InstanceStateName::Stopped => State::Stopped,
+            InstanceStateName::ShuttingDown => State::ShuttingDown,
+            InstanceStateName::Terminated => State::Terminated,
+            // A state that comes later: it exists, so whoever deletes must see it.
+            _ => State::Pending,
+        };
+        let devices = vm.block_device_mappings.unwrap_or_default();
+        let tags = vm.tags.unwrap_or_default();
+        Some(Seen {
+            id: vm.instance_id?,
+            state,
+            machine: vm.instance_type.map(|machine| machine.as_str().to_owned()),
+            zone: vm.placement.and_then(|placement| placement.availability_zone),
+            private,
+            public,
+            devices: devices.into_iter().filter_map(|device| device.device_name).collect(),
+            tags: tags.into_iter().filter_map(|tag| Some((tag.key?, tag.value?))).collect(),
+            launched: vm.launch_time.and_then(|at| SystemTime::try_from(at).ok()),
+            is_spot: vm.instance_lifecycle == Some(InstanceLifecycleType::Spot),
+            reason: vm.state_reason.and_then(|reason| reason.message.or(reason.code)),
+        })
+    }
+
+    /// The addresses, the one to use first, if there are any yet.
+    pub(crate) fn addresses(&self, public: bool) -> Vec<IpAddr> {
+        if !public {
+            return self.private.clone();
+        }
+        // Without the public one it cannot be reached from where a public one was asked for.
+        match self.public {
+            Some(address) => [address].into_iter().chain(self.private.iter().copied()).collect(),
+            None => Vec::new(),
+        }
+    }
+
+    /// As a list shows it; nothing when it is gone for good.
+    pub(crate) fn owned(&self, public: bool) -> Option<Owned> {
+        let state = match self.state {
+            State::Pending => OwnedState::Pending,
+            State::Running => OwnedState::Running,
+            State::Stopped => OwnedState::Ended,
+            State::ShuttingDown => OwnedState::Deleting,
+            State::Terminated => return None,
+        };
+        Some(Owned {
+            id: InstanceId::new(self.id.clone()).ok()?,
+            key: self.tags.get(tags::KEY).and_then(|key| IdempotencyKey::parse(key.clone()).ok()),
+            name: self.tags.get(tags::NAME).cloned(),
+            state,
+            addresses: self.addresses(public),
+            created: self.launched,
+        })
+    }
+}
+
+/// Looks for single VMs. `None`: EC2 does not know it (any more, or yet).
+pub(crate) type Look = looks::Look<Seen>;
+
+/// When pods come one after the other, as EC2's buckets let them through (five a second), a window that closes at the
+/// first pause would have one VM in it. A guest needs longer to boot than this one stays open.
+pub(crate) const IN_A_BURST: Window =
+    Window { idle: Duration::from_millis(700), longest: Duration::from_secs(2), most: 500 };
+
+pub(crate) fn look(ec2: Ec2, window: Window) -> Look {
+    looks::together(ec2, window, by_ids)
+}
+
+/// Those of these VMs that there are.
+async fn by_ids(ec2: Ec2, ids: Vec<String>, until: Instant) -> Result<HashMap<String, Seen>, Error> {
+    let mut found = HashMap::new();
+    let mut parts = vec![ids];
+    while let Some(mut ids) = parts.pop() {
+        let what = match &ids[..] {
+            [] => continue,
+            [one] => format!("look at VM {one}"),
+            many => format!("look at {} VMs", many.len()),
+        };
+        let ask = ec2.client.describe_instances().set_instance_ids(Some(ids.clone()));
+        match ec2.call("DescribeInstances", "look", &what, until, || ask.clone().send()).await {
+            Ok(page) => found.extend(of_reservations(page.reservations).map(|seen| (seen.id.clone(), seen))),
+            // One unknown id has the whole call refused; the message names it.
+            Err(failure) if failure.code().starts_with("InvalidInstanceID") => {
+                let unknown = failure.ids("i-");
+                let before = ids.len();
+                ids.retain(|id| !unknown.contains(id));
+                match before {
+                    // It is the one that is meant.
+                    1 => continue,
+                    // It does not say which: halves, until one is alone.
+                    _ if ids.len() == before => parts.push(ids.split_off(before / 2)),
+                    _ => {}
+                }
+                parts.push(ids);
+            }
+            Err(failure) => return Err(failure.into()),
+        }
+    }
+    Ok(found)
+}
+
+fn of_reservations(reservations: Option<Vec<Reservation>>) -> impl Iterator<Item = Seen> {
+    let vms = reservations.unwrap_or_default().into_iter().flat_map(|one| one.instances.unwrap_or_default());
+    vms.filter_map(Seen::of)
+}
+
+/// Every VM of this cluster and node (without a node's name: of all its nodes) that is not gone, all pages.
+///
+/// # Errors
+/// When one page could not be had.
+pub(crate) async fn all_of(ec2: &Ec2, owner: &Owner, until: Instant) -> Result<Vec<Seen>, Error> {
+    let mut filters = vec![tag(tags::CLUSTER, &owner.cluster), not_gone()];
+    if !owner.node.is_empty() {
+        filters.push(tag(tags::NODE, &owner.node));
+    }
+    list(ec2, filters, "list our VMs", until).await
+}
+
+/// The VMs that were made with this key and are not gone.
+///
+/// # Errors
+/// When EC2 does not say.
+pub(crate) async fn by_key(
+    ec2: &Ec2,
+    key: &IdempotencyKey,
+    what: &str,
+    until: Instant,
+) -> Result<Vec<Seen>, Error> {
+    let mut found = list(ec2, vec![tag(tags::KEY, key.as_str()), not_gone()], what, until).await?;
+    found.sort_by(|a, b| a.id.cmp(&b.id));
+    Ok(found)
+}
+
+async fn list(ec2: &Ec2, filters: Vec<Filter>, what: &str, until: Instant) -> Result<Vec<Seen>, Error> {
+    let mut seen = Vec::new();
+    let mut next: Option<String> = None;
+    for _ in 0..MAX_PAGES {
+        let ask = ec2
+            .client
+            .describe_instances()
+            .set_filters(Some(filters.clone()))
+            .max_results(PAGE)
+            .set_next_token(next);
+        let page = ec2.call("DescribeInstances", "list", what, until, || ask.clone().send()).await?;
+        seen.extend(of_reservations(page.reservations));
+        next = page.next_token.filter(|token| !token.is_empty());
+        if next.is_none() {
+            return Ok(seen);
+        }
+    }
+    Err(Error::transient(format!("{what}: more than {MAX_PAGES} pages; this cannot be one node's")))
+}
+
+fn tag(key: &str, value: &str) -> Filter {
+    Filter::builder().name(format!("tag:{key}")).values(value).build()
+}
+
+fn not_gone() -> Filter {
+    let states = ["pending", "running", "stopping", "stopped", "shutting-down"].map(str::to_owned);
+    Filter::builder().name("instance-state-name").set_values(Some(states.to_vec())).build()
+}

@@ -1,0 +1,292 @@
+//! A pod's disks: EBS volumes that exist already, attached as soon as the VM runs. May call DescribeVolumes, AttachVolume,
+//! DetachVolume.
+//!
+//! The guest finds a disk by the serial number of its NVMe controller, which is the volume's id without the dash (EC2
+//! User Guide, "Identify NVMe devices"). The device name that EC2 wants means nothing on such machines.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use aws_sdk_ec2::types::{Volume, VolumeAttachmentState, VolumeState};
+use futures_util::future::join_all;
+use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId};
+use peerpod_provider_cloud::Window;
+use tokio::time::Instant;
+
+use crate::ec2::Aws;
+use crate::ec2::client::{Ec2, until};
+use crate::ec2::looks;
+use crate::ec2::see::State;
+
+/// Between two looks; EC2 takes some seconds to run a VM and to attach a disk.
+const FIRST_LOOK: Duration = Duration::from_millis(300);
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
+
+/// A volume as EC2 shows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Seen {
+    pub zone: String,
+    pub is_available: bool,
+    /// On which VMs it is, and whether the guest can use it there already.
+    pub on: Vec<(String, bool)>,
+    /// What EC2 calls its state.
+    pub state: String,
+}
+
+/// Looks for single volumes. `None`: there is none.
+pub(crate) type Look = looks::Look<Seen>;
+
+pub(crate) fn look(ec2: Ec2) -> Look {
+    looks::together(ec2, Window::LIST, by_ids)
+}
+
+async fn by_ids(ec2: Ec2, mut ids: Vec<String>, until: Instant) -> Result<HashMap<String, Seen>, Error> {
+    while !ids.is_empty() {
+        let what = match &ids[..] {
+            [one] => format!("look at volume {one}"),
+            many => format!("look at {} volumes", many.len()),
+        };
+        let ask = ec2.client.describe_volumes().set_volume_ids(Some(ids.clone()));
+        match ec2.call("DescribeVolumes", "volumes", &what, until, || ask.clone().send()).await {
+            Ok(found) => return Ok(found.volumes.unwrap_or_default().into_iter().filter_map(seen).collect()),
+            Err(failure) if failure.code() == "InvalidVolume.NotFound" => {
+                let unknown = failure.ids("vol-");
+                let before = ids.len();
+                ids.retain(|id| !unknown.contains(id));
+                if ids.len() == before {
+                    if before > 1 {
+                        return Err(failure.into());
+                    }
+                    ids.clear();
+                }
+            }
+            Err(failure) => return Err(failure.into()),
+        }
+    }
+    Ok(HashMap::new())
+}
+
+fn seen(volume: Volume) -> Option<(String, Seen)> {
+    let attachments = volume.attachments.unwrap_or_default().into_iter();
+    let on = attachments
+        .filter(|one| one.state != Some(VolumeAttachmentState::Detached))
+        .filter_map(|one| Some((one.instance_id?, one.state == Some(VolumeAttachmentState::Attached))));
+    let state = volume.state.unwrap_or(VolumeState::Error);
+    let seen = Seen {
+        zone: volume.availability_zone.unwrap_or_default(),
+        is_available: state == VolumeState::Available,
+        on: on.collect(),
+        state: state.as_str().to_owned(),
+    };
+    Some((volume.volume_id?, seen))
+}
+
+/// How the guest will know it.
+pub(crate) fn identity(volume: &str) -> DiskIdentity {
+    DiskIdentity::Serial(volume.replacen("vol-", "vol", 1))
+}
+
+/// Whether it is a volume's id at all.
+fn checked(volume: &str, what: &str) -> Result<(), Error> {
+    let hex = volume.strip_prefix("vol-").unwrap_or_default();
+    if hex.len() >= 8 && hex.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte)) {
+        return Ok(());
+    }
+    let shown: String = volume.chars().take(40).collect();
+    Err(Error::invalid(format!(
+        "{what}: `{shown}` is not the id of an EBS volume; they look like vol-0123456789abcdef0"
+    )))
+}
+
+/// The names that attachments have on one VM, apart from those that it began with.
+#[derive(Debug, Default)]
+pub(crate) struct Names(Mutex<HashMap<String, HashSet<String>>>);
+
+impl Names {
+    /// A name that is free on this VM, and is not from now on. EC2 recommends `/dev/sd[f-p]`; `/dev/xvd[b-c][a-z]` is
+    /// as good and is enough for every type.
+    fn take(&self, vm: &str, used: &[String]) -> Option<String> {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // One VM's names are of no interest for long; this is no place to grow.
+        if all.len() > 10_000 {
+            all.clear();
+        }
+        let taken = all.entry(vm.to_owned()).or_default();
+        let names = ('b'..='c').flat_map(|a| ('a'..='z').map(move |b| format!("/dev/xvd{a}{b}")));
+        let free = names.into_iter().find(|name| !taken.contains(name) && !used.contains(name))?;
+        taken.insert(free.clone());
+        Some(free)
+    }
+
+    fn give_back(&self, vm: &str, name: &str) {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(taken) = all.get_mut(vm) {
+            taken.remove(name);
+        }
+    }
+
+    /// Nothing is known of this VM any more.
+    pub(crate) fn forget(&self, vm: &str) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(vm);
+    }
+}
+
+/// Before anything is paid: the volumes are there and free, and in one zone, which is returned.
+pub(crate) async fn zone_of(aws: &Aws, disks: &[DiskRequest], what: &str) -> Result<Option<String>, Error> {
+    let mut first: Option<(&str, String)> = None;
+    let looks = disks.iter().map(|disk| async move {
+        checked(&disk.volume, what)?;
+        let seen = aws.ec2().await?.volumes.ask((), disk.volume.clone(), until(), what).await?;
+        let seen = seen.ok_or_else(|| {
+            Error::invalid(format!(
+                "{what}: there is no volume {} in this region; correct the pod's volume",
+                disk.volume
+            ))
+        })?;
+        Ok::<_, Error>((disk, seen))
+    });
+    for look in join_all(looks).await {
+        let (disk, seen) = look?;
+        if let Some((vm, _)) = seen.on.first() {
+            return Err(Error::invalid(format!(
+                "{what}: volume {} is in use by {vm}; end the pod (or whatever it is) that has it, it attaches to one VM only",
+                disk.volume
+            )));
+        }
+        if !seen.is_available {
+            return Err(Error::invalid(format!(
+                "{what}: volume {} is {}, not available; wait until it is, or repair it",
+                disk.volume, seen.state
+            )));
+        }
+        match &first {
+            Some((other, zone)) if *zone != seen.zone => {
+                return Err(Error::invalid(format!(
+                    "{what}: volume {other} is in {zone} and volume {} in {}; no VM can have both, use volumes of one zone",
+                    disk.volume, seen.zone
+                )));
+            }
+            Some(_) => {}
+            None => first = Some((&disk.volume, seen.zone)),
+        }
+    }
+    Ok(first.map(|(_, zone)| zone))
+}
+
+/// Attaches a volume, or finds it attached; returns when the guest can use it.
+pub(crate) async fn attach(aws: &Aws, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error> {
+    let volume = &disk.volume;
+    let what = format!("attach of {volume} to {id}");
+    checked(volume, &what)?;
+    let ec2 = aws.ec2().await?;
+    let mut pause = FIRST_LOOK;
+    let mut is_asked = false;
+    loop {
+        let seen = ec2.volumes.ask((), volume.clone(), until(), &what).await?;
+        let seen = seen.ok_or_else(|| Error::not_found(format!("{what}: there is no such volume")))?;
+        match seen.on.iter().find(|(vm, _)| vm == id.as_str()) {
+            Some((_, true)) => return Ok(identity(volume)),
+            Some((_, false)) => {}
+            None if !is_asked || seen.is_available => {
+                if let Some((other, _)) = seen.on.first() {
+                    return Err(Error::invalid(format!(
+                        "{what}: it is in use by {other}; end the pod (or whatever it is) that has it, it attaches to one VM only"
+                    )));
+                }
+                is_asked = ask(aws, id, volume, &seen, &what).await?;
+            }
+            None => {}
+        }
+        tokio::time::sleep(pause).await;
+        pause = LOOK_AGAIN;
+    }
+}
+
+/// Asks for the attachment as soon as the VM runs. `false`: it must be asked again.
+async fn ask(aws: &Aws, id: &InstanceId, volume: &str, seen: &Seen, what: &str) -> Result<bool, Error> {
+    let ec2 = aws.ec2().await?;
+    let vm = aws.wait_for(id, what, |vm| vm.state != State::Pending).await?;
+    if matches!(vm.state, State::ShuttingDown | State::Terminated) {
+        return Err(Error::not_found(format!("{what}: the VM has ended")));
+    }
+    if vm.zone.as_ref().is_some_and(|zone| *zone != seen.zone) {
+        return Err(Error::invalid(format!(
+            "{what}: the volume is in {} and the VM in {}; give a subnet in the volume's zone",
+            seen.zone,
+            vm.zone.unwrap_or_default()
+        )));
+    }
+    let Some(name) = aws.names.take(id.as_str(), &vm.devices) else {
+        return Err(Error::Quota {
+            text: format!("{what}: the VM has no device name left; use fewer volumes"),
+        });
+    };
+    let ask = ec2.ec2.client.attach_volume().volume_id(volume).instance_id(id.as_str()).device(&name);
+    let asked = ec2.ec2.call("AttachVolume", id.as_str(), what, until(), || ask.clone().send()).await;
+    let Err(failure) = asked else { return Ok(true) };
+    let in_use = failure.error.to_string().contains("already in use");
+    match failure.code() {
+        // The name is somebody's whom we have not seen: it stays taken, the next one is tried.
+        "InvalidParameterValue" | "InvalidDevice.InUse" if in_use => Ok(false),
+        // It is on its way, or on another VM: the next look tells.
+        "VolumeInUse" => {
+            aws.names.give_back(id.as_str(), &name);
+            Ok(false)
+        }
+        // EC2 said running a moment ago, and is of two minds.
+        "IncorrectState" | "IncorrectInstanceState" => {
+            aws.names.give_back(id.as_str(), &name);
+            Ok(false)
+        }
+        _ => {
+            aws.names.give_back(id.as_str(), &name);
+            Err(failure.into())
+        }
+    }
+}
+
+/// Detaches a volume; gone, or on no VM, or on another one, is fine.
+pub(crate) async fn detach(aws: &Aws, id: &InstanceId, volume: &str) -> Result<(), Error> {
+    let what = format!("detach of {volume} from {id}");
+    checked(volume, &what)?;
+    let ec2 = &aws.ec2().await?.ec2;
+    let ask = ec2.client.detach_volume().volume_id(volume).instance_id(id.as_str());
+    match ec2.call("DetachVolume", id.as_str(), &what, until(), || ask.clone().send()).await {
+        Ok(_) => Ok(()),
+        Err(failure) => match failure.code() {
+            "IncorrectState" | "InvalidAttachment.NotFound" | "InvalidVolume.NotFound" => Ok(()),
+            code if code.starts_with("InvalidInstanceID") => Ok(()),
+            _ => Err(failure.into()),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_guest_finds_the_volume_by_its_id_without_dash() {
+        assert_eq!(identity("vol-01234567890abcdef"), DiskIdentity::Serial("vol01234567890abcdef".into()));
+        for bad in ["", "vol-", "vol-xyz", "ebs-01234567", "vol-0123456789ABCDEF", "vol-1; x"] {
+            let error = checked(bad, "attach").unwrap_err();
+            assert!(error.to_string().contains("they look like vol-"), "{error}");
+        }
+        checked("vol-01234567890abcdef", "attach").unwrap();
+    }
+
+    #[test]
+    fn no_two_disks_of_a_vm_get_one_name() {
+        let names = Names::default();
+        let used = vec!["/dev/xvda".to_owned(), "/dev/xvdba".to_owned()];
+        let taken: HashSet<String> = (0..51).map(|_| names.take("i-1", &used).unwrap()).collect();
+        assert!(taken.len() == 51 && !taken.contains("/dev/xvdba"));
+        assert_eq!(names.take("i-1", &used), None);
+        assert!(names.take("i-2", &used).is_some());
+        names.give_back("i-1", "/dev/xvdbb");
+        assert_eq!(names.take("i-1", &used).as_deref(), Some("/dev/xvdbb"));
+        names.forget("i-1");
+        assert!(names.take("i-1", &used).is_some());
+    }
+}

@@ -1,0 +1,315 @@
+//! The libvirt provider's settings, `provider.libvirt.*`. Reads configuration, touches nothing else.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use peerpod_base::config::{Reader, Section};
+use peerpod_provider_api::Confidential;
+
+use crate::rpc::link::Address;
+
+/// Everything the provider can be told.
+#[derive(Debug, Clone)]
+pub struct LibvirtConfig {
+    /// Whether VMs are created, not only listed and deleted.
+    pub creates: bool,
+    /// Which libvirtd, and which of its drivers.
+    pub address: Address,
+    /// The storage pool of images, overlays, user-data and consoles; a pool of files.
+    pub pool: String,
+    /// What VMs are plugged into.
+    pub network: Plug,
+    /// What second cards are plugged into; `None`: there are none.
+    pub second_network: Option<Plug>,
+    /// What VMs boot.
+    pub boot: Boot,
+    /// Least size of the root disk, in GiB; 0: the image's own. With a kernel of its own: an empty disk beside it.
+    pub root_disk_gib: u64,
+    /// Virtual CPUs of a pod that asks for none.
+    pub vcpus: u32,
+    /// Memory of a pod that asks for none, in MiB.
+    pub memory_mib: u64,
+    /// Which of the host's CPUs VMs may run on (`0-3,8`); `None`: all.
+    pub cpuset: Option<String>,
+    /// Hardware or software virtualisation.
+    pub acceleration: Acceleration,
+    /// QEMU's machine type.
+    pub machine: String,
+    /// How user-data reach the VM.
+    pub user_data: UserData,
+    /// What keeps the VM's memory from the host, for pods that do not say.
+    pub confidential: Option<Confidential>,
+    /// Below these folders files may be attached as disks.
+    pub volume_dirs: Vec<PathBuf>,
+    /// Ceph's user and the libvirt secret with its key, for `rbd:` disks.
+    pub rbd: Option<(String, String)>,
+    /// How many disks can be plugged into a VM that runs.
+    pub hotplug_ports: u32,
+    /// Longest wait for one answer of libvirtd's.
+    pub call_timeout: Duration,
+}
+
+/// What a network card is plugged into.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Plug {
+    /// A libvirt network.
+    Network(String),
+    /// A bridge of the host's.
+    Bridge(String),
+}
+
+/// What VMs boot.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Boot {
+    /// A kernel that QEMU itself loads.
+    Kernel {
+        /// Its file on the node.
+        kernel: File,
+        /// The initial RAM disk's.
+        initrd: Option<File>,
+        /// The kernel's command line.
+        cmdline: String,
+    },
+    /// A disk.
+    Disk {
+        /// Which.
+        image: Image,
+        /// What starts it.
+        firmware: Firmware,
+    },
+    /// Nothing was said.
+    Nothing,
+}
+
+/// A file on the node, and what it must be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct File {
+    /// Where.
+    pub path: PathBuf,
+    /// Its SHA-256 as hex, where it was said.
+    pub sha256: Option<String>,
+}
+
+/// Where a disk image comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Image {
+    /// A file on the node; uploaded once, by digest.
+    File(File),
+    /// A volume that is in the pool.
+    Volume(String),
+}
+
+/// What starts a disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Firmware {
+    /// SeaBIOS.
+    Bios,
+    /// UEFI, as libvirt finds it on its host.
+    Efi,
+    /// This UEFI.
+    Loader(String),
+}
+
+/// Hardware or software virtualisation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Acceleration {
+    /// KVM if a VM can be started with it.
+    Auto,
+    /// KVM or an error.
+    Kvm,
+    /// QEMU's emulation.
+    Emulated,
+}
+
+/// How user-data reach the VM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum UserData {
+    /// QEMU's fw_cfg: `opt/io.peerpod/user-data`.
+    FwCfg,
+    /// A disk with the label `cidata`.
+    NoCloud,
+}
+
+const KERNEL_CMDLINE: &str = "console=ttyS0 panic=1 quiet";
+
+impl LibvirtConfig {
+    /// Reads `provider.libvirt.*`; mistakes stay with the reader. Who does not create (the cluster's controller) needs
+    /// libvirtd and the pool, and no image.
+    pub fn read(reader: &mut Reader, creates: bool) -> LibvirtConfig {
+        let mut section = reader.section("provider.libvirt");
+        let uri: String = section.get(
+            "uri",
+            "qemu:///system",
+            "libvirtd's URI: qemu:///system, qemu:///session, or qemu+unix:///system?socket=PATH",
+        );
+        let address = Address::parse(&uri).unwrap_or_else(|why| {
+            section.mistake("uri", why);
+            Address { driver: String::new(), sockets: Vec::new() }
+        });
+        let pool = section.get("pool", "default", "storage pool (of files) for images, overlays and consoles");
+        let network: String = section.get("network", "default", "libvirt network of the VMs");
+        let bridge: Option<String> =
+            section.optional("bridge", "bridge of the host to plug VMs into, instead of a libvirt network");
+        let second: Option<String> =
+            section.optional("second-network", "libvirt network of second network cards; default: there are none");
+        let boot = boot(&mut section, creates);
+        let root_disk_gib = section.get(
+            "root-disk-gib",
+            "0",
+            "least size of the root disk in GiB, 0: the image's; with `kernel`: of an empty disk, 0: none",
+        );
+        let vcpus: u32 = section.get("vcpus", "2", "virtual CPUs of a pod that asks for none");
+        let memory_mib: u64 = section.get("memory-mib", "2048", "memory in MiB of a pod that asks for none");
+        if vcpus == 0 {
+            section.mistake("vcpus", "a VM needs at least one");
+        }
+        if memory_mib < 64 {
+            section.mistake("memory-mib", "less than 64 MiB boots nothing");
+        }
+        let cpuset: Option<String> =
+            section.optional("cpuset", "which of the host's CPUs VMs may run on, like 0-3,8; default: all");
+        if cpuset.as_deref().is_some_and(|text| !is_cpuset(text)) {
+            section.mistake("cpuset", "not a list of CPUs; write it like 0-3,8,10-12");
+        }
+        let acceleration = acceleration(&mut section);
+        let machine: String = section.get("machine", "q35", "QEMU's machine type");
+        let user_data = match section
+            .choice(
+                "user-data",
+                "fw-cfg",
+                &["fw-cfg", "nocloud"],
+                "how the guest gets its user-data: QEMU's fw_cfg, or a disk with the label cidata",
+            )
+            .as_str()
+        {
+            "nocloud" => UserData::NoCloud,
+            _ => UserData::FwCfg,
+        };
+        let confidential = confidential(&mut section);
+        let dirs: Vec<String> =
+            section.get("volume-dirs", "", "folders of libvirtd's host below which files may be attached as disks");
+        for dir in dirs.iter().filter(|dir| !dir.starts_with('/') || dir.contains("..")) {
+            section.mistake("volume-dirs", format!("{dir}: not an absolute path"));
+        }
+        let rbd_user: Option<String> = section.optional("rbd-user", "Ceph's user for rbd: disks");
+        let rbd_secret: Option<String> =
+            section.optional("rbd-secret", "UUID of the libvirt secret that holds that user's key");
+        if rbd_user.is_some() != rbd_secret.is_some() {
+            section.mistake("rbd-secret", "rbd-user and rbd-secret go together");
+        }
+        let hotplug_ports: u32 =
+            section.get("hotplug-ports", "8", "how many disks can be attached to a VM that runs");
+        if hotplug_ports > 24 {
+            section.mistake("hotplug-ports", "a machine has room for 24");
+        }
+        let call_timeout = section.get("call-timeout", "30s", "longest wait for one answer of libvirtd's");
+        LibvirtConfig {
+            creates,
+            address,
+            pool,
+            network: bridge.map_or(Plug::Network(network), Plug::Bridge),
+            second_network: second.map(Plug::Network),
+            boot,
+            root_disk_gib,
+            vcpus,
+            memory_mib,
+            cpuset,
+            acceleration,
+            machine,
+            user_data,
+            confidential,
+            volume_dirs: dirs.into_iter().map(PathBuf::from).collect(),
+            rbd: rbd_user.zip(rbd_secret),
+            hotplug_ports,
+            call_timeout,
+        }
+    }
+}
+
+fn boot(section: &mut Section<'_>, creates: bool) -> Boot {
+    let kernel = file(section, "kernel", "kernel file on the node that QEMU boots directly; uploaded once");
+    let initrd = file(section, "initrd", "initial RAM disk of that kernel");
+    let cmdline = section.get("cmdline", KERNEL_CMDLINE, "command line of that kernel");
+    let image = file(section, "image", "disk image on the node (qcow2 or raw), instead of a kernel; uploaded once");
+    let volume: Option<String> = section.optional("volume", "disk image that is in the pool, by its volume's name");
+    let firmware: String =
+        section.get("firmware", "efi", "what starts a disk image: efi, bios, or the path of a UEFI loader");
+    let firmware = match firmware.as_str() {
+        "efi" => Firmware::Efi,
+        "bios" => Firmware::Bios,
+        path if path.starts_with('/') => Firmware::Loader(firmware),
+        _ => {
+            section.mistake("firmware", "write efi, bios or an absolute path");
+            Firmware::Efi
+        }
+    };
+    match (kernel, image, volume) {
+        (Some(kernel), None, None) => Boot::Kernel { kernel, initrd, cmdline },
+        (None, Some(file), None) => Boot::Disk { image: Image::File(file), firmware },
+        (None, None, Some(volume)) => Boot::Disk { image: Image::Volume(volume), firmware },
+        (None, None, None) => {
+            if creates {
+                section.mistake("kernel", "what shall VMs boot? set kernel and initrd, or image, or volume");
+            }
+            Boot::Nothing
+        }
+        _ => {
+            section.mistake("kernel", "only one of kernel, image and volume can be booted");
+            Boot::Nothing
+        }
+    }
+}
+
+fn file(section: &mut Section<'_>, key: &'static str, help: &'static str) -> Option<File> {
+    let path: Option<PathBuf> = section.optional(key, help);
+    let digest_key = match key {
+        "kernel" => "kernel-sha256",
+        "initrd" => "initrd-sha256",
+        _ => "image-sha256",
+    };
+    let sha256: Option<String> =
+        section.optional(digest_key, "SHA-256 that this file must have, as hex; default: any");
+    if sha256.as_ref().is_some_and(|hex| hex.len() != 64 || !hex.bytes().all(|b| b.is_ascii_hexdigit())) {
+        section.mistake(digest_key, "not a SHA-256; write 64 hexadecimal digits");
+    }
+    Some(File { path: path?, sha256: sha256.map(|hex| hex.to_ascii_lowercase()) })
+}
+
+fn acceleration(section: &mut Section<'_>) -> Acceleration {
+    let help = "kvm, emulated, or auto: kvm if a VM can really be started with it";
+    match section.choice("acceleration", "auto", &["auto", "kvm", "emulated"], help).as_str() {
+        "kvm" => Acceleration::Kvm,
+        "emulated" => Acceleration::Emulated,
+        _ => Acceleration::Auto,
+    }
+}
+
+fn confidential(section: &mut Section<'_>) -> Option<Confidential> {
+    let help = "what keeps VMs' memory from the host: none, sev, sev_snp or tdx";
+    let word = section.choice("confidential", "none", &["none", "sev", "sev_snp", "tdx"], help);
+    Confidential::from_word(&word)
+}
+
+/// `0-3,8`: what libvirt takes, without its exclusions.
+fn is_cpuset(text: &str) -> bool {
+    let number = |text: &str| !text.is_empty() && text.len() < 6 && text.bytes().all(|b| b.is_ascii_digit());
+    text.split(',').all(|part| match part.split_once('-') {
+        Some((from, to)) => number(from) && number(to),
+        None => number(part),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sets_of_cpus_are_told_from_other_text() {
+        for good in ["0", "0,2,4,6", "0-3", "0-3,8,10-12"] {
+            assert!(is_cpuset(good), "{good}");
+        }
+        for bad in ["", ",", "a", "0-", "-3", "0-3,", "1'/><x y='"] {
+            assert!(!is_cpuset(bad), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,543 @@
+//! Making a VM. The order is what makes it safe to be cut off: the domain is defined first, with marks that name its
+//! owner and key and paths of files that are not there yet; then its files, whose names follow from its own; then it is
+//! started, and marked as started. Whatever a crash leaves hangs on a domain that `list_owned` shows and `delete` removes.
+
+use peerpod_provider_api::{
+    Capabilities, Confidential, CreateRequest, Created, DiskIdentity, DiskRequest, Error, IdempotencyKey,
+    InstanceId,
+};
+
+use crate::config::{Boot, Firmware, Image, UserData};
+use crate::disks::{self, Source};
+use crate::marks::{Identity, Marks, PREFIX, URI, words};
+use crate::refusal::refuse;
+use crate::rpc::calls::{Domain, Named};
+use crate::rpc::{Connection, RpcError};
+use crate::store::{Use, is_there};
+use crate::xml::{self, Disk, Machine, Start};
+use crate::{Shared, seed};
+
+/// What a VM's files are called, behind the domain's name.
+pub(crate) const ROOT: &str = ".root.qcow2";
+pub(crate) const USER_DATA: &str = ".user-data";
+pub(crate) const SEED: &str = ".seed.img";
+pub(crate) const CONSOLE: &str = ".console";
+/// All of them.
+pub(crate) const FILES: [&str; 4] = [ROOT, USER_DATA, SEED, CONSOLE];
+/// The serial of an empty root disk beside a kernel.
+const ROOT_SERIAL: &str = "peerpod-root";
+const SEED_SERIAL: &str = "peerpod-seed";
+
+/// What must be known before a domain can be written down.
+struct Plan {
+    pool: Named,
+    /// The pool's folder.
+    folder: String,
+    kernel: Option<(String, Option<String>, String)>,
+    /// Path and format of the disk image, and its size.
+    base: Option<(String, &'static str, u64)>,
+    disks: Vec<Disk>,
+    identities: Vec<(String, DiskIdentity)>,
+}
+
+impl Shared {
+    pub(crate) async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error> {
+        let identity = self.owner.identity(key);
+        let attempt = format!("create of {} ({})", request.name, identity.name);
+        let fail = |error: RpcError| refuse(&attempt, error);
+        let _turn = self.turn(identity.uuid).await;
+        let libvirt = self.link.get().await.map_err(fail)?;
+        let known = libvirt.domain(&identity.uuid).await.map_err(fail)?;
+        if let Some(domain) = &known {
+            self.is_same(&libvirt, domain, request, key, &attempt).await?;
+            let (marks, state) = tokio::try_join!(self.marks(&libvirt, domain), libvirt.state(domain)).map_err(fail)?;
+            let begun = marks.is_some_and(|marks| marks.started);
+            if state.is_on() || begun || !(state.is_fresh() || state.reason == 6) {
+                self.running(domain);
+                return Ok(made(domain, request));
+            }
+        }
+        let made = self.make(&libvirt, &identity, request, key, &attempt).await;
+        if let Err(error) = &made
+            && error.retry() == peerpod_provider_api::Retry::Never
+        {
+            // It can never be; nothing of it shall stay. What cannot be removed now is listed.
+            drop(self.remove(&libvirt, &identity.uuid).await);
+        }
+        made
+    }
+
+    /// Refuses a key that another request had, and a domain that somebody else gave our UUID.
+    async fn is_same(
+        &self,
+        libvirt: &Connection,
+        domain: &Domain,
+        request: &CreateRequest,
+        key: &IdempotencyKey,
+        attempt: &str,
+    ) -> Result<(), Error> {
+        let marks = self.marks(libvirt, domain).await.map_err(|error| refuse(attempt, error))?;
+        match marks {
+            Some(marks) if self.owner.owns(&marks) && marks.key == *key && marks.digest == request.digest() => Ok(()),
+            Some(marks) if self.owner.owns(&marks) => {
+                Err(Error::key_reused(format!("{attempt}: its key came with another request before")))
+            }
+            _ => Err(Error::invalid(format!(
+                "{attempt}: domain {} has its UUID and is not ours; who made it?",
+                domain.name
+            ))),
+        }
+    }
+
+    async fn make(
+        &self,
+        libvirt: &Connection,
+        identity: &Identity,
+        request: &CreateRequest,
+        key: &IdempotencyKey,
+        attempt: &str,
+    ) -> Result<Created, Error> {
+        let fail = |error: RpcError| refuse(attempt, error);
+        self.fits(libvirt, request, attempt).await?;
+        let kind = self.kind(libvirt).await?;
+        let confidential = request.confidential.or(self.config.confidential);
+        if let Some(wanted) = confidential {
+            self.can_be_confidential(libvirt, wanted, kind, attempt).await?;
+        }
+        let plan = self.plan(libvirt, identity, request, attempt).await?;
+        let mut marks = Marks::new(&self.owner, request, key);
+        let xml = self.xml(identity, request, &plan, &marks, kind, confidential);
+        let domain = libvirt.define(&xml).await.map_err(fail)?;
+        self.files(libvirt, identity, request, &plan, attempt).await?;
+        let domain = match libvirt.start_domain(&domain).await {
+            Ok(domain) => domain,
+            Err(error) => {
+                let now = libvirt.state(&domain).await.map_err(fail)?;
+                // Somebody else did it.
+                if !now.is_on() {
+                    return Err(fail(error));
+                }
+                domain
+            }
+        };
+        marks.started = true;
+        if let Err(error) = libvirt.set_metadata(&domain, &marks.xml(), PREFIX, URI).await {
+            // libvirtd itself knows it, until it is started anew.
+            tracing::warn!(domain = domain.name, "cannot mark the VM as started: {error}");
+        }
+        self.running(&domain);
+        Ok(Created {
+            id: id_of(&domain),
+            addresses: Vec::new(),
+            instance_type: None,
+            disks: plan.identities,
+        })
+    }
+
+    /// Says at once what this host cannot hold.
+    async fn fits(&self, libvirt: &Connection, request: &CreateRequest, attempt: &str) -> Result<(), Error> {
+        let host = libvirt.node().await.map_err(|error| refuse(attempt, error))?;
+        let (vcpus, memory) = self.size(request);
+        let have = host.memory_kib >> 10;
+        if memory > have && libvirt_is_real(self.link.driver()) {
+            let text = format!("{attempt}: it asks for {memory} MiB, and the host has {have} MiB; ask for a smaller VM");
+            return Err(Error::capacity(format!("{memory} MiB of memory"), text));
+        }
+        if vcpus > 255 {
+            return Err(Error::invalid(format!("{attempt}: {vcpus} CPUs are more than a VM can have (255)")));
+        }
+        Ok(())
+    }
+
+    fn size(&self, request: &CreateRequest) -> (u32, u64) {
+        let or = |wish: u64, default: u64| if wish == 0 { default } else { wish };
+        let vcpus = or(request.size.vcpus.into(), self.config.vcpus.into());
+        (u32::try_from(vcpus).unwrap_or(u32::MAX), or(request.size.memory_mib, self.config.memory_mib).max(64))
+    }
+
+    /// Asks what the host can do. (Its word counts here: a VM that is not confidential would start as well.)
+    async fn can_be_confidential(
+        &self,
+        libvirt: &Connection,
+        wanted: Confidential,
+        kind: &str,
+        attempt: &str,
+    ) -> Result<(), Error> {
+        let capabilities = libvirt.domain_capabilities(&self.config.machine, kind).await;
+        let capabilities = capabilities.map_err(|error| refuse(attempt, error))?;
+        if kind == "kvm" && offers(&capabilities, wanted) {
+            return Ok(());
+        }
+        let why = match kind {
+            "kvm" => "its CPU, firmware, kernel, QEMU or libvirt has not got it (virsh domcapabilities shows launchSecurity)",
+            _ => "there is no KVM, and emulation keeps nothing from the host",
+        };
+        let text = format!("{attempt}: a confidential VM by {wanted} cannot be had from this host: {why}");
+        Err(Error::unsupported("confidential", text))
+    }
+
+    async fn plan(
+        &self,
+        libvirt: &Connection,
+        identity: &Identity,
+        request: &CreateRequest,
+        attempt: &str,
+    ) -> Result<Plan, Error> {
+        let fail = |error: RpcError| refuse(attempt, error);
+        let pool = libvirt.pool(&self.config.pool).await.map_err(fail)?;
+        let folder = folder_of(&libvirt.pool_xml(&pool).await.map_err(fail)?);
+        let folder = folder.ok_or_else(|| {
+            let name = &self.config.pool;
+            Error::invalid(format!("{attempt}: pool {name} is none of files; set provider.libvirt.pool to a dir pool"))
+        })?;
+        let (mut kernel, mut base) = (None, None);
+        let images = &self.images;
+        match (&self.config.boot, &request.image) {
+            (_, Some(volume)) | (Boot::Disk { image: Image::Volume(volume), .. }, None) => {
+                base = Some(self.volume_base(libvirt, &pool, volume, attempt).await?);
+            }
+            (Boot::Kernel { kernel: file, initrd, cmdline }, None) if libvirt_is_real(self.link.driver()) => {
+                let (path, _) = images.place(libvirt, &pool, file, Use::Kernel).await?;
+                let initrd = match initrd {
+                    Some(file) => Some(images.place(libvirt, &pool, file, Use::Initrd).await?.0),
+                    None => None,
+                };
+                kernel = Some((path, initrd, cmdline.clone()));
+            }
+            (Boot::Disk { image: Image::File(file), .. }, None) if libvirt_is_real(self.link.driver()) => {
+                let (path, known) = images.place(libvirt, &pool, file, Use::Disk).await?;
+                base = Some((path, known.format, known.disk_bytes));
+            }
+            (Boot::Nothing, None) => {
+                return Err(Error::invalid(format!("{attempt}: no image is configured; set provider.libvirt.kernel or image")));
+            }
+            _ => {}
+        }
+        let disks = self.disks(libvirt, identity, &folder, request, base.is_some(), attempt).await?;
+        let identities = request
+            .disks
+            .iter()
+            .map(|disk| (disk.volume.clone(), DiskIdentity::Serial(disks::serial(&disk.volume))))
+            .collect();
+        Ok(Plan { pool, folder, kernel, base, disks, identities })
+    }
+
+    async fn volume_base(
+        &self,
+        libvirt: &Connection,
+        pool: &Named,
+        name: &str,
+        attempt: &str,
+    ) -> Result<(String, &'static str, u64), Error> {
+        let fail = |error: RpcError| refuse(attempt, error);
+        let volume = self.find_volume(libvirt, pool, name).await.map_err(fail)?;
+        let volume = volume.ok_or_else(|| {
+            Error::invalid(format!(
+                "{attempt}: there is no image {name} in pool {}; upload it (virsh vol-upload), or name another",
+                pool.name
+            ))
+        })?;
+        let format = format_of(&libvirt.volume_xml(&volume).await.map_err(fail)?);
+        let format = format.ok_or_else(|| {
+            Error::invalid(format!("{attempt}: volume {name} of pool {} is neither qcow2 nor raw", pool.name))
+        })?;
+        let bytes = libvirt.volume_info(&volume).await.map_err(fail)?.capacity;
+        Ok((libvirt.volume_path(&volume).await.map_err(fail)?, format, bytes))
+    }
+
+    async fn disks(
+        &self,
+        libvirt: &Connection,
+        identity: &Identity,
+        folder: &str,
+        request: &CreateRequest,
+        boots: bool,
+        attempt: &str,
+    ) -> Result<Vec<Disk>, Error> {
+        let file = |name: &str| Source::File(format!("{folder}/{}{name}", identity.name));
+        let own = |source, format, serial: &str, read_only| Disk {
+            source,
+            format,
+            serial: serial.to_owned(),
+            target: String::new(),
+            read_only,
+        };
+        let mut disks = Vec::new();
+        if boots || self.config.root_disk_gib > 0 {
+            disks.push(own(file(ROOT), "qcow2", ROOT_SERIAL, false));
+        }
+        if self.config.user_data == UserData::NoCloud {
+            disks.push(own(file(SEED), "raw", SEED_SERIAL, true));
+        }
+        for disk in &request.disks {
+            disks.push(self.disk(libvirt, disk, attempt).await?);
+        }
+        for (disk, letter) in disks.iter_mut().zip('a'..='z') {
+            disk.target = format!("vd{letter}");
+        }
+        match disks.iter().any(|disk| disk.target.is_empty()) {
+            true => Err(Error::invalid(format!("{attempt}: {} disks are more than a VM can have", disks.len()))),
+            false => Ok(disks),
+        }
+    }
+
+    /// A disk of the pod's, as libvirt is told it; its target is still to be chosen.
+    pub(crate) async fn disk(
+        &self,
+        libvirt: &Connection,
+        request: &DiskRequest,
+        attempt: &str,
+    ) -> Result<Disk, Error> {
+        let DiskRequest { volume, read_only, zone: _ } = request;
+        let source = disks::parse(volume, &self.config);
+        let source = source.map_err(|why| Error::invalid(format!("{attempt}: disk {volume}: {why}")))?;
+        let mut format = "raw";
+        if let Source::Volume { pool, name } = &source {
+            let fail = |error: RpcError| refuse(&format!("{attempt}: disk {volume}"), error);
+            let pool = libvirt.pool(pool).await.map_err(fail)?;
+            let found = self.find_volume(libvirt, &pool, name).await.map_err(fail)?;
+            let found = found.ok_or_else(|| {
+                Error::not_found(format!("{attempt}: there is no disk {name} in pool {}; was it deleted?", pool.name))
+            })?;
+            let read = format_of(&libvirt.volume_xml(&found).await.map_err(fail)?);
+            format = read.ok_or_else(|| {
+                Error::invalid(format!("{attempt}: disk {volume} is neither qcow2 nor raw"))
+            })?;
+        }
+        Ok(Disk {
+            source,
+            format,
+            serial: disks::serial(volume),
+            target: String::new(),
+            read_only: *read_only,
+        })
+    }
+
+    /// A volume by its name; libvirtd looks into the folder once if it knows none.
+    async fn find_volume(
+        &self,
+        libvirt: &Connection,
+        pool: &Named,
+        name: &str,
+    ) -> Result<Option<crate::rpc::calls::Volume>, RpcError> {
+        if let Some(volume) = libvirt.volume(pool, name).await? {
+            return Ok(Some(volume));
+        }
+        libvirt.refresh(pool).await?;
+        libvirt.volume(pool, name).await
+    }
+
+    fn xml(
+        &self,
+        identity: &Identity,
+        request: &CreateRequest,
+        plan: &Plan,
+        marks: &Marks,
+        kind: &str,
+        confidential: Option<Confidential>,
+    ) -> String {
+        let (vcpus, memory_mib) = self.size(request);
+        let mut cards = vec![(identity.mac(0), self.config.network.clone())];
+        if request.second_nic
+            && let Some(second) = &self.config.second_network
+        {
+            cards.push((identity.mac(1), second.clone()));
+        }
+        let cmdline = plan.kernel.as_ref().map(|(_, _, cmdline)| match kind {
+            // The emulated timer is late under load, and the kernel would take it for broken.
+            "qemu" if !cmdline.contains("no_timer_check") => format!("{cmdline} no_timer_check"),
+            _ => cmdline.clone(),
+        });
+        let firmware = match &self.config.boot {
+            Boot::Disk { firmware, .. } => firmware,
+            _ => &Firmware::Efi,
+        };
+        let start = match (&plan.kernel, &plan.base) {
+            (Some((kernel, initrd, _)), _) => Start::Kernel {
+                kernel,
+                initrd: initrd.as_deref(),
+                cmdline: cmdline.as_deref().unwrap_or_default(),
+            },
+            (None, Some(_)) => Start::Disk { firmware },
+            (None, None) => Start::Nothing,
+        };
+        let path = |name: &str| format!("{}/{}{name}", plan.folder, identity.name);
+        let fw_cfg = (self.config.user_data == UserData::FwCfg && kind != "test").then(|| path(USER_DATA));
+        let machine = Machine {
+            name: &identity.name,
+            uuid: &words(&identity.uuid),
+            marks,
+            kind,
+            arch: "x86_64",
+            machine: &self.config.machine,
+            vcpus,
+            memory_mib,
+            cpuset: self.config.cpuset.as_deref(),
+            start,
+            fw_cfg: fw_cfg.as_deref(),
+            console: &path(CONSOLE),
+            disks: &plan.disks,
+            cards: &cards,
+            hotplug_ports: self.config.hotplug_ports,
+            confidential,
+        };
+        machine.xml()
+    }
+
+    /// The VM's own files, each made whole or found whole.
+    async fn files(
+        &self,
+        libvirt: &Connection,
+        identity: &Identity,
+        request: &CreateRequest,
+        plan: &Plan,
+        attempt: &str,
+    ) -> Result<(), Error> {
+        let real = libvirt_is_real(self.link.driver());
+        let least = self.config.root_disk_gib << 30;
+        if let Some((path, format, bytes)) = &plan.base {
+            let xml = xml::volume(&(identity.name.clone() + ROOT), "qcow2", least.max(*bytes), Some((path, format)));
+            self.file(libvirt, &plan.pool, ROOT, identity, &xml, None, attempt).await?;
+        } else if least > 0 {
+            let xml = xml::volume(&(identity.name.clone() + ROOT), "qcow2", least, None);
+            self.file(libvirt, &plan.pool, ROOT, identity, &xml, None, attempt).await?;
+        }
+        let data = request.user_data.as_bytes();
+        let (suffix, bytes) = match self.config.user_data {
+            UserData::FwCfg => (USER_DATA, data.to_vec()),
+            UserData::NoCloud => {
+                let meta = format!("instance-id: {}\nlocal-hostname: {}\n", words(&identity.uuid), identity.name);
+                let image = seed::image(data, meta.as_bytes());
+                (SEED, image.ok_or_else(|| Error::invalid(format!("{attempt}: user-data do not fit a seed disk")))?)
+            }
+        };
+        let xml = xml::volume(&(identity.name.clone() + suffix), "raw", bytes.len() as u64, None);
+        self.file(libvirt, &plan.pool, suffix, identity, &xml, Some(&bytes).filter(|_| real), attempt).await?;
+        let xml = xml::volume(&(identity.name.clone() + CONSOLE), "raw", 0, None);
+        self.file(libvirt, &plan.pool, CONSOLE, identity, &xml, None, attempt).await
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "private, with two callers' worth of context")]
+    async fn file(
+        &self,
+        libvirt: &Connection,
+        pool: &Named,
+        suffix: &str,
+        identity: &Identity,
+        xml: &str,
+        bytes: Option<&Vec<u8>>,
+        attempt: &str,
+    ) -> Result<(), Error> {
+        let name = format!("{}{suffix}", identity.name);
+        let attempt = format!("{attempt}: make {name} in pool {}", pool.name);
+        let fail = |error: RpcError| refuse(&attempt, error);
+        let volume = match libvirt.create_volume(pool, xml).await {
+            Ok(volume) => volume,
+            // Of an attempt that was cut off; the VM has not run, so nothing in it is worth anything.
+            Err(error) if is_there(&error) => {
+                if let Some(old) = self.find_volume(libvirt, pool, &name).await.map_err(fail)? {
+                    libvirt.delete_volume(&old).await.map_err(fail)?;
+                }
+                libvirt.create_volume(pool, xml).await.map_err(fail)?
+            }
+            Err(error) => return Err(fail(error)),
+        };
+        match bytes {
+            Some(bytes) if !bytes.is_empty() => {
+                libvirt.upload(&volume, bytes.len() as u64, bytes.as_slice()).await.map_err(fail)
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The answer for a VM that is there already.
+fn made(domain: &Domain, request: &CreateRequest) -> Created {
+    let disk = |disk: &DiskRequest| (disk.volume.clone(), DiskIdentity::Serial(disks::serial(&disk.volume)));
+    Created {
+        id: id_of(domain),
+        addresses: Vec::new(),
+        instance_type: None,
+        disks: request.disks.iter().map(disk).collect(),
+    }
+}
+
+/// Everything a request may ask of us.
+pub(crate) fn capabilities(max_user_data: usize, second_nic: bool) -> Capabilities {
+    Capabilities {
+        images: true,
+        confidential: vec![Confidential::Sev, Confidential::SevSnp, Confidential::Tdx],
+        volumes: true,
+        second_nic,
+        console: true,
+        events: true,
+        ..Capabilities::minimal(max_user_data)
+    }
+}
+
+pub(crate) fn id_of(domain: &Domain) -> InstanceId {
+    // Hexadecimal digits and dashes.
+    InstanceId::new(words(&domain.uuid)).expect("a UUID is printable")
+}
+
+/// Whether VMs of this driver run: those of the test driver are only written down.
+pub(crate) fn libvirt_is_real(driver: &str) -> bool {
+    !driver.starts_with("test:")
+}
+
+/// See [`crate::read_anything`].
+pub(crate) fn read_anything(text: &str) {
+    drop(folder_of(text));
+    format_of(text);
+    for wanted in Confidential::ALL {
+        offers(text, *wanted);
+    }
+}
+
+/// The folder of a pool of files.
+fn folder_of(xml: &str) -> Option<String> {
+    let document = roxmltree::Document::parse(xml).ok()?;
+    let pool = document.root_element();
+    if !matches!(pool.attribute("type"), Some("dir" | "fs" | "netfs")) {
+        return None;
+    }
+    let path = pool.descendants().find(|node| node.has_tag_name("path") && node.parent().is_some_and(|p| p.has_tag_name("target")))?;
+    path.text().filter(|path| path.starts_with('/')).map(|path| path.trim_end_matches('/').to_owned())
+}
+
+/// A volume's format, where QEMU may be told it without looking.
+fn format_of(xml: &str) -> Option<&'static str> {
+    let document = roxmltree::Document::parse(xml).ok()?;
+    let target = document.root_element().children().find(|node| node.has_tag_name("target"))?;
+    match target.children().find(|node| node.has_tag_name("format")).and_then(|node| node.attribute("type")) {
+        Some("qcow2") => Some("qcow2"),
+        // Of a block device or a file that has no other.
+        Some("raw") | None => Some("raw"),
+        Some(_) => None,
+    }
+}
+
+/// Whether domain capabilities offer a technology.
+fn offers(xml: &str, wanted: Confidential) -> bool {
+    let Ok(document) = roxmltree::Document::parse(xml) else { return false };
+    let Some(features) = document.root_element().children().find(|node| node.has_tag_name("features")) else {
+        return false;
+    };
+    let supported = |name: &str| {
+        features.children().any(|node| node.has_tag_name(name) && node.attribute("supported") == Some("yes"))
+    };
+    // From libvirt 10.5 on there is a list of kinds.
+    let listed = |word: &str| {
+        features
+            .descendants()
+            .filter(|node| node.has_tag_name("launchSecurity"))
+            .flat_map(|node| node.descendants())
+            .any(|node| node.has_tag_name("value") && node.text() == Some(word))
+    };
+    match wanted {
+        Confidential::Sev => supported("sev"),
+        Confidential::SevSnp => listed("sev-snp"),
+        Confidential::Tdx => supported("tdx") || listed("tdx"),
+        Confidential::SecureExecution => supported("s390-pv"),
+    }
+}

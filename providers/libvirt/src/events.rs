@@ -1,0 +1,145 @@
+//! VMs that end without our doing: libvirtd's events, and a look of our own whenever we may have missed some.
+
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use futures_util::stream::{self, BoxStream};
+use peerpod_provider_api::{EventKind, InstanceId, ProviderEvent};
+use tokio::sync::broadcast;
+use tokio::sync::broadcast::error::RecvError;
+use tokio::time::sleep;
+
+use crate::Shared;
+use crate::marks::words;
+use crate::rpc::calls::Domain;
+use crate::rpc::xdr::Uuid;
+use crate::rpc::{Connection, Event, RpcError};
+
+/// `VIR_DOMAIN_EVENT_STARTED`.
+const STARTED: i32 = 2;
+/// `VIR_DOMAIN_EVENT_STOPPED`.
+const STOPPED: i32 = 5;
+/// How often a libvirtd that is away is looked for.
+const AGAIN: Duration = Duration::from_secs(1);
+
+/// What happens from now on; ends with the provider.
+pub(crate) fn stream(shared: &Arc<Shared>) -> BoxStream<'static, ProviderEvent> {
+    let heard = shared.ended.subscribe();
+    // The first listener brings the one task that listens to libvirtd; later ones share what it hears.
+    if shared.ended.receiver_count() == 1 {
+        tokio::spawn(listen(Arc::downgrade(shared)));
+    }
+    let next = |mut heard: broadcast::Receiver<ProviderEvent>| async move {
+        loop {
+            match heard.recv().await {
+                Ok(event) => return Some((event, heard)),
+                Err(RecvError::Lagged(_)) => {}
+                Err(RecvError::Closed) => return None,
+            }
+        }
+    };
+    stream::unfold(heard, next).boxed()
+}
+
+async fn listen(shared: Weak<Shared>) {
+    let mut said = false;
+    loop {
+        let Some(here) = shared.upgrade().filter(|shared| shared.ended.receiver_count() > 0) else { return };
+        let connected = here.link.get().await;
+        drop(here);
+        let outcome = match connected {
+            Ok(libvirt) => hear(&shared, &libvirt).await,
+            Err(error) => Err(error),
+        };
+        if let Err(error) = outcome {
+            if !said {
+                tracing::warn!("libvirtd tells us nothing: {error}; VMs that end are seen when it is back");
+            }
+            said = true;
+        } else {
+            said = false;
+        }
+        sleep(AGAIN).await;
+    }
+}
+
+/// Listens on this connection until it ends.
+async fn hear(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcError> {
+    let mut events = libvirt.events();
+    compare(shared, libvirt).await?;
+    loop {
+        let event = tokio::select! {
+            event = events.recv() => event,
+            why = libvirt.closed() => return Err(RpcError::Lost(why)),
+        };
+        match event {
+            Ok(Event::Lifecycle { domain, event, detail }) => {
+                let Some(shared) = shared.upgrade() else { return Ok(()) };
+                if !domain.name.starts_with(&shared.owner.prefix()) {
+                    continue;
+                }
+                match event {
+                    // The probe of KVM is none of the VMs.
+                    STARTED if !domain.name.contains("-probe-") => shared.running(&domain),
+                    STOPPED => shared.has_ended(&domain.uuid, stopped(detail)),
+                    _ => {}
+                }
+            }
+            Ok(_) => {}
+            Err(RecvError::Lagged(_)) => compare(shared, libvirt).await?,
+            Err(RecvError::Closed) => return Err(RpcError::Lost("libvirtd closed the connection".to_owned())),
+        }
+    }
+}
+
+/// Looks for itself: what was running and is not any more has ended.
+async fn compare(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcError> {
+    let Some(shared) = shared.upgrade() else { return Ok(()) };
+    let prefix = shared.owner.prefix();
+    let before: Vec<Uuid> = shared.alive().iter().copied().collect();
+    let domains: Vec<Domain> =
+        libvirt.domains().await?.into_iter().filter(|domain| domain.name.starts_with(&prefix)).collect();
+    for domain in &domains {
+        let state = match libvirt.state(domain).await {
+            Err(error) if error.is_absent() => continue,
+            other => other?,
+        };
+        if state.is_on() && !domain.name.contains("-probe-") {
+            shared.running(domain);
+        } else if before.contains(&domain.uuid) {
+            shared.has_ended(&domain.uuid, state.words());
+        }
+    }
+    for uuid in before.iter().filter(|uuid| !domains.iter().any(|domain| domain.uuid == **uuid)) {
+        shared.has_ended(uuid, "libvirt does not know it any more");
+    }
+    Ok(())
+}
+
+impl Shared {
+    /// Tells, once, unless it was our own doing.
+    fn has_ended(&self, uuid: &Uuid, why: &str) {
+        if !self.alive().remove(uuid) {
+            return;
+        }
+        let Ok(id) = InstanceId::new(words(uuid)) else { return };
+        tracing::info!(instance = %id, "VM has ended: {why}");
+        let reason = why.to_owned();
+        // Nobody listens: nobody needs it.
+        self.ended.send(ProviderEvent { id, kind: EventKind::Ended { reason } }).ok();
+    }
+}
+
+/// `virDomainEventStoppedDetailType` in words.
+fn stopped(detail: i32) -> &'static str {
+    match detail {
+        0 => "it was shut down or powered itself off",
+        1 => "it was destroyed by somebody's hand",
+        2 => "its kernel crashed",
+        3 => "it was migrated away",
+        4 => "it was saved to a file",
+        5 => "QEMU failed or was killed",
+        _ => "libvirt does not say why",
+    }
+}

@@ -1,0 +1,207 @@
+//! Pod VMs on QEMU, made by libvirtd.
+//!
+//! * A VM is a persistent domain; its name and UUID follow from owner and idempotency key, so there is never a second one.
+//!   Its metadata say whose it is. Nothing is kept here that libvirt does not know.
+//! * libvirtd is spoken to in its own protocol ([`rpc`]), over one connection that is made again when it is lost. Running
+//!   VMs do not mind: they are QEMU's processes.
+//! * Touches libvirtd's socket and the image files that the settings name; nothing else of the node.
+
+pub mod caa;
+pub mod config;
+mod create;
+mod disks;
+mod events;
+mod marks;
+mod refusal;
+mod remove;
+pub mod rpc;
+mod see;
+mod seed;
+mod store;
+mod volumes;
+mod xml;
+
+use std::collections::{HashMap, HashSet};
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex as Lock, PoisonError};
+
+use async_trait::async_trait;
+use futures_util::stream::BoxStream;
+use peerpod_provider_api::{
+    Capabilities, Console, CreateRequest, Created, Error, IdempotencyKey, InstanceId, Owned, Preflight, Provider,
+    ProviderEvent, Volumes,
+};
+use tokio::sync::{Mutex, OwnedMutexGuard, broadcast};
+
+pub use config::LibvirtConfig;
+use marks::Owner;
+use rpc::Link;
+use rpc::calls::Domain;
+use rpc::xdr::Uuid;
+use store::Images;
+
+/// Most user-data we take; the guest refuses more than this anyway.
+const MAX_USER_DATA: usize = 64 * 1024;
+
+/// See the crate's page.
+pub struct LibvirtProvider {
+    shared: Arc<Shared>,
+}
+
+/// What calls share, also those whose caller has gone.
+struct Shared {
+    config: LibvirtConfig,
+    owner: Owner,
+    link: Link,
+    images: Images,
+    /// The kind of domain that can be started here, once that is known.
+    kind: Mutex<Option<&'static str>>,
+    /// One call at a time for one VM.
+    turns: Lock<HashMap<Uuid, Arc<Mutex<()>>>>,
+    /// VMs that run, as far as we were told: who is not among them any more has ended.
+    alive: Lock<HashSet<Uuid>>,
+    ended: broadcast::Sender<ProviderEvent>,
+}
+
+impl LibvirtProvider {
+    /// A provider of this cluster's and node's VMs; an empty node: of all of the cluster's. Calls nobody.
+    pub fn new(config: LibvirtConfig, cluster: &str, node: &str) -> LibvirtProvider {
+        let link = Link::new(config.address.clone(), config.call_timeout);
+        let shared = Shared {
+            config,
+            owner: Owner { cluster: cluster.to_owned(), node: node.to_owned() },
+            link,
+            images: Images::default(),
+            kind: Mutex::new(None),
+            turns: Lock::default(),
+            alive: Lock::default(),
+            ended: broadcast::channel(1024).0,
+        };
+        LibvirtProvider { shared: Arc::new(shared) }
+    }
+}
+
+#[async_trait]
+impl Provider for LibvirtProvider {
+    fn name(&self) -> &'static str {
+        "libvirt"
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        create::capabilities(MAX_USER_DATA, self.shared.config.second_network.is_some())
+    }
+
+    async fn preflight(&self) -> Result<Preflight, Error> {
+        self.shared.preflight().await
+    }
+
+    async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error> {
+        self.capabilities().check(request, self.name())?;
+        if !self.shared.config.creates {
+            return Err(Error::invalid(format!("create of {}: this provider only lists and deletes", request.name)));
+        }
+        // In a task of its own: a caller that drops us leaves a VM, not half of one.
+        let (shared, request, key) = (Arc::clone(&self.shared), request.clone(), key.clone());
+        let work = tokio::spawn(async move { shared.create(&request, &key).await });
+        work.await.unwrap_or_else(|error| Err(Error::transient(format!("create: {error}"))))
+    }
+
+    async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
+        self.shared.addresses(id).await
+    }
+
+    async fn delete(&self, id: &InstanceId) -> Result<(), Error> {
+        let Some(uuid) = marks::uuid_of(id) else { return Ok(()) };
+        let shared = Arc::clone(&self.shared);
+        let work = tokio::spawn(async move { shared.delete(&uuid).await });
+        work.await.unwrap_or_else(|error| Err(Error::transient(format!("delete of {id}: {error}"))))
+    }
+
+    async fn list_owned(&self) -> Result<Vec<Owned>, Error> {
+        self.shared.list().await
+    }
+
+    fn volumes(&self) -> Option<&dyn Volumes> {
+        Some(self)
+    }
+
+    fn console(&self) -> Option<&dyn Console> {
+        Some(self)
+    }
+
+    fn events(&self) -> Option<BoxStream<'static, ProviderEvent>> {
+        Some(events::stream(&self.shared))
+    }
+}
+
+#[async_trait]
+impl Console for LibvirtProvider {
+    async fn tail(&self, id: &InstanceId, limit: usize) -> Result<Vec<u8>, Error> {
+        self.shared.console(id, limit).await
+    }
+}
+
+impl Shared {
+    /// Waits until no other call works on this VM.
+    async fn turn(&self, uuid: Uuid) -> Turn<'_> {
+        let mutex = Arc::clone(self.turns.lock().unwrap_or_else(PoisonError::into_inner).entry(uuid).or_default());
+        Turn { shared: self, uuid, guard: Some(mutex.lock_owned().await) }
+    }
+
+    fn alive(&self) -> std::sync::MutexGuard<'_, HashSet<Uuid>> {
+        // Every step leaves it whole.
+        self.alive.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The VM runs; its end is news.
+    fn running(&self, domain: &Domain) {
+        self.alive().insert(domain.uuid);
+    }
+
+    /// We end it; its end is no news.
+    fn leaving(&self, domain: &Domain) {
+        self.alive().remove(&domain.uuid);
+    }
+}
+
+/// Everything that reads what libvirtd or a guest's host wrote, for fuzzing: it may say what it likes.
+#[doc(hidden)]
+pub fn read_anything(input: &[u8]) {
+    if let Some((prefix, body)) = input.split_first_chunk::<4>()
+        && rpc::message::length(*prefix).is_ok()
+        && let Ok(Some((header, payload))) = rpc::message::read(body)
+    {
+        let written = rpc::message::write(&header, payload);
+        assert_eq!(rpc::message::read(&written[4..]), Ok(Some((header, payload))));
+    }
+    drop(rpc::message::failure(input));
+    for procedure in rpc::connection::EVENTS_HEARD {
+        drop(rpc::connection::event(procedure, input));
+    }
+    if let Ok(text) = std::str::from_utf8(input) {
+        if let Some(marks) = marks::Marks::read(text) {
+            assert_eq!(marks::Marks::read(&marks.xml()).map(|again| again.key), Some(marks.key));
+        }
+        create::read_anything(text);
+        volumes::read_anything(text);
+        drop(rpc::link::Address::parse(text));
+    }
+}
+
+/// One VM's turn; the table forgets the VM with its last user.
+struct Turn<'a> {
+    shared: &'a Shared,
+    uuid: Uuid,
+    guard: Option<OwnedMutexGuard<()>>,
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.guard = None;
+        let mut turns = self.shared.turns.lock().unwrap_or_else(PoisonError::into_inner);
+        // New users come only through the table, which we hold: 1 means the table's own.
+        if turns.get(&self.uuid).is_some_and(|mutex| Arc::strong_count(mutex) == 1) {
+            turns.remove(&self.uuid);
+        }
+    }
+}

@@ -1,0 +1,236 @@
+//! What makes a domain ours: its name, its UUID, and an element in its metadata. Pure.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId};
+use sha2::{Digest, Sha256};
+
+use crate::rpc::xdr::Uuid;
+use crate::xml::escape;
+
+/// The namespace of our metadata.
+pub(crate) const URI: &str = "https://peerpod.io/xmlns/libvirt/1";
+/// Its prefix.
+pub(crate) const PREFIX: &str = "peerpod";
+/// What names of everything of ours in libvirt begin with.
+const NAMES: &str = "peerpod-";
+
+/// Whose VMs are ours.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Owner {
+    /// The cluster.
+    pub(crate) cluster: String,
+    /// The node; empty: all of the cluster's.
+    pub(crate) node: String,
+}
+
+impl Owner {
+    /// What the names of this owner's domains and volumes begin with.
+    pub(crate) fn prefix(&self) -> String {
+        if self.node.is_empty() {
+            return NAMES.to_owned();
+        }
+        let hash = digest(&[&self.cluster, &self.node]);
+        format!("{NAMES}{}-", hex(&hash[..4]))
+    }
+
+    /// The name and UUID of the VM that is made with this key.
+    pub(crate) fn identity(&self, key: &IdempotencyKey) -> Identity {
+        let hash = digest(&[&self.cluster, &self.node, key.as_str()]);
+        let mut uuid: Uuid = [0; 16];
+        uuid.copy_from_slice(&hash[..16]);
+        // Version 8 (our own), the usual variant.
+        uuid[6] = uuid[6] & 0x0f | 0x80;
+        uuid[8] = uuid[8] & 0x3f | 0x80;
+        Identity { name: format!("{}{}", self.prefix(), hex(&hash[16..28])), uuid }
+    }
+
+    /// Whether these marks are of ours.
+    pub(crate) fn owns(&self, marks: &Marks) -> bool {
+        marks.cluster == self.cluster && (self.node.is_empty() || marks.node == self.node)
+    }
+}
+
+/// A VM's names.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Identity {
+    /// The domain's name, and what its volumes' begin with.
+    pub(crate) name: String,
+    /// The domain's UUID: the instance id.
+    pub(crate) uuid: Uuid,
+}
+
+impl Identity {
+    /// The MAC address of its card with this number: locally administered, the same for the same VM.
+    pub(crate) fn mac(&self, card: u8) -> String {
+        let hash = Sha256::digest([&self.uuid[..], &[card]].concat());
+        format!("52:{:02x}:{:02x}:{:02x}:{:02x}:{:02x}", hash[0], hash[1], hash[2], hash[3], hash[4])
+    }
+}
+
+/// Lengths first, so that no two different lists give the same bytes.
+fn digest(parts: &[&str]) -> [u8; 32] {
+    let mut hash = Sha256::new();
+    for part in parts {
+        hash.update((part.len() as u64).to_be_bytes());
+        hash.update(part);
+    }
+    hash.finalize().into()
+}
+
+/// Lower-case hex.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        write!(text, "{byte:02x}").expect("a String takes everything");
+        text
+    })
+}
+
+/// A UUID as people and libvirt write it.
+pub(crate) fn words(uuid: &Uuid) -> String {
+    let text = hex(uuid);
+    [&text[..8], &text[8..12], &text[12..16], &text[16..20], &text[20..]].join("-")
+}
+
+/// The UUID that an instance id is; `None`: it is none of ours.
+pub(crate) fn uuid_of(id: &InstanceId) -> Option<Uuid> {
+    let text = id.as_str();
+    let well_formed = text.len() == 36
+        && text.char_indices().all(|(index, c)| match index {
+            8 | 13 | 18 | 23 => c == '-',
+            _ => c.is_ascii_digit() || ('a'..='f').contains(&c),
+        });
+    if !well_formed {
+        return None;
+    }
+    let digits: String = text.chars().filter(|c| *c != '-').collect();
+    let mut uuid = [0; 16];
+    for (index, byte) in uuid.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(digits.get(index * 2..index * 2 + 2)?, 16).ok()?;
+    }
+    Some(uuid)
+}
+
+/// What is written into a domain's metadata. Nothing secret.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Marks {
+    /// The cluster.
+    pub(crate) cluster: String,
+    /// The node.
+    pub(crate) node: String,
+    /// The key that it was made with.
+    pub(crate) key: IdempotencyKey,
+    /// [`CreateRequest::digest`].
+    pub(crate) digest: String,
+    /// For people.
+    pub(crate) name: String,
+    /// When, in seconds since 1970.
+    pub(crate) created: u64,
+    /// It has been started: if it does not run it has ended.
+    pub(crate) started: bool,
+    /// For people and for cost reports.
+    pub(crate) labels: BTreeMap<String, String>,
+}
+
+impl Marks {
+    /// Of a VM that is about to be made.
+    pub(crate) fn new(owner: &Owner, request: &CreateRequest, key: &IdempotencyKey) -> Marks {
+        let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        Marks {
+            cluster: owner.cluster.clone(),
+            node: owner.node.clone(),
+            key: key.clone(),
+            digest: request.digest(),
+            name: request.name.clone(),
+            created,
+            started: false,
+            labels: request.labels.clone(),
+        }
+    }
+
+    /// The element.
+    pub(crate) fn xml(&self) -> String {
+        let mut xml = format!(
+            "<{PREFIX}:vm xmlns:{PREFIX}='{URI}' version='1' cluster='{}' node='{}' key='{}' digest='{}' name='{}' \
+             created='{}' started='{}'>",
+            escape(&self.cluster),
+            escape(&self.node),
+            self.key,
+            escape(&self.digest),
+            escape(&self.name),
+            self.created,
+            u8::from(self.started)
+        );
+        for (name, value) in &self.labels {
+            write!(xml, "<{PREFIX}:label name='{}'>{}</{PREFIX}:label>", escape(name), escape(value))
+                .expect("a String takes everything");
+        }
+        write!(xml, "</{PREFIX}:vm>").expect("a String takes everything");
+        xml
+    }
+
+    /// Reads the element as libvirt gives it back, which may have lost its prefix; `None`: it is none of ours.
+    pub(crate) fn read(xml: &str) -> Option<Marks> {
+        let document = roxmltree::Document::parse(xml).ok()?;
+        let element = document.root_element();
+        let get = |name: &str| element.attribute(name).map(str::to_owned);
+        let label = |node: roxmltree::Node<'_, '_>| {
+            Some((node.attribute("name")?.to_owned(), node.text().unwrap_or_default().to_owned()))
+        };
+        Some(Marks {
+            cluster: get("cluster")?,
+            node: get("node")?,
+            key: IdempotencyKey::parse(get("key")?).ok()?,
+            digest: get("digest")?,
+            name: get("name")?,
+            created: get("created")?.parse().ok()?,
+            started: get("started")? == "1",
+            labels: element.children().filter(|node| node.is_element()).filter_map(label).collect(),
+        })
+    }
+
+    /// When it was made.
+    pub(crate) fn created(&self) -> SystemTime {
+        UNIX_EPOCH.checked_add(Duration::from_secs(self.created)).unwrap_or(UNIX_EPOCH)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn owner(node: &str) -> Owner {
+        Owner { cluster: "c".into(), node: node.into() }
+    }
+
+    #[test]
+    fn names_come_from_owner_and_key_alone() {
+        let key = IdempotencyKey::derive("c", "s", 0);
+        let one = owner("n").identity(&key);
+        assert_eq!(one, owner("n").identity(&key));
+        assert_ne!(one, owner("m").identity(&key));
+        assert!(one.name.starts_with(&owner("n").prefix()) && one.name.starts_with(&owner("").prefix()));
+        let id = InstanceId::new(words(&one.uuid)).unwrap();
+        assert_eq!(uuid_of(&id), Some(one.uuid));
+        assert_ne!(one.mac(0), one.mac(1));
+        for foreign in ["x", "ABCDEF00-0000-0000-0000-000000000000", "../../../../../../../../../../etc/passwd"] {
+            assert_eq!(uuid_of(&InstanceId::new(foreign).unwrap()), None, "{foreign}");
+        }
+    }
+
+    #[test]
+    fn marks_survive_whatever_stands_in_them() {
+        let request = CreateRequest {
+            name: "a<b>'\"&amp;".into(),
+            labels: [("k'".to_owned(), "</peerpod:vm>".to_owned())].into(),
+            ..CreateRequest::default()
+        };
+        let marks = Marks::new(&owner("n"), &request, &IdempotencyKey::derive("c", "s", 0));
+        assert_eq!(Marks::read(&marks.xml()), Some(marks));
+        for bad in ["", "<x/>", "<!DOCTYPE x [<!ENTITY a 'b'>]><x cluster='&a;'/>"] {
+            assert_eq!(Marks::read(bad), None, "{bad}");
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! What libvirt and QEMU say, sorted by what the caller should do, with what a person could do. Pure.
+
+use peerpod_provider_api::Error;
+
+use crate::rpc::{RpcError, code};
+
+/// Texts of QEMU and libvirt that mean more than their error number, and what helps.
+const WORDS: &[(&str, Class, &str)] = &[
+    ("Failed to get \"write\" lock", Class::Busy, "another VM has this disk; stop it, or wait until it is gone"),
+    ("Failed to get shared \"write\" lock", Class::Busy, "another VM has this disk; stop it, or wait until it is gone"),
+    ("is already in use", Class::Busy, "another VM has this; stop it, or wait until it is gone"),
+    ("No space left on device", Class::Full, "make room in the storage pool, or set provider.libvirt.pool to another"),
+    ("Cannot allocate memory", Class::Memory, "stop VMs, or ask for smaller ones"),
+    ("cannot set up guest memory", Class::Memory, "stop VMs, or ask for smaller ones"),
+    ("Could not access KVM kernel module", Class::Never, "set provider.libvirt.acceleration to emulated"),
+    ("network is not active", Class::Never, "start it: virsh net-start NAME"),
+    ("Network not found", Class::Never, "define and start it (virsh net-define, net-start), or set provider.libvirt.network"),
+    ("Storage pool not found", Class::Never, "define and start it (virsh pool-define-as, pool-start), or set provider.libvirt.pool"),
+    ("storage pool is not active", Class::Never, "start it: virsh pool-start NAME"),
+    ("Image is not in qcow2 format", Class::Never, "the image is no qcow2"),
+    ("Could not open", Class::Never, "is the file there, and may QEMU's user read it?"),
+    ("Cannot access storage file", Class::Never, "is the file there, and may QEMU's user read it?"),
+    ("Connection refused", Class::Wait, "is its server running?"),
+    ("No more available PCI slots", Class::Full, "set provider.libvirt.hotplug-ports higher"),
+];
+
+enum Class {
+    Busy,
+    Full,
+    Memory,
+    Wait,
+    Never,
+}
+
+/// Makes the provider's error of libvirt's. `attempt` says what was attempted, on what.
+pub(crate) fn refuse(attempt: &str, error: RpcError) -> Error {
+    let text = format!("{attempt}: {error}");
+    let failure = match error {
+        RpcError::Lost(_) | RpcError::Late(_) | RpcError::Garbled(_) => return Error::transient(text),
+        RpcError::Refused(_) => return Error::Auth { text },
+        RpcError::Failed(failure) => failure,
+    };
+    if let Some((_, class, help)) = WORDS.iter().find(|(words, _, _)| failure.text.contains(words)) {
+        let text = format!("{text}; {help}");
+        return match class {
+            Class::Busy | Class::Wait => Error::transient(text),
+            Class::Full => Error::Quota { text },
+            Class::Memory => Error::capacity("memory of the host", text),
+            Class::Never => Error::invalid(text),
+        };
+    }
+    match failure.code {
+        code::NO_DOMAIN => Error::not_found(text),
+        code::NO_STORAGE_VOL => Error::not_found(format!("{text}; is the pool refreshed (virsh pool-refresh)?")),
+        code::AUTH_FAILED | code::OPERATION_DENIED | code::ACCESS_DENIED => Error::Auth {
+            text: format!("{text}; let our user use libvirtd (group libvirt, polkit, or unix_sock_rw_perms)"),
+        },
+        code::NO_MEMORY => Error::capacity("memory of the host", text),
+        code::OPERATION_TIMEOUT | code::RESOURCE_BUSY => Error::transient(text),
+        _ => Error::invalid(text),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rpc::message::Failure;
+
+    fn class(code: i32, text: &str) -> (String, &'static str) {
+        let error = refuse("create of x", RpcError::Failed(Failure { code, text: text.into() }));
+        (error.to_string(), error.class())
+    }
+
+    #[test]
+    fn each_has_its_class_and_says_what_helps() {
+        for (code, said, expected, help) in [
+            (1, "process exited: Failed to get \"write\" lock", "transient", "another VM has this disk"),
+            (38, "cannot extend file: No space left on device", "quota", "make room"),
+            (1, "cannot set up guest memory 'pc.ram': Cannot allocate memory", "capacity", "smaller"),
+            (43, "Network not found: no network with matching name 'x'", "invalid", "provider.libvirt.network"),
+            (49, "Storage pool not found: no storage pool", "invalid", "provider.libvirt.pool"),
+            (42, "Domain not found", "not_found", ""),
+            (88, "access denied", "auth", "group libvirt"),
+            (68, "Timed out during operation", "transient", ""),
+            (67, "unsupported configuration", "invalid", ""),
+        ] {
+            let (text, class) = class(code, said);
+            assert_eq!(class, expected, "{text}");
+            assert!(text.contains(said) && text.contains(help) && text.starts_with("create of x: "), "{text}");
+        }
+        assert_eq!(refuse("x", RpcError::Lost("gone".into())).class(), "transient");
+        assert_eq!(refuse("x", RpcError::Refused("no".into())).class(), "auth");
+    }
+}

@@ -1,0 +1,101 @@
+//! Taking a VM away: it is ended, its files go, and last the domain by which all of that is found.
+
+use peerpod_provider_api::Error;
+
+use crate::Shared;
+use crate::create::FILES;
+use crate::refusal::refuse;
+use crate::rpc::calls::{Domain, Named};
+use crate::rpc::xdr::Uuid;
+use crate::rpc::{Connection, RpcError, code};
+
+/// What virtlogd makes of a console that grows: it keeps so many older pieces.
+const OLDER: usize = 3;
+
+impl Shared {
+    pub(crate) async fn delete(&self, uuid: &Uuid) -> Result<(), Error> {
+        let _turn = self.turn(*uuid).await;
+        let libvirt = self.link.get().await.map_err(|error| refuse("delete of a VM", error))?;
+        self.remove(&libvirt, uuid).await
+    }
+
+    /// Call with the VM's turn held.
+    pub(crate) async fn remove(&self, libvirt: &Connection, uuid: &Uuid) -> Result<(), Error> {
+        let attempt = format!("delete of VM {}", crate::marks::words(uuid));
+        let fail = |error: RpcError| refuse(&attempt, error);
+        let Some(domain) = libvirt.domain(uuid).await.map_err(fail)? else { return Ok(()) };
+        let marks = match self.marks(libvirt, &domain).await {
+            Err(error) if error.is_absent() => return Ok(()),
+            other => other.map_err(fail)?,
+        };
+        if !marks.is_some_and(|marks| self.owner.owns(&marks)) {
+            // Nobody's VM, as far as we are asked.
+            return Ok(());
+        }
+        self.leaving(&domain);
+        self.end(libvirt, &domain).await.map_err(fail)?;
+        if let Some(pool) = self.pool(libvirt).await.map_err(fail)? {
+            self.remove_files(libvirt, &pool, &domain.name).await.map_err(fail)?;
+        }
+        match libvirt.undefine(&domain).await {
+            Err(error) if error.is_absent() => Ok(()),
+            other => other.map_err(fail),
+        }
+    }
+
+    async fn end(&self, libvirt: &Connection, domain: &Domain) -> Result<(), RpcError> {
+        match libvirt.destroy(domain).await {
+            // It does not run.
+            Err(error) if error.is_absent() || error.code() == Some(code::OPERATION_INVALID) => Ok(()),
+            Err(error) => match libvirt.state(domain).await {
+                Ok(state) if state.is_off() => Ok(()),
+                _ => Err(error),
+            },
+            Ok(()) => Ok(()),
+        }
+    }
+
+    /// The pool; `None`: it is gone, and our files with it.
+    async fn pool(&self, libvirt: &Connection) -> Result<Option<Named>, RpcError> {
+        match libvirt.pool(&self.config.pool).await {
+            Ok(pool) => Ok(Some(pool)),
+            Err(error) if error.code() == Some(code::NO_STORAGE_POOL) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn remove_files(&self, libvirt: &Connection, pool: &Named, name: &str) -> Result<(), RpcError> {
+        let older = (0..OLDER).map(|number| format!("{name}{}.{number}", crate::create::CONSOLE));
+        let names = FILES.iter().map(|suffix| format!("{name}{suffix}")).chain(older);
+        for name in names {
+            if let Some(volume) = libvirt.volume(pool, &name).await? {
+                libvirt.delete_volume(&volume).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes files of ours whose domain is gone: what a crash of libvirtd's host or virtlogd left. Looks into the whole
+    /// pool, so only at start.
+    pub(crate) async fn sweep(&self, libvirt: &Connection) -> Result<usize, RpcError> {
+        let Some(pool) = self.pool(libvirt).await? else { return Ok(0) };
+        if self.owner.node.is_empty() {
+            return Ok(0);
+        }
+        libvirt.refresh(&pool).await?;
+        // In this order: a file that is seen has a domain from before it was made until after it is gone.
+        let volumes = libvirt.volumes(&pool).await?;
+        let domains = libvirt.domains().await?;
+        let prefix = self.owner.prefix();
+        let mut removed = 0;
+        for volume in volumes.iter().filter(|volume| volume.name.starts_with(&prefix)) {
+            let domain = volume.name.split('.').next().unwrap_or_default();
+            if domains.iter().any(|one| one.name == domain) {
+                continue;
+            }
+            libvirt.delete_volume(volume).await?;
+            removed += 1;
+        }
+        Ok(removed)
+    }
+}

@@ -1,0 +1,533 @@
+//! The calls that we make, each with its arguments and its answer. The numbers are libvirt's.
+
+use tokio::io::{AsyncRead, AsyncReadExt};
+
+use super::message::STREAM_PIECE;
+use super::xdr::{Garbled, Reader, Uuid, Writer};
+use super::{Connection, RpcError};
+
+/// Longest list of domains, volumes and the like in an answer (libvirt's own limit).
+const LIST: usize = 16384;
+/// Longest list of a domain's interfaces, and of an interface's addresses.
+const INTERFACES: usize = 2048;
+const AUTH_TYPES: usize = 20;
+
+const CONNECT_OPEN: i32 = 1;
+const CONNECT_GET_TYPE: i32 = 3;
+const NODE_GET_INFO: i32 = 6;
+const DOMAIN_CREATE_XML: i32 = 10;
+const DOMAIN_DEFINE_XML: i32 = 11;
+const DOMAIN_DESTROY: i32 = 12;
+const DOMAIN_GET_XML_DESC: i32 = 14;
+const DOMAIN_LOOKUP_BY_UUID: i32 = 24;
+const DOMAIN_UNDEFINE: i32 = 35;
+const NETWORK_LOOKUP_BY_NAME: i32 = 46;
+const NETWORK_GET_XML_DESC: i32 = 43;
+const AUTH_LIST: i32 = 66;
+const AUTH_POLKIT: i32 = 70;
+const POOL_REFRESH: i32 = 83;
+const POOL_LOOKUP_BY_NAME: i32 = 84;
+const POOL_GET_INFO: i32 = 87;
+const POOL_GET_XML_DESC: i32 = 88;
+const VOL_CREATE_XML: i32 = 93;
+const VOL_DELETE: i32 = 94;
+const VOL_LOOKUP_BY_NAME: i32 = 95;
+const VOL_GET_INFO: i32 = 98;
+const VOL_GET_XML_DESC: i32 = 99;
+const VOL_GET_PATH: i32 = 100;
+const NETWORK_IS_ACTIVE: i32 = 152;
+const GET_LIB_VERSION: i32 = 157;
+const ATTACH_DEVICE: i32 = 160;
+const DETACH_DEVICE: i32 = 161;
+const DOMAIN_CREATE: i32 = 196;
+const VOL_UPLOAD: i32 = 208;
+const VOL_DOWNLOAD: i32 = 209;
+const DOMAIN_GET_STATE: i32 = 212;
+const DOMAIN_UNDEFINE_FLAGS: i32 = 231;
+const DOMAIN_SET_METADATA: i32 = 264;
+const DOMAIN_GET_METADATA: i32 = 265;
+const LIST_ALL_DOMAINS: i32 = 273;
+const POOL_LIST_ALL_VOLUMES: i32 = 282;
+const EVENT_REGISTER: i32 = 316;
+const GET_DOMAIN_CAPABILITIES: i32 = 342;
+const INTERFACE_ADDRESSES: i32 = 353;
+
+pub(super) const EVENT_LIFECYCLE: i32 = 318;
+pub(super) const EVENT_DEVICE_REMOVED: i32 = 333;
+pub(super) const EVENT_DEVICE_KEPT: i32 = 367;
+/// What each of them is called when it is asked for (`virDomainEventID`).
+const EVENT_IDS: [i32; 3] = [0, 15, 22];
+
+/// `VIR_DOMAIN_UNDEFINE_*`: saved state, snapshots and checkpoints, nvram, TPM.
+const UNDEFINE_ALL: u32 = 1 | 2 | 4 | 16;
+/// `VIR_DOMAIN_METADATA_ELEMENT`.
+const METADATA_ELEMENT: i32 = 2;
+/// `VIR_DOMAIN_AFFECT_CONFIG`.
+const CONFIG: u32 = 2;
+/// `VIR_DOMAIN_AFFECT_LIVE`.
+const LIVE: u32 = 1;
+/// `VIR_DOMAIN_START_AUTODESTROY`: it ends with our connection.
+const AUTODESTROY: u32 = 2;
+
+/// A domain, as messages name it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Domain {
+    /// Its name.
+    pub name: String,
+    /// Its UUID.
+    pub uuid: Uuid,
+    /// Its number while it runs; -1 otherwise.
+    pub id: i32,
+}
+
+impl Domain {
+    pub(super) fn read(reader: &mut Reader<'_>) -> Result<Domain, Garbled> {
+        Ok(Domain { name: reader.text()?, uuid: reader.uuid()?, id: reader.i32()? })
+    }
+
+    fn write(&self, writer: Writer) -> Writer {
+        writer.text(&self.name).uuid(&self.uuid).i32(self.id)
+    }
+}
+
+/// A pool or a network.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Named {
+    /// Its name.
+    pub name: String,
+    uuid: Uuid,
+}
+
+impl Named {
+    fn read(reader: &mut Reader<'_>) -> Result<Named, Garbled> {
+        Ok(Named { name: reader.text()?, uuid: reader.uuid()? })
+    }
+
+    fn write(&self, writer: Writer) -> Writer {
+        writer.text(&self.name).uuid(&self.uuid)
+    }
+}
+
+/// A storage volume.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Volume {
+    /// Its pool's name.
+    pub pool: String,
+    /// Its name there.
+    pub name: String,
+    key: String,
+}
+
+impl Volume {
+    fn read(reader: &mut Reader<'_>) -> Result<Volume, Garbled> {
+        Ok(Volume { pool: reader.text()?, name: reader.text()?, key: reader.text()? })
+    }
+
+    fn write(&self, writer: Writer) -> Writer {
+        writer.text(&self.pool).text(&self.name).text(&self.key)
+    }
+}
+
+/// How large something is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Room {
+    /// Bytes that it can hold.
+    pub capacity: u64,
+    /// Bytes that it takes.
+    pub allocation: u64,
+    /// Of a pool: bytes that are free.
+    pub available: u64,
+}
+
+/// The host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Node {
+    /// Its architecture (`x86_64`).
+    pub arch: String,
+    /// Its memory in KiB.
+    pub memory_kib: u64,
+    /// Its CPUs.
+    pub cpus: i32,
+}
+
+/// Where a domain is in its life (`virDomainState`), and why.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct State {
+    /// `virDomainState`.
+    pub state: i32,
+    /// Its reason, which depends on it.
+    pub reason: i32,
+}
+
+impl State {
+    /// Powered off, or never started.
+    pub fn is_off(self) -> bool {
+        self.state == 5 || self.state == 6
+    }
+
+    /// It has never run since libvirtd knows it.
+    pub fn is_fresh(self) -> bool {
+        self.state == 5 && self.reason == 0
+    }
+
+    /// In words.
+    pub fn words(self) -> &'static str {
+        match (self.state, self.reason) {
+            (1, _) => "running",
+            (3, _) => "paused",
+            (5, 0) => "shut off",
+            (5, 1) => "it was shut down or powered itself off",
+            (5, 2) => "it was destroyed by somebody's hand",
+            (5 | 6, 3) => "QEMU crashed or was killed",
+            (5, 6) => "it failed to start",
+            (5, 8) => "QEMU was gone when libvirtd came back",
+            (6, _) => "its kernel crashed",
+            (4, _) => "it is shutting down",
+            _ => "in a state that we do not know",
+        }
+    }
+
+    /// It runs, or would go on running.
+    pub fn is_on(self) -> bool {
+        !self.is_off()
+    }
+}
+
+/// One address of a domain.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Address {
+    /// The card's.
+    pub mac: Option<String>,
+    /// As text.
+    pub address: String,
+}
+
+/// Where libvirt looks for addresses (`virDomainInterfaceAddressesSource`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Source {
+    /// The leases of its own DHCP server.
+    Lease = 0,
+    /// The host's neighbour table.
+    Arp = 2,
+}
+
+impl Connection {
+    /// Says who we are and which hypervisor we want.
+    pub async fn hello(&self, uri: &str) -> Result<(), RpcError> {
+        let answer = self.call(AUTH_LIST, &[]).await?;
+        let mut reader = Reader::new(&answer);
+        let types = reader.list(AUTH_TYPES, Reader::i32)?;
+        match types.first() {
+            None | Some(0) => {}
+            Some(2) => drop(self.call(AUTH_POLKIT, &[]).await?),
+            Some(other) => {
+                let text = format!(
+                    "libvirtd asks for a password (authentication {other}), which we have not: use a socket with \
+                     auth_unix_rw = \"none\" or \"polkit\" in libvirtd.conf, and permissions on it"
+                );
+                return Err(RpcError::Refused(text));
+            }
+        }
+        let open = Writer::new().optional_text(Some(uri)).u32(0).done();
+        self.call(CONNECT_OPEN, &open).await.map(drop)
+    }
+
+    /// Has libvirtd tell us what happens to domains.
+    pub async fn listen(&self) -> Result<(), RpcError> {
+        for id in EVENT_IDS {
+            let asked = self.call(EVENT_REGISTER, &Writer::new().i32(id).u32(0).done()).await;
+            match asked {
+                // A driver may not have the devices' events.
+                Err(RpcError::Failed(_)) if id != 0 => {}
+                other => drop(other?),
+            }
+        }
+        Ok(())
+    }
+
+    /// The driver's name: `QEMU`, `TEST`.
+    pub async fn driver(&self) -> Result<String, RpcError> {
+        let answer = self.call(CONNECT_GET_TYPE, &[]).await?;
+        Ok(Reader::new(&answer).text()?)
+    }
+
+    /// The version of libvirt, as a number: 9 000 000 is 9.0.0.
+    pub async fn version(&self) -> Result<u64, RpcError> {
+        let answer = self.call(GET_LIB_VERSION, &[]).await?;
+        Ok(Reader::new(&answer).u64()?)
+    }
+
+    /// The host.
+    pub async fn node(&self) -> Result<Node, RpcError> {
+        let answer = self.call(NODE_GET_INFO, &[]).await?;
+        let mut reader = Reader::new(&answer);
+        let mut arch = String::new();
+        // `char[32]`, each in a word of its own.
+        for _ in 0..32 {
+            let byte = u8::try_from(reader.u32()?).unwrap_or(0);
+            if byte.is_ascii_graphic() {
+                arch.push(char::from(byte));
+            }
+        }
+        Ok(Node { arch, memory_kib: reader.u64()?, cpus: reader.i32()? })
+    }
+
+    /// What the hypervisor can do for such a domain, as XML.
+    pub async fn domain_capabilities(&self, machine: &str, kind: &str) -> Result<String, RpcError> {
+        let call = Writer::new().optional_text(None).optional_text(None);
+        let call = call.optional_text(Some(machine)).optional_text(Some(kind)).u32(0).done();
+        self.text(GET_DOMAIN_CAPABILITIES, &call).await
+    }
+
+    async fn text(&self, procedure: i32, call: &[u8]) -> Result<String, RpcError> {
+        let answer = self.call(procedure, call).await?;
+        Ok(Reader::new(&answer).text()?)
+    }
+
+    async fn domain_of(&self, procedure: i32, call: &[u8]) -> Result<Domain, RpcError> {
+        let answer = self.call(procedure, call).await?;
+        Ok(Domain::read(&mut Reader::new(&answer))?)
+    }
+
+    /// The domain with this UUID; `None`: there is none.
+    pub async fn domain(&self, uuid: &Uuid) -> Result<Option<Domain>, RpcError> {
+        match self.domain_of(DOMAIN_LOOKUP_BY_UUID, &Writer::new().uuid(uuid).done()).await {
+            Ok(domain) => Ok(Some(domain)),
+            Err(error) if error.is_absent() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Every domain there is.
+    pub async fn domains(&self) -> Result<Vec<Domain>, RpcError> {
+        let answer = self.call(LIST_ALL_DOMAINS, &Writer::new().i32(1).u32(0).done()).await?;
+        Ok(Reader::new(&answer).list(LIST, Domain::read)?)
+    }
+
+    /// Writes a domain down; nothing runs.
+    pub async fn define(&self, xml: &str) -> Result<Domain, RpcError> {
+        self.domain_of(DOMAIN_DEFINE_XML, &Writer::new().text(xml).done()).await
+    }
+
+    /// Starts a domain that is gone when it ends, or when this connection does.
+    pub async fn run_once(&self, xml: &str) -> Result<Domain, RpcError> {
+        self.domain_of(DOMAIN_CREATE_XML, &Writer::new().text(xml).u32(AUTODESTROY).done()).await
+    }
+
+    /// Starts a domain that is defined.
+    pub async fn start_domain(&self, domain: &Domain) -> Result<Domain, RpcError> {
+        self.domain_of(DOMAIN_CREATE, &domain.write(Writer::new()).u32(0).done()).await
+    }
+
+    /// Ends a domain at once.
+    pub async fn destroy(&self, domain: &Domain) -> Result<(), RpcError> {
+        self.call(DOMAIN_DESTROY, &domain.write(Writer::new()).done()).await.map(drop)
+    }
+
+    /// Forgets a domain with all that libvirt keeps of it.
+    pub async fn undefine(&self, domain: &Domain) -> Result<(), RpcError> {
+        let call = domain.write(Writer::new()).u32(UNDEFINE_ALL).done();
+        match self.call(DOMAIN_UNDEFINE_FLAGS, &call).await {
+            // A driver that does not know all of these has nothing to forget either.
+            Err(error) if matches!(error.code(), Some(super::code::INVALID_ARG | super::code::NO_SUPPORT)) => {
+                self.call(DOMAIN_UNDEFINE, &domain.write(Writer::new()).done()).await.map(drop)
+            }
+            other => other.map(drop),
+        }
+    }
+
+    /// Where a domain is in its life.
+    pub async fn state(&self, domain: &Domain) -> Result<State, RpcError> {
+        let answer = self.call(DOMAIN_GET_STATE, &domain.write(Writer::new()).u32(0).done()).await?;
+        let mut reader = Reader::new(&answer);
+        Ok(State { state: reader.i32()?, reason: reader.i32()? })
+    }
+
+    /// The domain as XML, as it is now.
+    pub async fn domain_xml(&self, domain: &Domain) -> Result<String, RpcError> {
+        self.text(DOMAIN_GET_XML_DESC, &domain.write(Writer::new()).u32(0).done()).await
+    }
+
+    /// What was written into the domain's metadata under this URI; `None`: nothing.
+    pub async fn metadata(&self, domain: &Domain, uri: &str) -> Result<Option<String>, RpcError> {
+        let call = domain.write(Writer::new()).i32(METADATA_ELEMENT).optional_text(Some(uri)).u32(CONFIG).done();
+        match self.text(DOMAIN_GET_METADATA, &call).await {
+            Ok(text) => Ok(Some(text)),
+            Err(error) if error.code() == Some(super::code::NO_DOMAIN_METADATA) => Ok(None),
+            // One that was not defined has no configuration beside what runs: it is none of ours.
+            Err(error) if error.code() == Some(super::code::OPERATION_INVALID) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Writes into a running domain's metadata, for good.
+    pub async fn set_metadata(
+        &self,
+        domain: &Domain,
+        xml: &str,
+        key: &str,
+        uri: &str,
+    ) -> Result<(), RpcError> {
+        let call = domain.write(Writer::new()).i32(METADATA_ELEMENT);
+        let call = call.optional_text(Some(xml)).optional_text(Some(key)).optional_text(Some(uri));
+        self.call(DOMAIN_SET_METADATA, &call.u32(CONFIG).done()).await.map(drop)
+    }
+
+    /// Plugs a device into a running domain.
+    pub async fn attach(&self, domain: &Domain, xml: &str) -> Result<(), RpcError> {
+        let call = domain.write(Writer::new()).text(xml).u32(LIVE).done();
+        self.call(ATTACH_DEVICE, &call).await.map(drop)
+    }
+
+    /// Asks a running domain to give a device back; it has when the event says so.
+    pub async fn detach(&self, domain: &Domain, xml: &str) -> Result<(), RpcError> {
+        let call = domain.write(Writer::new()).text(xml).u32(LIVE).done();
+        self.call(DETACH_DEVICE, &call).await.map(drop)
+    }
+
+    /// The domain's addresses, as far as this source knows them.
+    pub async fn addresses(&self, domain: &Domain, source: Source) -> Result<Vec<Address>, RpcError> {
+        let call = domain.write(Writer::new()).u32(source as u32).u32(0).done();
+        let answer = self.call(INTERFACE_ADDRESSES, &call).await?;
+        let interfaces = Reader::new(&answer).list(INTERFACES, |reader| {
+            let _name = reader.text()?;
+            let mac = reader.optional_text()?;
+            let addresses = reader.list(INTERFACES, |reader| {
+                let _family = reader.i32()?;
+                let address = reader.text()?;
+                let _prefix = reader.u32()?;
+                Ok(address)
+            })?;
+            Ok((mac, addresses))
+        })?;
+        let each = |(mac, addresses): (Option<String>, Vec<String>)| {
+            addresses.into_iter().map(move |address| Address { mac: mac.clone(), address })
+        };
+        Ok(interfaces.into_iter().flat_map(each).collect())
+    }
+
+    /// The network of this name.
+    pub async fn network(&self, name: &str) -> Result<Named, RpcError> {
+        let answer = self.call(NETWORK_LOOKUP_BY_NAME, &Writer::new().text(name).done()).await?;
+        Ok(Named::read(&mut Reader::new(&answer))?)
+    }
+
+    /// Whether it is started.
+    pub async fn network_is_active(&self, network: &Named) -> Result<bool, RpcError> {
+        let answer = self.call(NETWORK_IS_ACTIVE, &network.write(Writer::new()).done()).await?;
+        Ok(Reader::new(&answer).i32()? == 1)
+    }
+
+    /// The network as XML.
+    pub async fn network_xml(&self, network: &Named) -> Result<String, RpcError> {
+        self.text(NETWORK_GET_XML_DESC, &network.write(Writer::new()).u32(0).done()).await
+    }
+
+    /// The pool of this name.
+    pub async fn pool(&self, name: &str) -> Result<Named, RpcError> {
+        let answer = self.call(POOL_LOOKUP_BY_NAME, &Writer::new().text(name).done()).await?;
+        Ok(Named::read(&mut Reader::new(&answer))?)
+    }
+
+    /// The pool as XML.
+    pub async fn pool_xml(&self, pool: &Named) -> Result<String, RpcError> {
+        self.text(POOL_GET_XML_DESC, &pool.write(Writer::new()).u32(0).done()).await
+    }
+
+    /// The pool's state (2 is running) and room.
+    pub async fn pool_info(&self, pool: &Named) -> Result<(u32, Room), RpcError> {
+        let answer = self.call(POOL_GET_INFO, &pool.write(Writer::new()).done()).await?;
+        let mut reader = Reader::new(&answer);
+        let state = reader.u32()?;
+        let room = Room { capacity: reader.u64()?, allocation: reader.u64()?, available: reader.u64()? };
+        Ok((state, room))
+    }
+
+    /// Has libvirtd look what is in the pool's folder. Its time grows with the pool.
+    pub async fn refresh(&self, pool: &Named) -> Result<(), RpcError> {
+        self.call(POOL_REFRESH, &pool.write(Writer::new()).u32(0).done()).await.map(drop)
+    }
+
+    /// Every volume of the pool.
+    pub async fn volumes(&self, pool: &Named) -> Result<Vec<Volume>, RpcError> {
+        let call = pool.write(Writer::new()).i32(1).u32(0).done();
+        let answer = self.call(POOL_LIST_ALL_VOLUMES, &call).await?;
+        Ok(Reader::new(&answer).list(LIST, Volume::read)?)
+    }
+
+    /// Makes a volume.
+    pub async fn create_volume(&self, pool: &Named, xml: &str) -> Result<Volume, RpcError> {
+        let answer = self.call(VOL_CREATE_XML, &pool.write(Writer::new()).text(xml).u32(0).done()).await?;
+        Ok(Volume::read(&mut Reader::new(&answer))?)
+    }
+
+    /// The volume of this name; `None`: the pool knows none.
+    pub async fn volume(&self, pool: &Named, name: &str) -> Result<Option<Volume>, RpcError> {
+        match self.call(VOL_LOOKUP_BY_NAME, &pool.write(Writer::new()).text(name).done()).await {
+            Ok(answer) => Ok(Some(Volume::read(&mut Reader::new(&answer))?)),
+            Err(error) if error.is_absent() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Deletes a volume. Gone is fine.
+    pub async fn delete_volume(&self, volume: &Volume) -> Result<(), RpcError> {
+        match self.call(VOL_DELETE, &volume.write(Writer::new()).u32(0).done()).await {
+            Err(error) if error.is_absent() => Ok(()),
+            other => other.map(drop),
+        }
+    }
+
+    /// How large the volume is now.
+    pub async fn volume_info(&self, volume: &Volume) -> Result<Room, RpcError> {
+        let answer = self.call(VOL_GET_INFO, &volume.write(Writer::new()).done()).await?;
+        let mut reader = Reader::new(&answer);
+        let _kind = reader.i32()?;
+        Ok(Room { capacity: reader.u64()?, allocation: reader.u64()?, available: 0 })
+    }
+
+    /// The volume as XML.
+    pub async fn volume_xml(&self, volume: &Volume) -> Result<String, RpcError> {
+        self.text(VOL_GET_XML_DESC, &volume.write(Writer::new()).u32(0).done()).await
+    }
+
+    /// Where the host has it.
+    pub async fn volume_path(&self, volume: &Volume) -> Result<String, RpcError> {
+        self.text(VOL_GET_PATH, &volume.write(Writer::new()).done()).await
+    }
+
+    /// Writes the volume from its beginning.
+    pub async fn upload(
+        &self,
+        volume: &Volume,
+        length: u64,
+        mut data: impl AsyncRead + Unpin,
+    ) -> Result<(), RpcError> {
+        let call = volume.write(Writer::new()).u64(0).u64(length).u32(0).done();
+        let mut stream = self.open_stream(VOL_UPLOAD, &call, 0).await?;
+        let mut piece = vec![0; STREAM_PIECE];
+        loop {
+            let read = data.read(&mut piece).await;
+            let count = read.map_err(|error| RpcError::Lost(format!("read what is to be uploaded: {error}")))?;
+            match piece.get(..count) {
+                None | Some([]) => return self.finish(&mut stream).await,
+                Some(bytes) => self.send_piece(&mut stream, bytes).await?,
+            }
+        }
+    }
+
+    /// Reads a part of the volume; what is not there is not read.
+    pub async fn download(&self, volume: &Volume, offset: u64, length: usize) -> Result<Vec<u8>, RpcError> {
+        let call = volume.write(Writer::new()).u64(offset).u64(length as u64).u32(0).done();
+        let mut stream = self.open_stream(VOL_DOWNLOAD, &call, length).await?;
+        let mut data = Vec::new();
+        loop {
+            let piece = self.next_piece(&mut stream).await?;
+            if piece.is_empty() {
+                self.finish(&mut stream).await?;
+                return Ok(data);
+            }
+            data.extend(piece);
+        }
+    }
+}

@@ -1,0 +1,433 @@
+//! One connection to libvirtd: tasks that read, write and ping, and a table of who waits for what.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, mpsc, oneshot, watch};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::message::{self, Header, Kind, Status};
+use super::xdr::{Garbled, Reader};
+use super::{RpcError, calls};
+
+/// libvirtd works on five calls of one client at a time and then reads no further, pings included: one stays free.
+const AT_ONCE: usize = 4;
+/// How often we look whether libvirtd is there.
+const PING_EVERY: Duration = Duration::from_secs(5);
+/// How long it may say nothing at all before it is not there any more.
+const SILENCE: Duration = Duration::from_secs(20);
+/// Messages that wait to be written. A piece of a stream is 256 KiB.
+const OUTGOING: usize = 4;
+/// Events that a slow listener may be behind; it looks for itself when it missed some.
+const EVENTS: usize = 1024;
+
+/// The events that we ask for.
+pub(crate) const EVENTS_HEARD: [i32; 3] = [calls::EVENT_LIFECYCLE, calls::EVENT_DEVICE_REMOVED, calls::EVENT_DEVICE_KEPT];
+
+/// Something that happened to a domain.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// Defined, started, stopped, …
+    Lifecycle {
+        /// Whose.
+        domain: calls::Domain,
+        /// `virDomainEventType`.
+        event: i32,
+        /// Its detail, which depends on it.
+        detail: i32,
+    },
+    /// A device is gone from the guest.
+    DeviceRemoved {
+        /// Whose.
+        domain: calls::Domain,
+        /// The device's alias.
+        alias: String,
+    },
+    /// The guest does not give a device back.
+    DeviceKept {
+        /// Whose.
+        domain: calls::Domain,
+        /// The device's alias.
+        alias: String,
+    },
+}
+
+/// An open connection. Dropping it closes it.
+pub struct Connection {
+    shared: Arc<Shared>,
+    tasks: Vec<JoinHandle<()>>,
+    /// Longest wait for an answer.
+    patience: Duration,
+}
+
+struct Shared {
+    outgoing: mpsc::Sender<Vec<u8>>,
+    waiting: Mutex<Waiting>,
+    slots: Arc<Semaphore>,
+    events: broadcast::Sender<Event>,
+    /// Why it is closed.
+    closed: watch::Sender<Option<String>>,
+    heard: Mutex<Instant>,
+}
+
+#[derive(Default)]
+struct Waiting {
+    serial: u32,
+    calls: HashMap<u32, Waiter>,
+}
+
+struct Waiter {
+    reply: Option<oneshot::Sender<Result<Vec<u8>, RpcError>>>,
+    stream: Option<Incoming>,
+    /// Given back when libvirtd has answered, not when our caller has gone.
+    _slot: OwnedSemaphorePermit,
+}
+
+/// What a stream may still bring.
+struct Incoming {
+    pieces: mpsc::UnboundedSender<Result<Option<Vec<u8>>, RpcError>>,
+    budget: usize,
+}
+
+/// The rest of a call that has a stream.
+pub(super) struct Stream {
+    serial: u32,
+    procedure: i32,
+    pieces: mpsc::UnboundedReceiver<Result<Option<Vec<u8>>, RpcError>>,
+    shared: Arc<Shared>,
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // libvirtd ends it with the connection, or when it has sent what it was asked for.
+        self.shared.waiting().calls.remove(&self.serial);
+    }
+}
+
+impl Shared {
+    fn waiting(&self) -> std::sync::MutexGuard<'_, Waiting> {
+        // Every step leaves it whole.
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn close(&self, why: &str) {
+        self.closed.send_if_modified(|closed| {
+            let first = closed.is_none();
+            closed.get_or_insert_with(|| why.to_owned());
+            first
+        });
+        // Their receivers see the end.
+        self.waiting().calls.clear();
+    }
+
+    fn why_closed(&self) -> RpcError {
+        let why = self.closed.borrow().clone();
+        RpcError::Lost(why.unwrap_or_else(|| "the connection to libvirtd is closed".to_owned()))
+    }
+
+    /// One message of libvirtd's; an error ends the connection.
+    fn take(&self, body: &[u8]) -> Result<(), Garbled> {
+        let Some((header, payload)) = message::read(body)? else { return Ok(()) };
+        if header.program == message::KEEPALIVE {
+            if header.procedure == message::PING {
+                let pong = Header { procedure: message::PONG, ..header };
+                // A full queue means that we are writing: that says as much as a pong.
+                drop(self.outgoing.try_send(message::write(&pong, &[])));
+            }
+            return Ok(());
+        }
+        match header.kind {
+            Kind::Reply => self.answer(&header, payload),
+            Kind::Stream => self.stream(&header, payload),
+            Kind::Event => {
+                if let Some(event) = event(header.procedure, payload)? {
+                    // Nobody listens: nobody needs it.
+                    self.events.send(event).ok();
+                }
+                Ok(())
+            }
+            Kind::Call => Ok(()),
+        }
+    }
+
+    fn answer(&self, header: &Header, payload: &[u8]) -> Result<(), Garbled> {
+        let mut waiting = self.waiting();
+        let Some(waiter) = waiting.calls.get_mut(&header.serial) else { return Ok(()) };
+        let answer = match header.status {
+            Status::Error => Err(RpcError::Failed(message::failure(payload)?)),
+            _ => Ok(payload.to_vec()),
+        };
+        let goes_on = answer.is_ok() && waiter.stream.is_some();
+        if let Some(reply) = waiter.reply.take() {
+            // Its caller may have gone.
+            reply.send(answer).ok();
+        }
+        if !goes_on {
+            waiting.calls.remove(&header.serial);
+        }
+        Ok(())
+    }
+
+    fn stream(&self, header: &Header, payload: &[u8]) -> Result<(), Garbled> {
+        let mut waiting = self.waiting();
+        let found = waiting.calls.get_mut(&header.serial).and_then(|waiter| waiter.stream.as_mut());
+        let Some(incoming) = found else { return Ok(()) };
+        let piece = match header.status {
+            Status::Ok => Ok(None),
+            Status::Error => Err(RpcError::Failed(message::failure(payload)?)),
+            Status::Continue => {
+                let limit = incoming.budget;
+                incoming.budget = limit
+                    .checked_sub(payload.len())
+                    .ok_or(Garbled::Long { length: payload.len(), limit })?;
+                Ok(Some(payload.to_vec()))
+            }
+        };
+        let ended = !matches!(piece, Ok(Some(_)));
+        incoming.pieces.send(piece).ok();
+        if ended {
+            waiting.calls.remove(&header.serial);
+        }
+        Ok(())
+    }
+}
+
+/// Reads the events that we ask for.
+pub(crate) fn event(procedure: i32, payload: &[u8]) -> Result<Option<Event>, Garbled> {
+    let mut reader = Reader::new(payload);
+    let event = match procedure {
+        calls::EVENT_LIFECYCLE => {
+            let _callback = reader.i32()?;
+            let domain = calls::Domain::read(&mut reader)?;
+            Event::Lifecycle { domain, event: reader.i32()?, detail: reader.i32()? }
+        }
+        calls::EVENT_DEVICE_REMOVED | calls::EVENT_DEVICE_KEPT => {
+            let _callback = reader.i32()?;
+            let domain = calls::Domain::read(&mut reader)?;
+            let alias = reader.text()?;
+            if procedure == calls::EVENT_DEVICE_REMOVED {
+                Event::DeviceRemoved { domain, alias }
+            } else {
+                Event::DeviceKept { domain, alias }
+            }
+        }
+        _ => return Ok(None),
+    };
+    Ok(Some(event))
+}
+
+impl Connection {
+    /// Begins to speak over a stream that is connected; nothing is said yet.
+    pub fn start<S>(stream: S, patience: Duration) -> Connection
+    where
+        S: AsyncRead + AsyncWrite + Send + 'static,
+    {
+        let (input, output) = tokio::io::split(stream);
+        let (outgoing, queue) = mpsc::channel(OUTGOING);
+        let shared = Arc::new(Shared {
+            outgoing,
+            waiting: Mutex::default(),
+            slots: Arc::new(Semaphore::new(AT_ONCE)),
+            events: broadcast::channel(EVENTS).0,
+            closed: watch::channel(None).0,
+            heard: Mutex::new(Instant::now()),
+        });
+        let tasks = vec![
+            tokio::spawn(read_all(input, Arc::clone(&shared))),
+            tokio::spawn(write_all(output, queue, Arc::clone(&shared))),
+            tokio::spawn(ping(Arc::clone(&shared))),
+        ];
+        Connection { shared, tasks, patience }
+    }
+
+    /// Whether it is closed.
+    pub fn is_closed(&self) -> bool {
+        self.shared.closed.borrow().is_some()
+    }
+
+    /// Waits until it is closed; why.
+    pub async fn closed(&self) -> String {
+        let mut closed = self.shared.closed.subscribe();
+        match closed.wait_for(Option::is_some).await {
+            Ok(why) => why.clone().unwrap_or_default(),
+            Err(_) => String::new(),
+        }
+    }
+
+    /// What happens from now on.
+    pub fn events(&self) -> broadcast::Receiver<Event> {
+        self.shared.events.subscribe()
+    }
+
+    /// One call and its answer.
+    ///
+    /// # Errors
+    /// libvirt's refusal; no connection; no answer in time.
+    pub async fn call(&self, procedure: i32, payload: &[u8]) -> Result<Vec<u8>, RpcError> {
+        timeout(self.patience, async {
+            let (_, reply) = self.ask(procedure, payload, None).await?;
+            reply.await.unwrap_or_else(|_| Err(self.shared.why_closed()))
+        })
+        .await
+        .unwrap_or(Err(RpcError::Late(self.patience)))
+    }
+
+    async fn ask(
+        &self,
+        procedure: i32,
+        payload: &[u8],
+        stream: Option<Incoming>,
+    ) -> Result<(u32, oneshot::Receiver<Result<Vec<u8>, RpcError>>), RpcError> {
+        let slot = Arc::clone(&self.shared.slots).acquire_owned().await;
+        let slot = slot.map_err(|_| self.shared.why_closed())?;
+        let (sender, reply) = oneshot::channel();
+        let serial = {
+            let mut waiting = self.shared.waiting();
+            waiting.serial = waiting.serial.wrapping_add(1);
+            let serial = waiting.serial;
+            waiting.calls.insert(serial, Waiter { reply: Some(sender), stream, _slot: slot });
+            serial
+        };
+        let header =
+            Header { program: message::REMOTE, procedure, kind: Kind::Call, serial, status: Status::Ok };
+        let sent = self.shared.outgoing.send(message::write(&header, payload)).await;
+        if sent.is_err() || self.is_closed() {
+            self.shared.waiting().calls.remove(&serial);
+            return Err(self.shared.why_closed());
+        }
+        Ok((serial, reply))
+    }
+
+    /// A call that goes on as a stream, which may bring at most `budget` bytes.
+    pub(super) async fn open_stream(
+        &self,
+        procedure: i32,
+        payload: &[u8],
+        budget: usize,
+    ) -> Result<Stream, RpcError> {
+        let (sender, pieces) = mpsc::unbounded_channel();
+        let incoming = Incoming { pieces: sender, budget };
+        let asked = timeout(self.patience, async {
+            let (serial, reply) = self.ask(procedure, payload, Some(incoming)).await?;
+            let stream = Stream { serial, procedure, pieces, shared: Arc::clone(&self.shared) };
+            reply.await.unwrap_or_else(|_| Err(self.shared.why_closed()))?;
+            Ok(stream)
+        });
+        asked.await.unwrap_or(Err(RpcError::Late(self.patience)))
+    }
+
+    /// The next piece; empty at the end.
+    pub(super) async fn next_piece(&self, stream: &mut Stream) -> Result<Vec<u8>, RpcError> {
+        match timeout(self.patience, stream.pieces.recv()).await {
+            Ok(Some(piece)) => Ok(piece?.unwrap_or_default()),
+            Ok(None) => Err(self.shared.why_closed()),
+            Err(_) => Err(RpcError::Late(self.patience)),
+        }
+    }
+
+    /// Sends a piece of a stream. An error that libvirtd sent meanwhile comes back here.
+    pub(super) async fn send_piece(&self, stream: &mut Stream, piece: &[u8]) -> Result<(), RpcError> {
+        if let Ok(Err(error)) = stream.pieces.try_recv() {
+            return Err(error);
+        }
+        self.send_stream(stream, Status::Continue, piece).await
+    }
+
+    /// Says that nothing more comes, and waits until libvirtd has it all.
+    pub(super) async fn finish(&self, stream: &mut Stream) -> Result<(), RpcError> {
+        self.send_stream(stream, Status::Ok, &[]).await?;
+        loop {
+            if self.next_piece(stream).await?.is_empty() {
+                return Ok(());
+            }
+        }
+    }
+
+    async fn send_stream(&self, stream: &Stream, status: Status, piece: &[u8]) -> Result<(), RpcError> {
+        let Stream { serial, procedure, .. } = *stream;
+        let header = Header { program: message::REMOTE, procedure, kind: Kind::Stream, serial, status };
+        match timeout(self.patience, self.shared.outgoing.send(message::write(&header, piece))).await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(_)) => Err(self.shared.why_closed()),
+            Err(_) => Err(RpcError::Late(self.patience)),
+        }
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.shared.close("we closed the connection to libvirtd");
+        for task in &self.tasks {
+            task.abort();
+        }
+    }
+}
+
+async fn read_all(mut input: impl AsyncRead + Unpin, shared: Arc<Shared>) {
+    let why = loop {
+        match read_one(&mut input).await {
+            Ok(body) => {
+                *shared.heard.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+                if let Err(garbled) = shared.take(&body) {
+                    break format!("libvirtd sent what cannot be read: {garbled}");
+                }
+            }
+            Err(why) => break why,
+        }
+    };
+    shared.close(&why);
+}
+
+/// The next message without its length. Room is made as bytes come, whatever the length says.
+async fn read_one(input: &mut (impl AsyncRead + Unpin)) -> Result<Vec<u8>, String> {
+    let mut prefix = [0; 4];
+    let lost = |error: std::io::Error| format!("libvirtd closed the connection: {error}");
+    input.read_exact(&mut prefix).await.map_err(lost)?;
+    let length = message::length(prefix).map_err(|garbled| format!("libvirtd sent no message: {garbled}"))?;
+    let mut body = Vec::with_capacity(length.min(64 << 10));
+    input.take(length as u64).read_to_end(&mut body).await.map_err(lost)?;
+    if body.len() < length {
+        return Err("libvirtd closed the connection in the middle of a message".to_owned());
+    }
+    Ok(body)
+}
+
+async fn write_all(
+    mut output: impl AsyncWrite + Unpin,
+    mut queue: mpsc::Receiver<Vec<u8>>,
+    shared: Arc<Shared>,
+) {
+    while let Some(message) = queue.recv().await {
+        let written = async {
+            output.write_all(&message).await?;
+            output.flush().await
+        };
+        if let Err(error) = written.await {
+            shared.close(&format!("write to libvirtd: {error}"));
+            return;
+        }
+    }
+}
+
+async fn ping(shared: Arc<Shared>) {
+    loop {
+        sleep(PING_EVERY).await;
+        let silent = shared.heard.lock().unwrap_or_else(PoisonError::into_inner).elapsed();
+        if silent >= SILENCE {
+            shared.close(&format!("libvirtd said nothing for {} s, not even to a ping", silent.as_secs()));
+            return;
+        }
+        let ping = Header {
+            program: message::KEEPALIVE,
+            procedure: message::PING,
+            kind: Kind::Event,
+            serial: 0,
+            status: Status::Ok,
+        };
+        // A full queue: then something is under way anyway.
+        drop(shared.outgoing.try_send(message::write(&ping, &[])));
+    }
+}

@@ -1,0 +1,174 @@
+//! libvirt's messages: a length, a header of six numbers, a payload. Pure.
+
+use super::xdr::{Garbled, MAX_TEXT, Reader, Writer};
+
+/// Longest message, with its header, without its length.
+pub const MAX_MESSAGE: usize = 32 << 20;
+/// The length and the header.
+pub const HEADER: usize = 28;
+/// Longest piece of a stream that we send: what every version takes.
+pub const STREAM_PIECE: usize = 256 * 1024 - 24;
+
+/// The calls of libvirt itself.
+pub const REMOTE: u32 = 0x2000_8086;
+/// Pings.
+pub const KEEPALIVE: u32 = 0x6b65_6570;
+/// The version of both.
+const VERSION: u32 = 1;
+/// Of [`KEEPALIVE`].
+pub const PING: i32 = 1;
+/// Of [`KEEPALIVE`].
+pub const PONG: i32 = 2;
+
+/// What kind of message it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// We ask.
+    Call,
+    /// libvirtd answers.
+    Reply,
+    /// Something that happened.
+    Event,
+    /// A piece of a stream.
+    Stream,
+}
+
+/// How it stands with what the message belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Status {
+    /// Good; of a stream: its end.
+    Ok,
+    /// The payload says what went wrong.
+    Error,
+    /// Of a stream: more comes.
+    Continue,
+}
+
+/// A message's header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    /// [`REMOTE`] or [`KEEPALIVE`].
+    pub program: u32,
+    /// Which call.
+    pub procedure: i32,
+    /// What kind of message.
+    pub kind: Kind,
+    /// The call that it belongs to.
+    pub serial: u32,
+    /// How it stands.
+    pub status: Status,
+}
+
+/// The length and header of a message, as they are sent.
+pub fn write(header: &Header, payload: &[u8]) -> Vec<u8> {
+    let kind = match header.kind {
+        Kind::Call => 0,
+        Kind::Reply => 1,
+        Kind::Event => 2,
+        Kind::Stream => 3,
+    };
+    let status = match header.status {
+        Status::Ok => 0,
+        Status::Error => 1,
+        Status::Continue => 2,
+    };
+    let length = u32::try_from(HEADER + payload.len()).unwrap_or(u32::MAX);
+    let head = Writer::new().u32(length).u32(header.program).u32(VERSION).i32(header.procedure);
+    let mut message = head.u32(kind).u32(header.serial).u32(status).done();
+    message.extend_from_slice(payload);
+    message
+}
+
+/// The length of what follows these four bytes.
+///
+/// # Errors
+/// When no message is so short or so long.
+pub fn length(prefix: [u8; 4]) -> Result<usize, Garbled> {
+    let length = (u32::from_be_bytes(prefix) as usize).saturating_sub(4);
+    if length < HEADER - 4 {
+        return Err(Garbled::Short(length));
+    }
+    if length > MAX_MESSAGE {
+        return Err(Garbled::Long { length, limit: MAX_MESSAGE });
+    }
+    Ok(length)
+}
+
+/// Reads what follows a length; `None`: a message of a program, version or kind that we do not know and never asked for.
+///
+/// # Errors
+/// When it ends too early.
+pub fn read(body: &[u8]) -> Result<Option<(Header, &[u8])>, Garbled> {
+    let mut reader = Reader::new(body);
+    let (program, version, procedure) = (reader.u32()?, reader.u32()?, reader.i32()?);
+    let (kind, serial, status) = (reader.u32()?, reader.u32()?, reader.u32()?);
+    let kind = match kind {
+        0 => Kind::Call,
+        1 => Kind::Reply,
+        2 => Kind::Event,
+        3 => Kind::Stream,
+        _ => return Ok(None),
+    };
+    let status = match status {
+        0 => Status::Ok,
+        1 => Status::Error,
+        2 => Status::Continue,
+        _ => return Ok(None),
+    };
+    if version != VERSION || (program != REMOTE && program != KEEPALIVE) {
+        return Ok(None);
+    }
+    let payload = body.get(HEADER - 4..).unwrap_or_default();
+    Ok(Some((Header { program, procedure, kind, serial, status }, payload)))
+}
+
+/// What libvirt says went wrong.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure {
+    /// `VIR_ERR_…`.
+    pub code: i32,
+    /// For people.
+    pub text: String,
+}
+
+/// Reads the payload of a message whose status is [`Status::Error`].
+///
+/// # Errors
+/// When it is none.
+pub fn failure(payload: &[u8]) -> Result<Failure, Garbled> {
+    let mut reader = Reader::new(payload);
+    let (code, _domain) = (reader.i32()?, reader.i32()?);
+    let text = reader.optional_text()?.unwrap_or_else(|| format!("error {code}"));
+    debug_assert!(text.len() <= MAX_TEXT);
+    Ok(Failure { code, text })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_is_read_as_it_was_written() {
+        let header = Header {
+            program: REMOTE,
+            procedure: 66,
+            kind: Kind::Stream,
+            serial: 3,
+            status: Status::Continue,
+        };
+        let message = write(&header, b"data");
+        let (prefix, body) = message.split_first_chunk().unwrap();
+        assert_eq!(length(*prefix), Ok(body.len()));
+        assert_eq!(read(body), Ok(Some((header, &b"data"[..]))));
+    }
+
+    #[test]
+    fn lengths_that_cannot_be_are_refused() {
+        assert!(length(0u32.to_be_bytes()).is_err());
+        assert!(length(27u32.to_be_bytes()).is_err());
+        assert_eq!(length(28u32.to_be_bytes()), Ok(24));
+        assert!(length(u32::MAX.to_be_bytes()).is_err());
+        assert!(read(&[0; 23]).is_err());
+        assert_eq!(read(&[0; 24]), Ok(None));
+    }
+}

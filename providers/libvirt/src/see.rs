@@ -1,0 +1,310 @@
+//! Looking: what there is, where it is in its life, its addresses, its console, and whether all is fit for creates.
+
+use std::net::{IpAddr, UdpSocket};
+use std::time::Duration;
+
+use futures_util::future::try_join_all;
+use peerpod_provider_api::{Error, InstanceId, Owned, OwnedState, Preflight};
+use tokio::time::{Instant, sleep};
+
+use crate::Shared;
+use crate::config::{Acceleration, Boot, Image, Plug};
+use crate::create::{CONSOLE, id_of, libvirt_is_real};
+use crate::marks::{Marks, URI, uuid_of};
+use crate::refusal::refuse;
+use crate::rpc::calls::{Domain, Source};
+use crate::rpc::{Connection, RpcError};
+use crate::store::Use;
+use crate::xml;
+
+/// Pauses between two looks for an address grow from this to a second.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// How long firmware may take to find nothing to boot. On a busy host KVM needs a fraction of a second for it.
+const PROOF: Duration = Duration::from_secs(10);
+
+impl Shared {
+    /// Our marks on a domain; `None`: it is none of ours.
+    pub(crate) async fn marks(&self, libvirt: &Connection, domain: &Domain) -> Result<Option<Marks>, RpcError> {
+        Ok(libvirt.metadata(domain, URI).await?.as_deref().and_then(Marks::read))
+    }
+
+    pub(crate) async fn list(&self) -> Result<Vec<Owned>, Error> {
+        let fail = |error: RpcError| refuse("list the VMs", error);
+        let libvirt = self.link.get().await.map_err(fail)?;
+        let prefix = self.owner.prefix();
+        let domains = libvirt.domains().await.map_err(fail)?;
+        let ours = domains.iter().filter(|domain| domain.name.starts_with(&prefix));
+        let looks = ours.map(|domain| self.look(&libvirt, domain));
+        Ok(try_join_all(looks).await.map_err(fail)?.into_iter().flatten().collect())
+    }
+
+    async fn look(&self, libvirt: &Connection, domain: &Domain) -> Result<Option<Owned>, RpcError> {
+        let seen = tokio::try_join!(self.marks(libvirt, domain), libvirt.state(domain));
+        let (marks, state) = match seen {
+            Ok(seen) => seen,
+            // Gone since we looked.
+            Err(error) if error.is_absent() => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let Some(marks) = marks.filter(|marks| self.owner.owns(marks)) else { return Ok(None) };
+        let state = match (state.is_on(), marks.started || !(state.is_fresh() || state.reason == 6)) {
+            (true, _) => OwnedState::Running,
+            (false, true) => OwnedState::Ended,
+            (false, false) => OwnedState::Pending,
+        };
+        Ok(Some(Owned {
+            id: id_of(domain),
+            created: Some(marks.created()),
+            key: Some(marks.key),
+            name: Some(marks.name),
+            state,
+            addresses: Vec::new(),
+        }))
+    }
+
+    /// A VM of ours that exists.
+    pub(crate) async fn find(
+        &self,
+        libvirt: &Connection,
+        id: &InstanceId,
+        attempt: &str,
+    ) -> Result<Domain, Error> {
+        let absent = || Error::not_found(format!("{attempt}: there is no such VM"));
+        let uuid = uuid_of(id).ok_or_else(absent)?;
+        let fail = |error: RpcError| refuse(attempt, error);
+        let domain = libvirt.domain(&uuid).await.map_err(fail)?.ok_or_else(absent)?;
+        let marks = self.marks(libvirt, &domain).await.map_err(fail)?;
+        if marks.is_some_and(|marks| self.owner.owns(&marks)) { Ok(domain) } else { Err(absent()) }
+    }
+
+    pub(crate) async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
+        let attempt = format!("addresses of VM {id}");
+        let fail = |error: RpcError| refuse(&attempt, error);
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let libvirt = self.link.get().await.map_err(fail)?;
+            let domain = self.find(&libvirt, id, &attempt).await?;
+            let (state, marks) = tokio::try_join!(libvirt.state(&domain), self.marks(&libvirt, &domain)).map_err(fail)?;
+            let begun = marks.is_some_and(|marks| marks.started);
+            if state.is_off() && (begun || !state.is_fresh()) {
+                return Err(Error::not_found(format!("{attempt}: it has ended: {}", state.words())));
+            }
+            if state.is_on() {
+                let found = self.seen(&libvirt, &domain).await.map_err(fail)?;
+                if !found.is_empty() {
+                    return Ok(found);
+                }
+            }
+            sleep(pause).await;
+            pause = (pause * 3 / 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    /// The addresses of the first card that anybody has seen so far, IPv4 first.
+    async fn seen(&self, libvirt: &Connection, domain: &Domain) -> Result<Vec<IpAddr>, RpcError> {
+        let source = match &self.config.network {
+            Plug::Network(_) => Source::Lease,
+            // Somebody else's DHCP server: the host's neighbours are all there is to ask.
+            Plug::Bridge(_) => Source::Arp,
+        };
+        let found = match libvirt.addresses(domain, source).await {
+            // It is just ending, or its card is not there yet: the next look tells.
+            Err(RpcError::Failed(_)) => return Ok(Vec::new()),
+            other => other?,
+        };
+        let identity = crate::marks::Identity { name: domain.name.clone(), uuid: domain.uuid };
+        let mac = identity.mac(0);
+        let of_first = |address: &crate::rpc::calls::Address| {
+            !libvirt_is_real(self.link.driver())
+                || address.mac.as_deref().is_some_and(|other| other.eq_ignore_ascii_case(&mac))
+        };
+        let parsed = found.iter().filter(|one| of_first(one)).filter_map(|one| one.address.parse().ok());
+        let mut addresses: Vec<IpAddr> = parsed.filter(is_useful).collect();
+        addresses.sort_by_key(|address| (address.is_ipv6(), *address));
+        addresses.dedup();
+        Ok(addresses)
+    }
+
+    pub(crate) async fn console(&self, id: &InstanceId, limit: usize) -> Result<Vec<u8>, Error> {
+        let attempt = format!("console of VM {id}");
+        let fail = |error: RpcError| refuse(&attempt, error);
+        let libvirt = self.link.get().await.map_err(fail)?;
+        let domain = self.find(&libvirt, id, &attempt).await?;
+        let pool = libvirt.pool(&self.config.pool).await.map_err(fail)?;
+        let name = format!("{}{CONSOLE}", domain.name);
+        let Some(volume) = libvirt.volume(&pool, &name).await.map_err(fail)? else { return Ok(Vec::new()) };
+        let written = libvirt.volume_info(&volume).await.map_err(fail)?.capacity;
+        let length = written.min(limit as u64);
+        if length == 0 || !libvirt_is_real(self.link.driver()) {
+            return Ok(Vec::new());
+        }
+        // At most `limit`, which is a number of bytes in our memory.
+        libvirt.download(&volume, written - length, length as usize).await.map_err(fail)
+    }
+
+    /// The kind of domain that can be started here, found by starting one.
+    pub(crate) async fn kind(&self, libvirt: &Connection) -> Result<&'static str, Error> {
+        if !libvirt_is_real(self.link.driver()) {
+            return Ok("test");
+        }
+        let mut kind = self.kind.lock().await;
+        if let Some(kind) = *kind {
+            return Ok(kind);
+        }
+        let found = match self.config.acceleration {
+            Acceleration::Emulated => "qemu",
+            wanted => match self.runs(libvirt, "kvm").await {
+                Ok(None) => "kvm",
+                Err(error) if error.code().is_none() => return Err(refuse("find out whether KVM works", error)),
+                why => {
+                    let why = match why {
+                        Ok(why) => why.unwrap_or_default().to_owned(),
+                        Err(error) => error.to_string(),
+                    };
+                    if wanted == Acceleration::Kvm {
+                        let text = format!(
+                            "libvirt: no VM can be started with KVM: {why}; enable virtualisation on the host, or set \
+                             provider.libvirt.acceleration to emulated (slow)"
+                        );
+                        return Err(Error::invalid(text));
+                    }
+                    tracing::warn!("KVM does not work, VMs are emulated, which is slow: {why}");
+                    "qemu"
+                }
+            },
+        };
+        *kind = Some(found);
+        Ok(found)
+    }
+
+    /// Whether guest code runs in a domain of this kind; why not. That one can be started is no proof: there are hosts
+    /// whose KVM makes VMs and never executes an instruction.
+    async fn runs(&self, libvirt: &Connection, kind: &str) -> Result<Option<&'static str>, RpcError> {
+        let nonce = std::time::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos();
+        let name = format!("{}probe-{}-{nonce:x}", self.owner.prefix(), std::process::id());
+        let domain = libvirt.run_once(&xml::probe(&name, kind, "x86_64", &self.config.machine)).await?;
+        let since = Instant::now();
+        let outcome = loop {
+            match libvirt.state(&domain).await {
+                Err(error) if error.is_absent() => return Ok(None),
+                other => drop(other?),
+            }
+            if since.elapsed() > PROOF {
+                break Some("a VM starts with it, and never executes anything");
+            }
+            sleep(FIRST_PAUSE).await;
+        };
+        match libvirt.destroy(&domain).await {
+            // It ends with our connection at the latest.
+            Err(error) if !error.is_absent() => tracing::warn!(name, "cannot end the VM that tried KVM: {error}"),
+            _ => {}
+        }
+        Ok(outcome)
+    }
+
+    pub(crate) async fn preflight(&self) -> Result<Preflight, Error> {
+        let fail = |error: RpcError| refuse("libvirt", error);
+        let libvirt = self.link.get().await.map_err(fail)?;
+        let (driver, version, host) =
+            tokio::try_join!(libvirt.driver(), libvirt.version(), libvirt.node()).map_err(fail)?;
+        let mut found = Preflight::default();
+        let version = format!("{}.{}.{}", version / 1_000_000, version / 1000 % 1000, version % 1000);
+        let (arch, cpus, memory) = (&host.arch, host.cpus, host.memory_kib >> 20);
+        found.facts.push(format!("libvirt {version}, {driver}, on {arch} with {cpus} CPUs and {memory} GiB"));
+        let pool = libvirt.pool(&self.config.pool).await.map_err(fail)?;
+        let (state, room) = libvirt.pool_info(&pool).await.map_err(fail)?;
+        if state != 2 {
+            let text = format!("libvirt: storage pool {} is not active; start it: virsh pool-start {}", pool.name, pool.name);
+            return Err(Error::invalid(text));
+        }
+        found.facts.push(format!("storage pool {}, {} GiB free", pool.name, room.available >> 30));
+        if room.available < 2 << 30 {
+            found.warnings.push(format!("storage pool {} has less than 2 GiB free", pool.name));
+        }
+        for plug in [Some(&self.config.network), self.config.second_network.as_ref()].into_iter().flatten() {
+            let addresses = self.network(&libvirt, plug, &mut found).await?;
+            if plug == &self.config.network {
+                found.node_addresses = addresses;
+            }
+        }
+        self.known_images(&mut found).await?;
+        self.images.forget().await;
+        let kind = self.kind(&libvirt).await?;
+        match kind {
+            "qemu" => found.warnings.push("KVM does not work here: VMs are emulated, and many times slower".to_owned()),
+            kind => found.facts.push(format!("VMs of kind {kind}")),
+        }
+        match self.sweep(&libvirt).await.map_err(fail)? {
+            0 => {}
+            removed => found.facts.push(format!("removed {removed} files of VMs that are gone")),
+        }
+        Ok(found)
+    }
+
+    /// Checks a network; the addresses that this very host has on it.
+    async fn network(
+        &self,
+        libvirt: &Connection,
+        plug: &Plug,
+        found: &mut Preflight,
+    ) -> Result<Vec<IpAddr>, Error> {
+        let name = match plug {
+            Plug::Bridge(name) => {
+                found.facts.push(format!("VMs on bridge {name}"));
+                return Ok(Vec::new());
+            }
+            Plug::Network(name) => name,
+        };
+        let fail = |error: RpcError| refuse(&format!("libvirt: network {name}"), error);
+        let network = libvirt.network(name).await.map_err(fail)?;
+        if !libvirt.network_is_active(&network).await.map_err(fail)? {
+            let text = format!("libvirt: network {name} is not active; start it: virsh net-start {name}");
+            return Err(Error::invalid(text));
+        }
+        let xml = libvirt.network_xml(&network).await.map_err(fail)?;
+        let addresses = own_addresses(&xml);
+        let words: Vec<String> = addresses.iter().map(ToString::to_string).collect();
+        let words = if words.is_empty() { String::new() } else { format!(", we are {} there", words.join(" and ")) };
+        found.facts.push(format!("network {name}{words}"));
+        Ok(addresses)
+    }
+
+    async fn known_images(&self, found: &mut Preflight) -> Result<(), Error> {
+        let mut say = |what: &str, path: &std::path::Path, sha256: &str| {
+            found.facts.push(format!("{what} {}, SHA-256 {}", path.display(), &sha256[..16]));
+        };
+        match &self.config.boot {
+            Boot::Kernel { kernel, initrd, cmdline: _ } => {
+                let known = self.images.know(kernel, Use::Kernel).await?;
+                say("kernel", &kernel.path, &known.sha256);
+                if let Some(initrd) = initrd {
+                    let known = self.images.know(initrd, Use::Initrd).await?;
+                    say("initrd", &initrd.path, &known.sha256);
+                }
+            }
+            Boot::Disk { image: Image::File(file), .. } => {
+                let known = self.images.know(file, Use::Disk).await?;
+                say("image", &file.path, &known.sha256);
+            }
+            Boot::Disk { image: Image::Volume(_), .. } | Boot::Nothing => {}
+        }
+        Ok(())
+    }
+}
+
+/// An address by which a VM can be reached from its host.
+fn is_useful(address: &IpAddr) -> bool {
+    match address {
+        IpAddr::V4(v4) => !v4.is_loopback() && !v4.is_link_local(),
+        IpAddr::V6(v6) => !v6.is_loopback() && !v6.is_unicast_link_local(),
+    }
+}
+
+/// Of a libvirt network's addresses, those that this host has: libvirtd may be elsewhere.
+fn own_addresses(xml: &str) -> Vec<IpAddr> {
+    let Ok(document) = roxmltree::Document::parse(xml) else { return Vec::new() };
+    let ips = document.root_element().children().filter(|node| node.has_tag_name("ip"));
+    let parsed = ips.filter_map(|node| node.attribute("address")?.parse::<IpAddr>().ok());
+    parsed.filter(|address| UdpSocket::bind((*address, 0)).is_ok()).collect()
+}

@@ -1,0 +1,142 @@
+//! The NoCloud disk: a FAT12 image labelled `CIDATA` with the files `user-data` and `meta-data`. Pure.
+//!
+//! Two files of known size in a fresh image are a page; the crate that writes FAT (fatfs) has seen no release for years
+//! and brings dependencies in versions of its own.
+
+const SECTOR: usize = 512;
+const CLUSTER: usize = 2048;
+const RESERVED: usize = 1;
+const ROOT_ENTRIES: usize = 32;
+/// FAT12 ends below 4085 clusters.
+const CLUSTERS: usize = 4000;
+const FAT_SECTORS: usize = 12;
+const DATA: usize = (RESERVED + 2 * FAT_SECTORS) * SECTOR + ROOT_ENTRIES * 32;
+const END: u16 = 0xfff;
+
+/// The image; `None` where these files are too large for one (some 8 MB).
+pub(crate) fn image(user_data: &[u8], meta_data: &[u8]) -> Option<Vec<u8>> {
+    let files = [("user-data", *b"USER-D~1   ", user_data), ("meta-data", *b"META-D~1   ", meta_data)];
+    let used: usize = files.iter().map(|(_, _, data)| data.len().div_ceil(CLUSTER)).sum();
+    // A little room to spare: some readers do not like a full one.
+    let clusters = used + 16;
+    if clusters > CLUSTERS {
+        return None;
+    }
+    let mut image = vec![0; DATA + clusters * CLUSTER];
+    boot_sector(&mut image);
+    let mut fat = vec![0xff8, END];
+    let mut root = entry(*b"CIDATA     ", 0x08, 0, 0).to_vec();
+    for (name, short, data) in files {
+        let first = if data.is_empty() { 0 } else { fat.len() };
+        let count = data.len().div_ceil(CLUSTER);
+        for number in 1..=count {
+            let next = u16::try_from(fat.len() + 1).unwrap_or(END);
+            fat.push(if number == count { END } else { next });
+        }
+        let at = DATA + first.saturating_sub(2) * CLUSTER;
+        image.get_mut(at..at + data.len())?.copy_from_slice(data);
+        root.extend(long_name(name, short));
+        root.extend(entry(short, 0x20, u16::try_from(first).ok()?, u32::try_from(data.len()).ok()?));
+    }
+    for copy in 0..2 {
+        write_fat(&mut image, (RESERVED + copy * FAT_SECTORS) * SECTOR, &fat);
+    }
+    let at = (RESERVED + 2 * FAT_SECTORS) * SECTOR;
+    image.get_mut(at..at + root.len())?.copy_from_slice(&root);
+    Some(image)
+}
+
+fn put(image: &mut [u8], at: usize, bytes: &[u8]) {
+    if let Some(place) = image.get_mut(at..at + bytes.len()) {
+        place.copy_from_slice(bytes);
+    }
+}
+
+fn boot_sector(image: &mut [u8]) {
+    let sectors = u16::try_from(image.len() / SECTOR).unwrap_or(u16::MAX);
+    put(image, 0, &[0xeb, 0x3c, 0x90]);
+    put(image, 3, b"PEERPOD ");
+    put(image, 11, &(SECTOR as u16).to_le_bytes());
+    put(image, 13, &[(CLUSTER / SECTOR) as u8]);
+    put(image, 14, &(RESERVED as u16).to_le_bytes());
+    put(image, 16, &[2]);
+    put(image, 17, &(ROOT_ENTRIES as u16).to_le_bytes());
+    put(image, 19, &sectors.to_le_bytes());
+    put(image, 21, &[0xf8]);
+    put(image, 22, &(FAT_SECTORS as u16).to_le_bytes());
+    put(image, 24, &[32, 0, 2, 0]);
+    put(image, 36, &[0x80, 0, 0x29]);
+    put(image, 39, b"PPOD");
+    put(image, 43, b"CIDATA     ");
+    put(image, 54, b"FAT12   ");
+    put(image, 510, &[0x55, 0xaa]);
+}
+
+/// Twelve bits each.
+fn write_fat(image: &mut [u8], at: usize, fat: &[u16]) {
+    for (pair, entries) in fat.chunks(2).enumerate() {
+        let (one, other) = (entries[0], entries.get(1).copied().unwrap_or(0));
+        let bytes = [one as u8, (one >> 8) as u8 | ((other & 0xf) << 4) as u8, (other >> 4) as u8];
+        put(image, at + pair * 3, &bytes);
+    }
+}
+
+fn entry(name: [u8; 11], attributes: u8, cluster: u16, size: u32) -> [u8; 32] {
+    let mut entry = [0; 32];
+    put(&mut entry, 0, &name);
+    entry[11] = attributes;
+    // A day that FAT knows: 1980-01-01.
+    put(&mut entry, 16, &0x21u16.to_le_bytes());
+    put(&mut entry, 24, &0x21u16.to_le_bytes());
+    put(&mut entry, 26, &cluster.to_le_bytes());
+    put(&mut entry, 28, &size.to_le_bytes());
+    entry
+}
+
+/// One entry is enough for up to 13 characters.
+fn long_name(name: &str, short: [u8; 11]) -> [u8; 32] {
+    let sum = short.iter().fold(0u8, |sum, byte| sum.rotate_right(1).wrapping_add(*byte));
+    let mut letters: Vec<u16> = name.encode_utf16().take(12).chain([0]).collect();
+    letters.resize(13, 0xffff);
+    let mut entry = [0; 32];
+    (entry[0], entry[11], entry[13]) = (0x41, 0x0f, sum);
+    let places = [1, 3, 5, 7, 9, 14, 16, 18, 20, 22, 24, 28, 30];
+    for (at, letter) in places.into_iter().zip(letters) {
+        put(&mut entry, at, &letter.to_le_bytes());
+    }
+    entry
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn what_is_too_large_is_no_image() {
+        assert!(image(&vec![0; 9 << 20], b"").is_none());
+        assert!(image(b"", b"").is_some());
+    }
+
+    /// The kernel's own reader is the judge.
+    #[test]
+    fn the_kernel_reads_the_files_by_their_names_byte_for_byte() {
+        let dir = std::env::temp_dir().join(format!("peerpod-seed-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        for (number, length) in [0usize, 1, 2047, 2048, 2049, 65_536].into_iter().enumerate() {
+            let data: Vec<u8> = (0..length).map(|index| (index * 7 % 251) as u8).collect();
+            let file = dir.join(format!("{number}.img"));
+            std::fs::write(&file, image(&data, b"instance-id: x\n").unwrap()).unwrap();
+            let script = "set -eu; m=$(mktemp -d); mount -t vfat -o loop,ro \"$1\" $m; trap 'umount $m' EXIT; \
+                          cat $m/meta-data; cat $m/user-data; ls $m | wc -l >&2; blkid -o value -s LABEL \"$1\" >&2";
+            let mut run = Command::new("unshare");
+            let output = run.args(["-m", "sh", "-c", script, "sh"]).arg(&file).stdin(Stdio::null()).output().unwrap();
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(output.status.success(), "{said}");
+            assert_eq!(output.stdout, [&b"instance-id: x\n"[..], &data].concat(), "{length}");
+            assert_eq!(said, "2\nCIDATA\n");
+        }
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+}

@@ -1,0 +1,230 @@
+//! Base images: files of the node that VMs boot, uploaded into the pool once, by digest.
+//!
+//! An image is two volumes: the bytes, named by their digest, and an empty one beside it that is made when the last byte
+//! has arrived. Bytes without their mark are an upload that somebody is at, or that somebody died over.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use peerpod_provider_api::Error;
+use sha2::{Digest, Sha256};
+use tokio::io::AsyncReadExt;
+use tokio::sync::Mutex;
+use tokio::time::{Instant, sleep};
+
+use crate::config::File;
+use crate::marks::hex;
+use crate::refusal::refuse;
+use crate::rpc::calls::Named;
+use crate::rpc::{Connection, code};
+use crate::xml;
+
+/// An upload of somebody else's that does not grow for so long is one that somebody died over.
+const STALLED: Duration = Duration::from_secs(10);
+const LOOK: Duration = Duration::from_millis(200);
+/// A qcow2 file begins so.
+const QCOW2: [u8; 4] = *b"QFI\xfb";
+
+/// A file of the node, known by its contents.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Known {
+    pub(crate) sha256: String,
+    pub(crate) bytes: u64,
+    pub(crate) format: &'static str,
+    /// Of a disk: its size as a guest sees it.
+    pub(crate) disk_bytes: u64,
+}
+
+/// What the files were when we looked.
+#[derive(Default)]
+pub(crate) struct Images {
+    known: Mutex<HashMap<PathBuf, (Stamp, Known)>>,
+    /// One upload at a time.
+    uploads: Mutex<HashMap<String, String>>,
+}
+
+type Stamp = (u64, Option<SystemTime>);
+
+/// What a file is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Use {
+    Kernel,
+    Initrd,
+    Disk,
+}
+
+impl Use {
+    fn key(self) -> &'static str {
+        match self {
+            Use::Kernel => "kernel",
+            Use::Initrd => "initrd",
+            Use::Disk => "image",
+        }
+    }
+}
+
+impl Images {
+    /// Reads the file once and remembers what it is, until it changes.
+    pub(crate) async fn know(&self, file: &File, what: Use) -> Result<Known, Error> {
+        let key = what.key();
+        let bad = |why: String| Error::invalid(format!("provider.libvirt.{key} = {}: {why}", file.path.display()));
+        let metadata = tokio::fs::metadata(&file.path).await.map_err(|error| {
+            bad(format!("{error}; build the image (make image) or set the path"))
+        })?;
+        if !metadata.is_file() || metadata.len() == 0 {
+            return Err(bad("it is empty, or no file".to_owned()));
+        }
+        let stamp = (metadata.len(), metadata.modified().ok());
+        let mut known = self.known.lock().await;
+        let now = match known.get(&file.path) {
+            Some((then, now)) if *then == stamp => now.clone(),
+            _ => {
+                let now = read(&file.path, what).await.map_err(bad)?;
+                known.insert(file.path.clone(), (stamp, now.clone()));
+                now
+            }
+        };
+        match &file.sha256 {
+            Some(wanted) if *wanted != now.sha256 => Err(bad(format!(
+                "its SHA-256 is {}, not {wanted} as provider.libvirt.{key}-sha256 says; it is another image, or damaged",
+                now.sha256
+            ))),
+            _ => Ok(now),
+        }
+    }
+
+    /// The path of the image in the pool; uploads it where it is not there.
+    pub(crate) async fn place(
+        &self,
+        libvirt: &Connection,
+        pool: &Named,
+        file: &File,
+        what: Use,
+    ) -> Result<(String, Known), Error> {
+        let known = self.know(file, what).await?;
+        let name = format!("peerpod-base-{}.{}", &known.sha256[..32], if what == Use::Disk { known.format } else { what.key() });
+        let mut uploads = self.uploads.lock().await;
+        if let Some(path) = uploads.get(&name) {
+            return Ok((path.clone(), known));
+        }
+        let attempt = format!("upload of {} into pool {}", file.path.display(), pool.name);
+        let fail = |error| refuse(&attempt, error);
+        let mark = format!("{name}.complete");
+        let mut seen: Option<(u64, Instant)> = None;
+        let volume = loop {
+            let volume = libvirt.volume(pool, &name).await.map_err(fail)?;
+            match volume {
+                Some(volume) if libvirt.volume(pool, &mark).await.map_err(fail)?.is_some() => break volume,
+                Some(volume) => {
+                    let grown = libvirt.volume_info(&volume).await.map_err(fail)?.allocation;
+                    match seen {
+                        Some((before, since)) if before == grown && since.elapsed() > STALLED => {
+                            tracing::warn!(name, "an upload that was never finished is begun anew");
+                            libvirt.delete_volume(&volume).await.map_err(fail)?;
+                        }
+                        Some((before, _)) if before == grown => sleep(LOOK).await,
+                        _ => {
+                            seen = Some((grown, Instant::now()));
+                            sleep(LOOK).await;
+                        }
+                    }
+                }
+                None => {
+                    let xml = xml::volume(&name, "raw", known.bytes, None);
+                    match libvirt.create_volume(pool, &xml).await {
+                        Ok(volume) => {
+                            let data = tokio::fs::File::open(&file.path).await;
+                            let data = data.map_err(|error| Error::invalid(format!("{attempt}: {error}")))?;
+                            let sent = libvirt.upload(&volume, known.bytes, data).await;
+                            if let Err(error) = sent {
+                                // It is not marked as whole; who comes next makes it anew.
+                                drop(libvirt.delete_volume(&volume).await);
+                                return Err(fail(error));
+                            }
+                            let made = libvirt.create_volume(pool, &xml::volume(&mark, "raw", 0, None)).await;
+                            match made {
+                                Err(error) if is_there(&error) => {}
+                                other => drop(other.map_err(fail)?),
+                            }
+                            tracing::info!(name, bytes = known.bytes, "image is in the pool");
+                            break volume;
+                        }
+                        // Somebody was quicker, or libvirtd has not looked into the folder for long.
+                        Err(error) if is_there(&error) => libvirt.refresh(pool).await.map_err(fail)?,
+                        Err(error) => return Err(fail(error)),
+                    }
+                }
+            }
+        };
+        let path = libvirt.volume_path(&volume).await.map_err(fail)?;
+        uploads.insert(name, path.clone());
+        Ok((path, known))
+    }
+
+    /// Looks in the pool again before the next use: libvirtd was away, and so may be its files.
+    pub(crate) async fn forget(&self) {
+        self.uploads.lock().await.clear();
+    }
+}
+
+/// Whether a volume could not be made because there is one.
+pub(crate) fn is_there(error: &crate::rpc::RpcError) -> bool {
+    error.code() == Some(code::STORAGE_VOL_EXIST) || error.to_string().contains("File exists")
+}
+
+async fn read(path: &Path, what: Use) -> Result<Known, String> {
+    let mut file = tokio::fs::File::open(path).await.map_err(|error| error.to_string())?;
+    let (mut hash, mut head, mut bytes) = (Sha256::new(), Vec::new(), 0u64);
+    let mut piece = vec![0; 1 << 20];
+    loop {
+        let count = file.read(&mut piece).await.map_err(|error| error.to_string())?;
+        let Some(part) = piece.get(..count).filter(|part| !part.is_empty()) else { break };
+        if head.len() < 512 {
+            head.extend(part.iter().take(512 - head.len()));
+        }
+        hash.update(part);
+        bytes += count as u64;
+        // Hashing is work; others on this thread get their turn.
+        tokio::task::yield_now().await;
+    }
+    let format = if what == Use::Disk { disk_format(&head)? } else { "raw" };
+    let disk_bytes = match (format, head.get(24..32).and_then(|size| size.try_into().ok())) {
+        ("qcow2", Some(size)) => u64::from_be_bytes(size),
+        _ => bytes,
+    };
+    Ok(Known { sha256: hex(&hash.finalize()), bytes, format, disk_bytes })
+}
+
+/// Which of the two formats it is, said by its first bytes.
+fn disk_format(head: &[u8]) -> Result<&'static str, String> {
+    if head.starts_with(&QCOW2) {
+        // A file that names another one would have QEMU open that: whatever it is.
+        return match head.get(8..16) {
+            Some(&[0, 0, 0, 0, 0, 0, 0, 0]) => Ok("qcow2"),
+            _ => Err("it is a qcow2 overlay of another file; flatten it (qemu-img convert -O qcow2)".to_owned()),
+        };
+    }
+    match head.get(510..512) {
+        Some(&[0x55, 0xaa]) => Ok("raw"),
+        _ => Err("it is neither a qcow2 nor a raw disk with a partition table".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn images_are_known_by_their_first_bytes() {
+        let mut qcow2 = [0; 512];
+        qcow2[..4].copy_from_slice(&QCOW2);
+        assert_eq!(disk_format(&qcow2), Ok("qcow2"));
+        qcow2[15] = 1;
+        assert!(disk_format(&qcow2).unwrap_err().contains("overlay"));
+        let mut raw = [0; 512];
+        raw[510..].copy_from_slice(&[0x55, 0xaa]);
+        assert_eq!(disk_format(&raw), Ok("raw"));
+        assert!(disk_format(b"<html>").unwrap_err().contains("neither"));
+    }
+}

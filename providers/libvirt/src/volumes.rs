@@ -1,0 +1,165 @@
+//! Disks of a VM that runs: plugged in under their serial, and given back before anybody else may have them.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId, Volumes};
+use tokio::sync::broadcast;
+use tokio::time::{Instant, timeout};
+
+use crate::refusal::refuse;
+use crate::rpc::calls::Domain;
+use crate::rpc::{Connection, Event, RpcError, code};
+use crate::{LibvirtProvider, Shared, disks};
+
+/// How long a guest may take to let go of a disk.
+const GIVE_BACK: Duration = Duration::from_secs(30);
+/// Beside the event we look for ourselves now and then, and ask once more: a guest that is booting does not hear us.
+const LOOK: Duration = Duration::from_secs(2);
+
+#[async_trait]
+impl Volumes for LibvirtProvider {
+    async fn attach(&self, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error> {
+        let attempt = format!("attach of disk {} to VM {id}", disk.volume);
+        self.shared.attach(id, disk, &attempt).await
+    }
+
+    async fn detach(&self, id: &InstanceId, volume: &str) -> Result<(), Error> {
+        let attempt = format!("detach of disk {volume} from VM {id}");
+        match self.shared.detach(id, volume, &attempt).await {
+            Err(Error::NotFound { .. }) => Ok(()),
+            other => other,
+        }
+    }
+}
+
+impl Shared {
+    async fn attach(&self, id: &InstanceId, request: &DiskRequest, attempt: &str) -> Result<DiskIdentity, Error> {
+        let fail = |error: RpcError| refuse(attempt, error);
+        let libvirt = self.link.get().await.map_err(fail)?;
+        let domain = self.find(&libvirt, id, attempt).await?;
+        let _turn = self.turn(domain.uuid).await;
+        let identity = DiskIdentity::Serial(disks::serial(&request.volume));
+        let mut disk = self.disk(&libvirt, request, attempt).await?;
+        let there = Disks::of(&libvirt, &domain).await.map_err(fail)?;
+        if there.target_of(&disk.serial).is_some() {
+            return Ok(identity);
+        }
+        disk.target = there.free().ok_or_else(|| Error::Quota {
+            text: format!("{attempt}: it has as many disks as a VM can have"),
+        })?;
+        libvirt.attach(&domain, &disk.xml(false)).await.map_err(fail)?;
+        Ok(identity)
+    }
+
+    async fn detach(&self, id: &InstanceId, volume: &str, attempt: &str) -> Result<(), Error> {
+        let fail = |error: RpcError| refuse(attempt, error);
+        let libvirt = self.link.get().await.map_err(fail)?;
+        let domain = self.find(&libvirt, id, attempt).await?;
+        let _turn = self.turn(domain.uuid).await;
+        let serial = disks::serial(volume);
+        let mut events = libvirt.events();
+        let deadline = Instant::now() + GIVE_BACK;
+        loop {
+            let there = Disks::of(&libvirt, &domain).await.map_err(fail)?;
+            let Some(found) = there.0.iter().find(|disk| disk.serial == serial) else { return Ok(()) };
+            if libvirt.state(&domain).await.map_err(fail)?.is_off() {
+                // It has nothing any more; its definition goes with it.
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                return Err(Error::transient(format!(
+                    "{attempt}: the guest has not given it back for {} s; is it mounted there?",
+                    GIVE_BACK.as_secs()
+                )));
+            }
+            match libvirt.detach(&domain, &found.xml).await {
+                // Asked before, and still under way.
+                Err(error) if matches!(error.code(), Some(code::OPERATION_FAILED | code::INTERNAL_ERROR | code::OPERATION_INVALID)) => {}
+                Err(error) if matches!(error.code(), Some(code::DEVICE_MISSING | code::INVALID_ARG)) => return Ok(()),
+                other => other.map_err(fail)?,
+            }
+            // Whatever is heard, the next look tells.
+            drop(timeout(LOOK, removed(&mut events, &domain, &found.alias)).await);
+        }
+    }
+}
+
+/// Waits until libvirtd says something of this device.
+async fn removed(events: &mut broadcast::Receiver<Event>, domain: &Domain, device: &str) {
+    loop {
+        match events.recv().await {
+            Ok(Event::DeviceRemoved { domain: of, alias } | Event::DeviceKept { domain: of, alias })
+                if of.uuid == domain.uuid && alias == device =>
+            {
+                return;
+            }
+            Err(broadcast::error::RecvError::Closed) => return,
+            _ => {}
+        }
+    }
+}
+
+/// The disks that a domain has now.
+struct Disks(Vec<Plugged>);
+
+struct Plugged {
+    serial: String,
+    target: String,
+    alias: String,
+    /// The element as libvirt writes it.
+    xml: String,
+}
+
+impl Disks {
+    async fn of(libvirt: &Connection, domain: &Domain) -> Result<Disks, RpcError> {
+        Ok(Disks::read(&libvirt.domain_xml(domain).await?))
+    }
+
+    fn read(xml: &str) -> Disks {
+        let Ok(document) = roxmltree::Document::parse(xml) else { return Disks(Vec::new()) };
+        let disks = document.descendants().filter(|node| {
+            node.has_tag_name("disk") && node.parent().is_some_and(|parent| parent.has_tag_name("devices"))
+        });
+        let read = |disk: roxmltree::Node<'_, '_>| {
+            let child = |name: &str| disk.children().find(|node| node.has_tag_name(name));
+            let serial = child("serial").and_then(|node| node.text()).unwrap_or_default().to_owned();
+            let target = child("target").and_then(|node| node.attribute("dev")).unwrap_or_default().to_owned();
+            let alias = child("alias").and_then(|node| node.attribute("name")).unwrap_or_default().to_owned();
+            Plugged { serial, target, alias, xml: xml.get(disk.range()).unwrap_or_default().to_owned() }
+        };
+        Disks(disks.map(read).collect())
+    }
+
+    fn target_of(&self, serial: &str) -> Option<&str> {
+        self.0.iter().find(|disk| disk.serial == serial).map(|disk| disk.target.as_str())
+    }
+
+    fn free(&self) -> Option<String> {
+        let names = ('a'..='z').map(|letter| format!("vd{letter}"));
+        names.into_iter().find(|name| !self.0.iter().any(|disk| disk.target == *name))
+    }
+}
+
+/// See [`crate::read_anything`].
+pub(crate) fn read_anything(text: &str) {
+    let disks = Disks::read(text);
+    assert!(disks.free().is_none_or(|free| disks.0.iter().all(|disk| disk.target != free)));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_domains_disks_are_read() {
+        let xml = "<domain><devices><disk type='file'><source file='/x'/><target dev='vda' bus='virtio'/><serial>s1</serial>\
+                   <alias name='virtio-disk0'/></disk><disk><target dev='vdc'/></disk></devices><disk/></domain>";
+        let disks = Disks::read(xml);
+        assert_eq!(disks.0.len(), 2);
+        assert_eq!(disks.target_of("s1"), Some("vda"));
+        assert_eq!(disks.free().as_deref(), Some("vdb"));
+        assert!(disks.0[0].xml.starts_with("<disk type='file'>") && disks.0[0].xml.ends_with("</disk>"));
+        assert_eq!(Disks::read("<").0.len(), 0);
+    }
+}

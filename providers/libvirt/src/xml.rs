@@ -1,0 +1,253 @@
+//! What we write for libvirt: domains, volumes, disks. Pure; nothing from outside gets in without being escaped.
+
+use std::fmt::Write as _;
+
+use peerpod_provider_api::Confidential;
+
+use crate::config::{Firmware, Plug};
+use crate::disks::{Place, Source};
+use crate::marks::Marks;
+
+/// Everything of one domain.
+pub(crate) struct Machine<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) uuid: &'a str,
+    pub(crate) marks: &'a Marks,
+    /// `kvm`, `qemu` or `test`.
+    pub(crate) kind: &'a str,
+    pub(crate) arch: &'a str,
+    pub(crate) machine: &'a str,
+    pub(crate) vcpus: u32,
+    pub(crate) memory_mib: u64,
+    pub(crate) cpuset: Option<&'a str>,
+    pub(crate) start: Start<'a>,
+    /// Path of the file that fw_cfg shows.
+    pub(crate) fw_cfg: Option<&'a str>,
+    /// Path of the file that the console goes to.
+    pub(crate) console: &'a str,
+    pub(crate) disks: &'a [Disk],
+    pub(crate) cards: &'a [(String, Plug)],
+    pub(crate) hotplug_ports: u32,
+    pub(crate) confidential: Option<Confidential>,
+}
+
+/// What it boots, as paths on libvirtd's host.
+pub(crate) enum Start<'a> {
+    Kernel { kernel: &'a str, initrd: Option<&'a str>, cmdline: &'a str },
+    Disk { firmware: &'a Firmware },
+    Nothing,
+}
+
+/// A disk as libvirt is told it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Disk {
+    pub(crate) source: Source,
+    pub(crate) format: &'static str,
+    pub(crate) serial: String,
+    /// `vda`, …
+    pub(crate) target: String,
+    pub(crate) read_only: bool,
+}
+
+/// As text or attribute.
+pub(crate) fn escape(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '&' => escaped.push_str("&amp;"),
+            '\'' => escaped.push_str("&apos;"),
+            '"' => escaped.push_str("&quot;"),
+            // No XML can say these.
+            c if c.is_control() => escaped.push(' '),
+            c => escaped.push(c),
+        }
+    }
+    escaped
+}
+
+/// Appends lines; a `String` takes everything.
+macro_rules! add {
+    ($to:expr, $($arguments:tt)*) => { $to.write_fmt(format_args!($($arguments)*)).expect("a String takes everything") };
+}
+
+impl Machine<'_> {
+    pub(crate) fn xml(&self) -> String {
+        let mut xml = String::new();
+        add!(xml, "<domain type='{}'>\n<name>{}</name>\n<uuid>{}</uuid>\n", self.kind, escape(self.name), self.uuid);
+        add!(xml, "<metadata>{}</metadata>\n", self.marks.xml());
+        add!(xml, "<memory unit='MiB'>{}</memory>\n", self.memory_mib);
+        let cpuset = self.cpuset.map(|set| format!(" cpuset='{}'", escape(set))).unwrap_or_default();
+        add!(xml, "<vcpu{cpuset}>{}</vcpu>\n", self.vcpus);
+        if self.fw_cfg.is_some() {
+            xml.push_str("<sysinfo type='fwcfg'>\n");
+            if let Some(path) = self.fw_cfg {
+                add!(xml, "<entry name='opt/io.peerpod/user-data' file='{}'/>\n", escape(path));
+            }
+            xml.push_str("</sysinfo>\n");
+        }
+        self.os(&mut xml);
+        if self.kind != "test" {
+            xml.push_str("<features><acpi/><apic/></features>\n");
+            add!(xml, "<cpu mode='{}'/>\n<clock offset='utc'/>\n", cpu(self.kind));
+            // Memory of a pod has no business in a core file.
+            xml.push_str("<on_poweroff>destroy</on_poweroff><on_reboot>destroy</on_reboot><on_crash>destroy</on_crash>\n");
+        }
+        self.devices(&mut xml);
+        self.launch_security(&mut xml);
+        xml.push_str("</domain>\n");
+        xml
+    }
+
+    fn os(&self, xml: &mut String) {
+        let efi = matches!(self.start, Start::Disk { firmware: Firmware::Efi });
+        add!(xml, "<os{}>", if efi { " firmware='efi'" } else { "" });
+        match self.kind {
+            "test" => xml.push_str("<type>hvm</type>"),
+            _ => add!(xml, "<type arch='{}' machine='{}'>hvm</type>", escape(self.arch), escape(self.machine)),
+        }
+        match &self.start {
+            Start::Kernel { kernel, initrd, cmdline } => {
+                add!(xml, "<kernel>{}</kernel>", escape(kernel));
+                if let Some(initrd) = initrd {
+                    add!(xml, "<initrd>{}</initrd>", escape(initrd));
+                }
+                add!(xml, "<cmdline>{}</cmdline>", escape(cmdline));
+            }
+            Start::Disk { firmware: Firmware::Loader(path) } => {
+                add!(xml, "<loader readonly='yes' type='pflash'>{}</loader>", escape(path));
+            }
+            Start::Disk { .. } | Start::Nothing => {}
+        }
+        if self.kind != "test" {
+            xml.push_str("<bios useserial='no'/>");
+        }
+        xml.push_str("</os>\n");
+    }
+
+    fn devices(&self, xml: &mut String) {
+        xml.push_str("<devices>\n");
+        if self.kind != "test" {
+            xml.push_str("<controller type='usb' model='none'/>\n<memballoon model='none'/>\n");
+            xml.push_str("<rng model='virtio'><backend model='random'>/dev/urandom</backend></rng>\n");
+            for _ in 0..self.hotplug_ports {
+                xml.push_str("<controller type='pci' model='pcie-root-port'/>\n");
+            }
+            add!(
+                xml,
+                "<serial type='file'><source path='{}' append='on'/><target port='0'/></serial>\n",
+                escape(self.console)
+            );
+        }
+        for (index, disk) in self.disks.iter().enumerate() {
+            let boots = index == 0 && matches!(self.start, Start::Disk { .. });
+            xml.push_str(&disk.xml(boots));
+        }
+        for (mac, plug) in self.cards {
+            let (kind, name) = match plug {
+                Plug::Network(name) => ("network", name),
+                Plug::Bridge(name) => ("bridge", name),
+            };
+            // Its boot ROM would only wait for a server that is not there.
+            add!(
+                xml,
+                "<interface type='{kind}'><source {kind}='{}'/><mac address='{mac}'/><model type='virtio'/>\
+                 <rom enabled='no'/></interface>\n",
+                escape(name)
+            );
+        }
+        xml.push_str("</devices>\n");
+    }
+
+    fn launch_security(&self, xml: &mut String) {
+        match self.confidential {
+            // Policy bits: no debugging; SNP also: SMT allowed (bit 16), the reserved bit 17.
+            Some(Confidential::Sev) => {
+                xml.push_str("<launchSecurity type='sev'><policy>0x0001</policy></launchSecurity>\n");
+            }
+            Some(Confidential::SevSnp) => {
+                xml.push_str("<launchSecurity type='sev-snp'><policy>0x00030000</policy></launchSecurity>\n");
+            }
+            Some(Confidential::Tdx) => xml.push_str("<launchSecurity type='tdx'/>\n"),
+            Some(Confidential::SecureExecution) => xml.push_str("<launchSecurity type='s390-pv'/>\n"),
+            None => {}
+        }
+    }
+}
+
+impl Disk {
+    /// The element, for a domain or to be plugged in.
+    pub(crate) fn xml(&self, boots: bool) -> String {
+        let mut xml = String::new();
+        let (kind, source) = match &self.source {
+            Source::Volume { pool, name } => {
+                ("volume", format!("<source pool='{}' volume='{}'/>", escape(pool), escape(name)))
+            }
+            Source::File(path) => ("file", format!("<source file='{}'/>", escape(path))),
+            Source::Network { protocol, name, places, user } => ("network", network(protocol, name, places, user)),
+        };
+        add!(xml, "<disk type='{kind}' device='disk'><driver name='qemu' type='{}' discard='unmap'/>", self.format);
+        add!(xml, "{source}<target dev='{}' bus='virtio'/><serial>{}</serial>", self.target, escape(&self.serial));
+        if self.read_only {
+            xml.push_str("<readonly/>");
+        }
+        if boots {
+            xml.push_str("<boot order='1'/>");
+        }
+        xml.push_str("</disk>\n");
+        xml
+    }
+}
+
+/// All that the host's CPU can do, or all that QEMU can.
+fn cpu(kind: &str) -> &'static str {
+    if kind == "kvm" { "host-passthrough" } else { "maximum" }
+}
+
+fn network(protocol: &str, name: &str, places: &[Place], user: &Option<(String, String)>) -> String {
+    let mut xml = format!("<source protocol='{protocol}' name='{}'>", escape(name));
+    for place in places {
+        match place {
+            Place::Host { host, port } => {
+                let port = port.map(|port| format!(" port='{port}'")).unwrap_or_default();
+                add!(xml, "<host name='{}'{port}/>", escape(host));
+            }
+            Place::Socket(path) => add!(xml, "<host transport='unix' socket='{}'/>", escape(path)),
+        }
+    }
+    if let Some((user, secret)) = user {
+        add!(xml, "<auth username='{}'><secret type='ceph' uuid='{}'/></auth>", escape(user), escape(secret));
+    }
+    xml.push_str("</source>");
+    xml
+}
+
+/// A volume of a pool of files, which nobody but its owner may read.
+pub(crate) fn volume(name: &str, format: &str, bytes: u64, backing: Option<(&str, &str)>) -> String {
+    let mut xml = format!("<volume><name>{}</name><capacity unit='bytes'>{bytes}</capacity>", escape(name));
+    // Room is taken as it is written.
+    xml.push_str("<allocation>0</allocation>");
+    add!(xml, "<target><format type='{format}'/><permissions><mode>0600</mode></permissions></target>");
+    if let Some((path, format)) = backing {
+        add!(xml, "<backingStore><path>{}</path><format type='{format}'/></backingStore>", escape(path));
+    }
+    xml.push_str("</volume>");
+    xml
+}
+
+/// A domain whose firmware finds nothing to boot and resets at once, which ends it: it can only do so where guest code
+/// truly runs. With the CPU that VMs get, which may be more than the host can do.
+pub(crate) fn probe(name: &str, kind: &str, arch: &str, machine: &str) -> String {
+    format!(
+        "<domain type='{kind}'><name>{}</name><memory unit='MiB'>32</memory><vcpu>1</vcpu>\
+         <os><type arch='{}' machine='{}'>hvm</type><bootmenu enable='no'/><bios rebootTimeout='0'/></os>\
+         <features><acpi/><apic/></features><cpu mode='{}'/>\
+         <on_reboot>destroy</on_reboot><on_crash>destroy</on_crash><devices><controller type='usb' model='none'/><memballoon model='none'/></devices>\
+         </domain>",
+        escape(name),
+        escape(arch),
+        escape(machine),
+        cpu(kind)
+    )
+}

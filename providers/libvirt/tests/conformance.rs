@@ -1,0 +1,89 @@
+//! The suite that every provider passes, with a real libvirtd and QEMU. Needs root.
+
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::fs;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use common::{Place, request};
+use peerpod_provider_api::conformance::Harness;
+use peerpod_provider_api::{CreateRequest, DiskRequest, InstanceId, Provider};
+use peerpod_provider_libvirt::LibvirtProvider;
+use peerpod_world::libvirtd::POOL;
+
+struct Libvirt {
+    provider: Arc<LibvirtProvider>,
+    place: Place,
+}
+
+fn make() -> Libvirt {
+    let place = Place::new();
+    place.libvirtd.virsh(&["vol-create-as", POOL, "disk-of-the-pod", "8M", "--format", "qcow2"]).unwrap();
+    Libvirt { provider: place.provider(), place }
+}
+
+#[async_trait]
+impl Harness for Libvirt {
+    fn provider(&self) -> Arc<dyn Provider> {
+        self.provider.clone()
+    }
+
+    async fn user_data(&self, id: &InstanceId) -> Option<Vec<u8>> {
+        // The file that QEMU shows to the guest as it is; that the guest sees the same is the whole road's test.
+        let xml = self.place.libvirtd.virsh(&["dumpxml", id.as_str()]).ok()?;
+        let path = xml.split("opt/io.peerpod/user-data' file='").nth(1)?.split('\'').next()?;
+        fs::read(path).ok()
+    }
+
+    async fn machines(&self) -> Option<usize> {
+        Some(self.place.machines().len())
+    }
+
+    fn unknown_id(&self) -> Option<InstanceId> {
+        InstanceId::new("0b5a3c7e-0000-8000-8000-0123456789ab").ok()
+    }
+
+    fn stranger(&self) -> Option<Arc<dyn Provider>> {
+        Some(Arc::new(LibvirtProvider::new(self.place.config(&[]), "cluster", "another-node")))
+    }
+
+    fn successor(&self) -> Option<Arc<dyn Provider>> {
+        Some(self.place.provider())
+    }
+
+    fn volume(&self) -> Option<DiskRequest> {
+        Some(DiskRequest { volume: "disk-of-the-pod".into(), ..DiskRequest::default() })
+    }
+
+    fn request(&self) -> CreateRequest {
+        CreateRequest { labels: [("peerpod-test".to_owned(), "conformance".to_owned())].into(), ..request("conformance") }
+    }
+
+    fn crowd(&self) -> u32 {
+        8
+    }
+
+    fn drops(&self) -> u32 {
+        10
+    }
+
+    fn patience(&self) -> Duration {
+        Duration::from_secs(240)
+    }
+}
+
+impl Drop for Libvirt {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            let left = self.place.libvirtd.domains().unwrap();
+            assert!(left.is_empty(), "{left:?}");
+            assert_eq!(self.place.libvirtd.files(POOL).unwrap(), ["disk-of-the-pod"]);
+        }
+    }
+}
+
+peerpod_provider_api::conformance_suite!(make);

@@ -1,0 +1,98 @@
+//! What the node's operator says of registries, for guests that pull images themselves: a pull secret for all pods, CA
+//! certificates, plain HTTP, images to be fetched early. Files are read anew for each guest, so that a rotated secret
+//! counts for the next pod without a restart. (Secrets of single pods come from the cluster, when there is one.)
+
+use std::{
+    fs,
+    io::Read,
+    path::{Path, PathBuf},
+};
+
+use peerpod_base::config::Reader;
+use peerpod_proto::guest::Images;
+
+const VERSION: u32 = 1;
+/// Of each file.
+const MAX_FILE: u64 = 1 << 20;
+const MOST: usize = 64;
+
+/// `node.pull-secret`, `node.registry-ca`, `node.plain-http-registries`, `node.prefetch-images`.
+#[derive(Clone, Debug, Default)]
+pub struct Registries {
+    pull_secret: Option<PathBuf>,
+    ca: Option<PathBuf>,
+    plain_http: Vec<String>,
+    prefetch: Vec<String>,
+}
+
+impl Registries {
+    /// Asks for the keys.
+    pub fn read(reader: &mut Reader) -> Registries {
+        let registries = Registries {
+            pull_secret: reader.optional(
+                "node.pull-secret",
+                "file with the credentials of registries (a .dockerconfigjson) that guests pull every pod's images with; \
+                 only where the VM image has no confidential data hub of its own",
+            ),
+            ca: reader.optional(
+                "node.registry-ca",
+                "file with CA certificates (PEM) that guests trust registries by, besides the VM image's",
+            ),
+            plain_http: reader
+                .optional("node.plain-http-registries", "registries (host or host:port) that guests speak plain HTTP to")
+                .unwrap_or_default(),
+            prefetch: reader
+                .optional("node.prefetch-images", "images that every VM fetches as soon as it knows its pod")
+                .unwrap_or_default(),
+        };
+        if registries.plain_http.len() > MOST || registries.prefetch.len() > MOST {
+            reader.mistake("node.prefetch-images", "at most 64, and as many plain HTTP registries");
+        }
+        registries
+    }
+
+    /// For a guest. What cannot be read is said here and missed there: pods that do not need it must run.
+    pub fn images(&self) -> Images {
+        let mut images = Images::new();
+        images.version = VERSION;
+        images.pull_secret = text("node.pull-secret", self.pull_secret.as_deref());
+        images.ca_pem = text("node.registry-ca", self.ca.as_deref());
+        images.plain_http.clone_from(&self.plain_http);
+        images.prefetch.clone_from(&self.prefetch);
+        images
+    }
+}
+
+fn text(key: &str, path: Option<&Path>) -> String {
+    let Some(path) = path else { return String::new() };
+    let read = || -> std::io::Result<String> {
+        let mut text = String::new();
+        fs::File::open(path)?.take(MAX_FILE + 1).read_to_string(&mut text)?;
+        if text.len() as u64 > MAX_FILE {
+            return Err(std::io::Error::new(std::io::ErrorKind::FileTooLarge, "more than 1 MiB"));
+        }
+        Ok(text)
+    };
+    read().unwrap_or_else(|error| {
+        tracing::error!(key, path = %path.display(), %error, "cannot read it: guests go without");
+        String::new()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_read_when_they_are_needed() {
+        let path = std::env::temp_dir().join(format!("pp-registries-{}", std::process::id()));
+        let registries = Registries { pull_secret: Some(path.clone()), ..Registries::default() };
+        assert_eq!(registries.images().pull_secret, "");
+        fs::write(&path, "{\"auths\":{}}").unwrap();
+        assert_eq!(registries.images().pull_secret, "{\"auths\":{}}");
+        fs::write(&path, vec![b' '; (1 << 20) + 1]).unwrap();
+        assert_eq!(registries.images().pull_secret, "");
+        fs::remove_file(&path).unwrap();
+        assert_eq!(registries.images().version, 1);
+    }
+}

@@ -1,0 +1,270 @@
+//! What may be wished of a VM beyond Kata's nine annotations: for all pods of a node by its configuration, for one pod by
+//! annotations of ours. Kata's shims do not hand those on (kata-wire, "The nine annotations"); they count from whoever
+//! does, and mean the same.
+
+use std::collections::HashMap;
+
+use peerpod_provider_api::{Arch, Confidential, CreateRequest, Market};
+use serde::{Deserialize, Serialize};
+
+use super::Error;
+
+/// Processor architecture: `x86_64` (or `amd64`), `aarch64` (or `arm64`), `s390x`, `ppc64le`.
+pub const ARCH: &str = "io.peerpod/arch";
+/// Confidential VM by: `sev`, `sev-snp`, `tdx`, `secure-execution`.
+pub const CONFIDENTIAL: &str = "io.peerpod/confidential";
+/// How the VM is paid for: `spot`, `on-demand`.
+pub const MARKET: &str = "io.peerpod/market";
+/// The cloud's zones that will do, separated by commas.
+pub const ZONES: &str = "io.peerpod/zones";
+/// An address of the internet beside the private one: `true`, `false`.
+pub const PUBLIC_IP: &str = "io.peerpod/public-ip";
+
+/// More zones than any region has.
+const MOST_ZONES: usize = 32;
+
+/// The wishes; what was not said is `None` or empty.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Wishes {
+    /// [`ARCH`].
+    pub arch: Option<Arch>,
+    /// [`CONFIDENTIAL`].
+    pub confidential: Option<Confidential>,
+    /// [`MARKET`].
+    pub market: Option<Market>,
+    /// [`ZONES`].
+    pub zones: Vec<String>,
+    /// [`PUBLIC_IP`].
+    pub public_ip: Option<bool>,
+}
+
+impl Wishes {
+    /// The part of [`Wishes`] that is called so in `node.vm-annotations`, and its annotation.
+    pub const ALL: [(&str, &str); 5] = [
+        ("arch", ARCH),
+        ("confidential", CONFIDENTIAL),
+        ("market", MARKET),
+        ("zones", ZONES),
+        ("public-ip", PUBLIC_IP),
+    ];
+
+    pub(super) fn read(annotations: &HashMap<String, String>) -> Result<Wishes, Error> {
+        let given = |key: &'static str| {
+            annotations.get(key).map(|value| value.trim()).filter(|value| !value.is_empty())
+        };
+        let bad = |key: &'static str, value: &str, why: String| Error::Bad {
+            key,
+            value: value.chars().take(64).collect(),
+            why,
+        };
+        fn one<T>(
+            key: &'static str,
+            given: Option<&str>,
+            read: impl Fn(&str) -> Result<T, String>,
+            bad: impl Fn(&'static str, &str, String) -> Error,
+        ) -> Result<Option<T>, Error> {
+            given.map(|value| read(value).map_err(|why| bad(key, value, why))).transpose()
+        }
+        Ok(Wishes {
+            arch: one(ARCH, given(ARCH), arch, bad)?,
+            confidential: one(CONFIDENTIAL, given(CONFIDENTIAL), confidential, bad)?,
+            market: one(MARKET, given(MARKET), market, bad)?,
+            zones: one(ZONES, given(ZONES), zones, bad)?.unwrap_or_default(),
+            public_ip: one(PUBLIC_IP, given(PUBLIC_IP), flag, bad)?,
+        })
+    }
+
+    /// These, and where they say nothing, the node's.
+    pub fn over(self, node: &Wishes) -> Wishes {
+        Wishes {
+            arch: self.arch.or(node.arch),
+            confidential: self.confidential.or(node.confidential),
+            market: self.market.or(node.market),
+            zones: if self.zones.is_empty() { node.zones.clone() } else { self.zones },
+            public_ip: self.public_ip.or(node.public_ip),
+        }
+    }
+
+    /// Whether a pod may wish this: by the names of [`Wishes::ALL`].
+    ///
+    /// # Errors
+    /// The first annotation that it may not have, and what to do.
+    pub fn check(&self, allowed: &[String]) -> Result<(), String> {
+        let said = [
+            self.arch.is_some(),
+            self.confidential.is_some(),
+            self.market.is_some(),
+            !self.zones.is_empty(),
+            self.public_ip.is_some(),
+        ];
+        match Wishes::ALL
+            .iter()
+            .zip(said)
+            .find(|((name, _), said)| *said && !allowed.iter().any(|one| one == name))
+        {
+            None => Ok(()),
+            Some(((name, key), _)) => Err(format!(
+                "annotation {key}: this node does not let pods choose that; remove it from the pod, or add {name} to \
+                 node.vm-annotations"
+            )),
+        }
+    }
+
+    /// Puts them into a request.
+    pub fn ask(&self, request: &mut CreateRequest) {
+        request.arch = self.arch;
+        request.confidential = self.confidential;
+        request.market = self.market;
+        request.zones = self.zones.clone();
+        request.public_ip = self.public_ip.unwrap_or(false);
+    }
+}
+
+/// Reads [`ARCH`].
+///
+/// # Errors
+/// What would do.
+pub fn arch(text: &str) -> Result<Arch, String> {
+    let word = match text {
+        "amd64" => "x86_64",
+        "arm64" => "aarch64",
+        other => other,
+    };
+    Arch::from_word(word)
+        .ok_or_else(|| "not an architecture; write x86_64, aarch64, s390x or ppc64le".to_owned())
+}
+
+/// Reads [`CONFIDENTIAL`].
+///
+/// # Errors
+/// What would do.
+pub fn confidential(text: &str) -> Result<Confidential, String> {
+    Confidential::from_word(&text.replace('-', "_"))
+        .ok_or_else(|| "not a technology; write sev, sev-snp, tdx or secure-execution".to_owned())
+}
+
+/// Reads [`MARKET`].
+///
+/// # Errors
+/// What would do.
+pub fn market(text: &str) -> Result<Market, String> {
+    Market::from_word(&text.replace('-', "_"))
+        .ok_or_else(|| "not a market; write spot or on-demand".to_owned())
+}
+
+/// Reads [`ZONES`].
+///
+/// # Errors
+/// What would do.
+pub fn zones(text: &str) -> Result<Vec<String>, String> {
+    let mut zones: Vec<String> = Vec::new();
+    for zone in text.split(',').map(str::trim).filter(|zone| !zone.is_empty()) {
+        let fits = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
+        if zone.len() > 64 || !zone.bytes().all(fits) {
+            return Err("not names of zones; write them as the cloud does, separated by commas".to_owned());
+        }
+        if !zones.iter().any(|one| one == zone) {
+            zones.push(zone.to_owned());
+        }
+    }
+    if zones.len() > MOST_ZONES {
+        return Err(format!("more than {MOST_ZONES} zones; leave it out to allow all"));
+    }
+    Ok(zones)
+}
+
+fn flag(text: &str) -> Result<bool, String> {
+    text.parse().map_err(|_| "neither true nor false; write one of them".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use peerpod_provider_api::Capabilities;
+
+    use super::*;
+
+    fn read(given: &[(&str, &str)]) -> Result<Wishes, Error> {
+        Wishes::read(&given.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect())
+    }
+
+    fn all() -> Wishes {
+        let given = [
+            (ARCH, "arm64"),
+            (CONFIDENTIAL, "sev-snp"),
+            (MARKET, " on-demand "),
+            (ZONES, "north-1a, north-1b,north-1a"),
+            (PUBLIC_IP, "true"),
+        ];
+        read(&given).unwrap()
+    }
+
+    #[test]
+    fn everything_that_can_be_wished_reaches_the_request() {
+        let mut request = CreateRequest::default();
+        all().ask(&mut request);
+        assert_eq!(request.arch, Some(Arch::Aarch64));
+        assert_eq!(request.confidential, Some(Confidential::SevSnp));
+        assert_eq!(request.market, Some(Market::OnDemand));
+        assert_eq!(request.zones, ["north-1a", "north-1b"]);
+        assert!(request.public_ip);
+        assert_eq!(read(&[(MARKET, ""), ("io.peerpod/other", "x")]).unwrap(), Wishes::default());
+    }
+
+    #[test]
+    fn a_pods_wishes_are_before_the_nodes() {
+        let node = all();
+        let pod = read(&[(MARKET, "spot"), (PUBLIC_IP, "false")]).unwrap().over(&node);
+        assert_eq!(pod, Wishes { market: Some(Market::Spot), public_ip: Some(false), ..node });
+    }
+
+    #[test]
+    fn what_is_no_wish_is_an_error_that_says_what_would_do() {
+        for (key, value, would_do) in [
+            (ARCH, "riscv", "write x86_64"),
+            (CONFIDENTIAL, "yes", "sev-snp"),
+            (MARKET, "cheap", "write spot or on-demand"),
+            (ZONES, "a b", "separated by commas"),
+            (PUBLIC_IP, "1", "neither true nor false"),
+        ] {
+            let why = read(&[(key, value)]).unwrap_err().to_string();
+            assert!(why.contains(key) && why.contains(value) && why.contains(would_do), "{why}");
+        }
+        let many: Vec<String> = (0..33).map(|n| format!("z{n}")).collect();
+        assert!(read(&[(ZONES, &many.join(","))]).is_err());
+    }
+
+    #[test]
+    fn a_pod_wishes_only_what_the_node_lets_it() {
+        let names: Vec<String> = Wishes::ALL.iter().map(|(name, _)| (*name).to_owned()).collect();
+        all().check(&names).unwrap();
+        Wishes::default().check(&[]).unwrap();
+        for (name, key) in Wishes::ALL {
+            let allowed: Vec<String> = names.iter().filter(|one| *one != name).cloned().collect();
+            let why = all().check(&allowed).unwrap_err();
+            assert!(
+                why.contains(key) && why.contains(&format!("add {name} to node.vm-annotations")),
+                "{why}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_provider_that_cannot_says_which() {
+        for (given, field) in [
+            ((ARCH, "s390x"), "arch"),
+            ((CONFIDENTIAL, "tdx"), "confidential"),
+            ((MARKET, "spot"), "market"),
+            ((ZONES, "a"), "zones"),
+            ((PUBLIC_IP, "true"), "public_ip"),
+        ] {
+            let mut request = CreateRequest { name: "web-0".into(), ..CreateRequest::default() };
+            read(&[given]).unwrap().ask(&mut request);
+            let error = Capabilities::minimal(1).check(&request, "shelf").unwrap_err();
+            assert!(
+                matches!(&error, peerpod_provider_api::Error::Unsupported { field: named, .. } if named == field)
+                    && error.to_string().contains("cannot be had from provider shelf"),
+                "{error}"
+            );
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! A container's image, as the real agent has it pulled: a Storage of driver `image_guest_pull` makes it ask the
+//! confidential data hub's socket, except for the pod's own container, whose program comes with the VM image.
+
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use nix::mount::{MntFlags, umount2};
+use peerpod_proto::{
+    agent::CreateContainerRequest, hub::ImagePullRequest, hub_ttrpc::ImagePullServiceClient,
+};
+use ttrpc::{Code, asynchronous::Client, context};
+
+use crate::error;
+
+const DRIVER: &str = "image_guest_pull";
+const HUB: &str = "unix:///run/confidential-containers/cdh.sock";
+/// The real agent's `image_pull_timeout`.
+const TIMEOUT: Duration = Duration::from_secs(20 * 60);
+
+/// Where the container's root is mounted; `None`: it asks for no image.
+pub(crate) async fn pull(root: &Path, request: &CreateContainerRequest) -> ttrpc::Result<Option<PathBuf>> {
+    let Some(storage) = request.storages.iter().find(|storage| storage.driver == DRIVER) else {
+        return Ok(None);
+    };
+    let sandbox = request.OCI.Annotations.get("io.kubernetes.cri.container-type");
+    if sandbox.is_some_and(|kind| kind == "sandbox") {
+        return Ok(None);
+    }
+    let bundle = root.join(&request.container_id);
+    std::fs::create_dir_all(&bundle).map_err(error::io)?;
+    let mut pull = ImagePullRequest::new();
+    pull.image_url.clone_from(&storage.source);
+    pull.bundle_path = bundle.to_string_lossy().into_owned();
+    let client = Client::connect(HUB).await?;
+    let hub = ImagePullServiceClient::new(client);
+    hub.pull_image(context::with_duration(TIMEOUT), &pull)
+        .await
+        .map_err(|failed| error::status(Code::INTERNAL, format!("pull image: {failed}")))?;
+    Ok(Some(bundle.join("rootfs")))
+}
+
+/// Takes the container's root away; none was mounted is fine.
+pub(crate) fn unmount(rootfs: &Path) {
+    drop(umount2(rootfs, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW));
+}

@@ -1,0 +1,64 @@
+//! The minimal image, and a copy of it with tools in it: the image itself has no shell, and tests want to look around.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::Context;
+use peerpod_world::binary;
+use serde_json::Value;
+
+/// What busybox is called in the VM.
+const TOOLS: [&str; 16] = [
+    "cat", "cp", "dd", "echo", "grep", "head", "ls", "mkdir", "mount", "ping", "sh", "sleep", "sync", "umount", "wc", "wget",
+];
+
+/// The folder of the minimal image: `PEERPOD_TEST_IMAGE`, or where `make image` puts it.
+pub fn minimal() -> anyhow::Result<PathBuf> {
+    if let Some(folder) = std::env::var_os("PEERPOD_TEST_IMAGE") {
+        return Ok(folder.into());
+    }
+    let node = binary("peerpod-node")?;
+    Ok(node.ancestors().nth(2).context("a target folder")?.join("image/minimal"))
+}
+
+/// A copy of the image in this folder, with busybox behind its initramfs: the kernel unpacks one archive after the other.
+pub fn with_tools(folder: &Path) -> anyhow::Result<PathBuf> {
+    let (image, copy) = (minimal()?, folder.join("image"));
+    fs::create_dir_all(&copy)?;
+    let read = |name: &str| fs::read(image.join(name)).with_context(|| format!("{}: build it (make image)", image.display()));
+    let mut json: Value = serde_json::from_slice(&read("image.json")?)?;
+    let (kernel, initrd) = (json["kernel"].as_str().context("a kernel")?, json["initrd"].as_str().context("an initrd")?);
+    fs::write(copy.join(kernel), read(kernel)?)?;
+    let mut bytes = read(initrd)?;
+    bytes.resize(bytes.len().next_multiple_of(4), 0);
+    let busybox = fs::read("/bin/busybox").context("/bin/busybox: install busybox-static (scripts/setup)")?;
+    let mut archive = Vec::new();
+    add(&mut archive, "usr/bin/busybox", 0o100_755, &busybox);
+    for tool in TOOLS {
+        add(&mut archive, &format!("usr/bin/{tool}"), 0o120_777, b"busybox");
+    }
+    add(&mut archive, "TRAILER!!!", 0, b"");
+    bytes.extend(archive);
+    fs::write(copy.join(initrd), bytes)?;
+    json["sha256"] = Value::Null;
+    fs::write(copy.join("image.json"), serde_json::to_vec(&json)?)?;
+    Ok(copy)
+}
+
+/// One entry of a `newc` archive.
+fn add(archive: &mut Vec<u8>, name: &str, mode: u32, data: &[u8]) {
+    let number = u32::try_from(archive.len()).unwrap_or(0) + 1_000_000;
+    let (length, name_length) = (data.len(), name.len() + 1);
+    let fields = [number, mode, 0, 0, 1, 0, length as u32, 0, 0, 0, 0, name_length as u32, 0];
+    archive.extend(b"070701");
+    for field in fields {
+        archive.extend(format!("{field:08X}").bytes());
+    }
+    archive.extend(name.bytes());
+    archive.push(0);
+    archive.resize(archive.len().next_multiple_of(4), 0);
+    archive.extend(data);
+    archive.resize(archive.len().next_multiple_of(4), 0);
+}

@@ -1,0 +1,240 @@
+//! The whole road with real machines: libvirtd, QEMU, a kernel, the minimal image; then relay, node and a pod's network as
+//! everywhere. KVM where it works, emulation where not. Needs root and `make image`.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use std::{
+    fs,
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use peerpod_client::{AgentClient, Annotations, ContainerSpec, exec_request};
+use peerpod_proto::agent::CreateSandboxRequest;
+use peerpod_tests::{fresh_id, image, stop_promptly};
+use peerpod_world::{
+    Daemons, Libvirtd, Pod, Settings, World, eventually, libvirtd::POOL, page::PageServer, ping::ping, road,
+};
+
+/// An emulated machine on a busy one.
+const BOOT: Duration = Duration::from_secs(180);
+const PATIENCE: Duration = Duration::from_secs(60);
+
+struct Place {
+    libvirtd: Libvirtd,
+    settings: Settings,
+    world: World,
+}
+
+fn place() -> Place {
+    let world = World::new().unwrap();
+    let libvirtd = Libvirtd::start(&world).unwrap();
+    let image = image::with_tools(world.folder()).unwrap();
+    let settings = Settings::none().set("provider.libvirt.memory-mib", 512).set("provider.libvirt.vcpus", 1);
+    let settings = libvirtd.settings(&image, settings).unwrap();
+    Place { libvirtd, settings, world }
+}
+
+impl Place {
+    /// What the witnesses have to say.
+    fn assert_clean(&self) {
+        assert_eq!(self.libvirtd.domains().unwrap(), Vec::<String>::new());
+        assert_eq!(self.libvirtd.files(POOL).unwrap(), Vec::<String>::new());
+        let links = self.world.node().ip("link show\n").unwrap();
+        assert!(!links.contains("vnet"), "{links}");
+    }
+
+    /// What the VMs said on their consoles.
+    fn consoles(&self) -> String {
+        let mut all = String::new();
+        for name in self.libvirtd.files(POOL).unwrap_or_default() {
+            if name.ends_with(".console") {
+                let text = fs::read(self.libvirtd.pool_folder(POOL).join(&name)).unwrap_or_default();
+                all += &format!("--- {name} ---\n{}\n", String::from_utf8_lossy(&text));
+            }
+        }
+        all
+    }
+}
+
+/// A pod in a machine of its own.
+struct Machine {
+    id: String,
+    pod: Pod,
+    shim: peerpod_client::ShimClient,
+    agent: AgentClient,
+}
+
+impl Machine {
+    async fn start(world: &World, daemons: &Daemons, name: &str) -> anyhow::Result<Machine> {
+        let (id, pod) = (fresh_id(name), world.pod()?);
+        let shim = daemons.shim().await?;
+        let socket =
+            shim.create_vm(&id, Annotations::new("default", &id).size("1", 512), &pod.namespace().path()).await?;
+        tokio::time::timeout(BOOT, shim.start_vm(&id)).await??;
+        let agent = AgentClient::connect(&socket).await?;
+        let mut request = CreateSandboxRequest::new();
+        request.sandbox_id = id.clone();
+        agent.create_sandbox(&request).await?;
+        agent.create_container(&ContainerSpec::new("main", &["sleep", "infinity"]).request()).await?;
+        agent.start_container("main").await?;
+        Ok(Machine { id, pod, shim, agent })
+    }
+
+    async fn shell(&self, script: &str) -> anyhow::Result<String> {
+        let output = self.agent.exec(&exec_request("main", &fresh_id("exec"), &["/bin/sh", "-c", script])).await?;
+        anyhow::ensure!(output.status == 0, "{script}: {output:?}");
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_pod_in_a_real_machine_from_create_to_exec_and_away_again() {
+    let place = place();
+    let walked = road::walk_in(&place.world, place.settings.clone(), &mut road::Silent).await;
+    let report = walked.unwrap_or_else(|error| panic!("{error:#}\n{}", place.consoles()));
+    for stage in &report.passed {
+        println!("{:>8.1?} {}: {}", stage.took, stage.name, stage.seen);
+    }
+    for (name, at) in &report.inside {
+        println!("{at:>8.1?} {name}");
+    }
+    place.assert_clean();
+}
+
+/// A disk with a file on it, and an empty one.
+fn disks(folder: &Path) -> [(&'static str, String); 2] {
+    let (full, empty) = (folder.join("full.img"), folder.join("empty.img"));
+    fs::create_dir_all(folder.join("full")).unwrap();
+    fs::write(folder.join("full/hello"), "from the disk\n").unwrap();
+    for file in [&full, &empty] {
+        fs::File::create(file).unwrap().set_len(16 << 20).unwrap();
+    }
+    let made = std::process::Command::new("mke2fs")
+        .args(["-q", "-t", "ext4", "-d"])
+        .args([&folder.join("full"), &full])
+        .status()
+        .unwrap();
+    assert!(made.success());
+    [("ppfull", full.display().to_string()), ("ppempty", empty.display().to_string())]
+}
+
+/// Finds a disk as the guest must: by its serial.
+const FIND: &str = "find() { for disk in /sys/block/vd*; do \
+                    [ \"$(cat $disk/serial)\" = \"$1\" ] && echo /dev/${disk##*/} && return; done; return 1; }\n";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_that_is_killed_leaves_pod_exec_and_disks_in_peace() {
+    let place = place();
+    let mut daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
+    let machine = Machine::start(&place.world, &daemons, "whole").await;
+    let machine = machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()));
+    let other = place.world.pod().unwrap();
+    // Ping and HTTP through the tunnel, both families, both ways.
+    let server = PageServer::start(other.namespace()).unwrap();
+    for (to, from) in machine.pod.addresses().into_iter().zip(other.addresses()) {
+        ping(other.namespace(), to, 56, PATIENCE).unwrap();
+        ping(other.namespace(), to, 1400, PATIENCE).unwrap();
+        let url = std::net::SocketAddr::new(from, server.port());
+        let page = machine.shell(&format!("peerpod-test-tool fetch {url}")).await.unwrap();
+        assert!(page.contains(&to.to_string()), "{page}");
+    }
+    drop(server);
+    // Two disks, attached in the other order than they are used in, each found by what it says it is.
+    let [full, empty] = disks(place.world.folder());
+    for ((serial, file), target) in [&empty, &full].into_iter().zip(["vdx", "vdy"]) {
+        let domain = place.libvirtd.domains().unwrap().remove(0);
+        place
+            .libvirtd
+            .virsh(&["attach-disk", &domain, file, target, "--serial", serial, "--subdriver", "raw", "--targetbus", "virtio", "--live"])
+            .unwrap();
+    }
+    let script = format!(
+        "{FIND}mkdir -p /run/full /run/empty\n\
+         until full=$(find ppfull) && empty=$(find ppempty); do sleep 0.1; done\n\
+         mount -t ext4 $full /run/full && cat /run/full/hello\n\
+         dd if=$empty bs=4096 count=1 2>/dev/null | grep -qc . && echo not empty || echo empty\n"
+    );
+    assert_eq!(machine.shell(&script).await.unwrap(), "from the disk\nempty\n");
+    // An exec that streams, and the node killed in its middle.
+    let streaming = exec_request("main", "stream", &["/bin/sh", "-c", "while :; do echo tick; sleep 0.1; done"]);
+    machine.agent.exec_process(&streaming).await.unwrap();
+    assert!(machine.agent.read_stdout("main", "stream", 4096).await.unwrap().starts_with(b"tick"));
+    daemons.kill_node().unwrap();
+    for _ in 0..5 {
+        let ticks = tokio::time::timeout(PATIENCE, machine.agent.read_stdout("main", "stream", 4096)).await;
+        assert!(ticks.unwrap().unwrap().starts_with(b"tick"), "with the node dead");
+    }
+    daemons.start_node().unwrap();
+    daemons.ready().await.unwrap();
+    assert!(machine.agent.read_stdout("main", "stream", 4096).await.unwrap().starts_with(b"tick"));
+    ping(other.namespace(), machine.pod.v4(), 56, PATIENCE).unwrap();
+    stop_promptly(&machine.shim, &machine.id).await.unwrap();
+    daemons.gone(&machine.id, PATIENCE).await.unwrap();
+    place.assert_clean();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machine_that_is_destroyed_from_outside_is_known_within_five_seconds_and_by_its_pods_name() {
+    let place = place();
+    let daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
+    let machine = Machine::start(&place.world, &daemons, "victim").await;
+    let machine = machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()));
+    let domain = place.libvirtd.domains().unwrap().remove(0);
+    let began = Instant::now();
+    place.libvirtd.virsh(&["destroy", &domain]).unwrap();
+    let cause = eventually("StartVM says what became of it", PATIENCE, async || {
+        machine.shim.start_vm(&machine.id).await.err().map(|error| error.to_string())
+    });
+    let cause = cause.await.unwrap();
+    println!("vm_death_detect_s {:.2}: {cause}", began.elapsed().as_secs_f64());
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    assert!(cause.contains("has ended: it was destroyed by somebody's hand"), "{cause}");
+    let log = daemons.log_tails();
+    assert!(log.contains(&format!("default/{}", machine.id)), "{log}");
+    stop_promptly(&machine.shim, &machine.id).await.unwrap();
+    daemons.gone(&machine.id, PATIENCE).await.unwrap();
+    place.assert_clean();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machine_that_never_calls_home_is_given_up_with_the_end_of_its_console() {
+    let place = place();
+    // The kernel finds no init that it could start.
+    let settings = place
+        .settings
+        .clone()
+        .set("provider.libvirt.cmdline", "console=ttyS0 rdinit=/nowhere init=/nowhere panic=0")
+        .set("node.boot-timeout", "20s");
+    let daemons = Daemons::start(&place.world, settings).await.unwrap();
+    let (id, pod) = (fresh_id("mute"), place.world.pod().unwrap());
+    let shim = daemons.shim().await.unwrap();
+    shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
+    let error = tokio::time::timeout(BOOT, shim.start_vm(&id)).await.unwrap().unwrap_err().to_string();
+    assert!(error.contains("Kernel panic") || error.contains("not syncing"), "{error}");
+    stop_promptly(&shim, &id).await.unwrap();
+    daemons.gone(&id, PATIENCE).await.unwrap();
+    place.assert_clean();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn eight_machines_at_once_come_and_go() {
+    let place = place();
+    let daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
+    let names = ["a", "b", "c", "d", "e", "f", "g", "h"];
+    let starts = names.map(|name| Machine::start(&place.world, &daemons, name));
+    let machines = futures_util::future::join_all(starts).await;
+    let machines: Vec<Machine> = machines
+        .into_iter()
+        .map(|machine| machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles())))
+        .collect();
+    assert_eq!(place.libvirtd.domains().unwrap().len(), names.len());
+    for machine in &machines {
+        assert_eq!(machine.shell("echo alive").await.unwrap(), "alive\n");
+    }
+    for machine in machines {
+        stop_promptly(&machine.shim, &machine.id).await.unwrap();
+        daemons.gone(&machine.id, PATIENCE).await.unwrap();
+    }
+    place.assert_clean();
+}

@@ -1,0 +1,213 @@
+//! A libvirtd of a world's own: real, in the node's network namespace, with all its folders in the world's.
+//!
+//! What the distribution's libvirtd keeps in `/etc`, `/run`, `/var` it finds there in a mount namespace of its own. QEMU
+//! runs as root, without cgroups and security labels, which a container has not got. The witness is `virsh`.
+
+use std::{
+    ffi::OsStr,
+    fs,
+    os::unix::fs::DirBuilderExt,
+    path::{Path, PathBuf},
+    process::Child,
+    time::Duration,
+};
+
+use anyhow::{Context, ensure};
+
+use crate::{Settings, World, command::run, wait::eventually_blocking};
+
+/// libvirtd asks QEMU what it can do when nobody has asked it before, which takes a while on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(90);
+
+const QEMU_CONF: &str = "user = \"root\"\n\
+    group = \"root\"\n\
+    dynamic_ownership = 1\n\
+    remember_owner = 0\n\
+    security_driver = \"none\"\n\
+    cgroup_controllers = []\n\
+    namespaces = []\n\
+    stdio_handler = \"file\"\n";
+
+/// `$1`: the world's part of it; `$2`: what QEMU can do, remembered between tests. The distribution's user for QEMU must
+/// be known to libvirtd even where it is not used.
+const SCRIPT: &str = r#"
+set -eu
+for part in etc lib log run; do mkdir -p "$1/$part"; done
+mkdir -p "$2" /etc/libvirt /var/lib/libvirt /var/log/libvirt /var/cache/libvirt /run/libvirt
+cp /etc/passwd "$1/passwd"; cp /etc/group "$1/group"
+grep -q ^libvirt-qemu: "$1/passwd" || echo 'libvirt-qemu:x:64055:64055::/nonexistent:/bin/false' >> "$1/passwd"
+grep -q ^libvirt-qemu: "$1/group" || echo 'libvirt-qemu:x:64055:' >> "$1/group"
+grep -q ^kvm: "$1/group" || echo 'kvm:x:64056:' >> "$1/group"
+mount --bind "$1/passwd" /etc/passwd
+mount --bind "$1/group" /etc/group
+mount --bind "$1/etc" /etc/libvirt
+mount --bind "$1/lib" /var/lib/libvirt
+mount --bind "$1/log" /var/log/libvirt
+mount --bind "$1/run" /run/libvirt
+mount --bind "$2" /var/cache/libvirt
+exec libvirtd -f "$1/libvirtd.conf" -p "$1/libvirtd.pid"
+"#;
+
+/// The network of its VMs.
+pub const NETWORK: &str = "pods";
+/// Its pool.
+pub const POOL: &str = "pods";
+
+/// A running libvirtd. Dropped, it is killed; its VMs go with the world.
+pub struct Libvirtd {
+    world: World,
+    folder: PathBuf,
+    child: Option<Child>,
+}
+
+impl Libvirtd {
+    /// Starts it, with a pool and a network (10.97.0.0/24 and fd97::/64, DHCP in both).
+    pub fn start(world: &World) -> anyhow::Result<Libvirtd> {
+        let mut libvirtd = Libvirtd::bare(world)?;
+        libvirtd.begin()?;
+        libvirtd.make_pool(POOL)?;
+        libvirtd.make_network(NETWORK)?;
+        Ok(libvirtd)
+    }
+
+    /// Writes its configuration; nothing runs.
+    pub fn bare(world: &World) -> anyhow::Result<Libvirtd> {
+        let folder = world.folder().join("libvirt");
+        // QEMU may run as somebody else.
+        fs::DirBuilder::new().recursive(true).mode(0o755).create(folder.join("etc"))?;
+        fs::write(folder.join("etc/qemu.conf"), QEMU_CONF)?;
+        let conf = format!(
+            "unix_sock_dir = \"{}\"\nauth_unix_ro = \"none\"\nauth_unix_rw = \"none\"\nlog_outputs = \"3:stderr\"\n",
+            folder.join("sock").display()
+        );
+        fs::create_dir_all(folder.join("sock"))?;
+        fs::write(folder.join("libvirtd.conf"), conf)?;
+        Ok(Libvirtd { world: world.clone(), folder, child: None })
+    }
+
+    /// Starts the process, which was killed or not started yet; it answers when this returns.
+    pub fn begin(&mut self) -> anyhow::Result<()> {
+        ensure!(self.child.is_none(), "libvirtd runs");
+        let socket = self.socket();
+        // Gone is fine.
+        fs::remove_file(&socket).ok();
+        let arguments: Vec<&OsStr> = ["-m", "--propagation", "private", "sh", "-c", SCRIPT, "libvirtd"]
+            .iter()
+            .map(OsStr::new)
+            .chain([self.folder.as_os_str(), OsStr::new("/var/tmp/peerpod-libvirt-cache")])
+            .collect();
+        self.child = Some(self.world.spawn(Path::new("unshare"), &arguments, &self.log())?);
+        let child = &mut self.child;
+        let up = eventually_blocking("libvirtd answers", PATIENCE, || {
+            if let Some(status) = child.as_mut().and_then(|child| child.try_wait().ok().flatten()) {
+                return Some(Err(anyhow::anyhow!("libvirtd ended: {status}")));
+            }
+            socket.exists().then(|| run("virsh", &["-c", &uri_of(&socket), "list"], "")).filter(Result::is_ok)
+        });
+        up.and_then(|up| up).map(drop).with_context(|| fs::read_to_string(self.log()).unwrap_or_default())
+    }
+
+    /// SIGKILL; its VMs go on.
+    pub fn kill(&mut self) -> anyhow::Result<()> {
+        let mut child = self.child.take().context("libvirtd does not run")?;
+        child.kill()?;
+        child.wait()?;
+        Ok(())
+    }
+
+    /// Makes and starts a pool of files.
+    pub fn make_pool(&self, name: &str) -> anyhow::Result<PathBuf> {
+        let folder = self.pool_folder(name);
+        fs::create_dir_all(&folder)?;
+        self.virsh(&["pool-define-as", name, "dir", "--target", &folder.display().to_string()])?;
+        self.virsh(&["pool-start", name])?;
+        Ok(folder)
+    }
+
+    /// Where a pool's files are.
+    pub fn pool_folder(&self, name: &str) -> PathBuf {
+        self.folder.join("pool").join(name)
+    }
+
+    /// Makes and starts a network whose gateway is the node.
+    pub fn make_network(&self, name: &str) -> anyhow::Result<()> {
+        let xml = format!(
+            "<network><name>{name}</name><forward mode='open'/><bridge name='lv{name}' stp='off' delay='0'/>\
+             <ip address='10.97.0.1' prefix='24'><dhcp><range start='10.97.0.10' end='10.97.0.250'/></dhcp></ip>\
+             <ip family='ipv6' address='fd97::1' prefix='64'><dhcp><range start='fd97::100' end='fd97::1ff'/></dhcp></ip>\
+             </network>"
+        );
+        let file = self.folder.join(format!("{name}.xml"));
+        fs::write(&file, xml)?;
+        self.virsh(&["net-define", &file.display().to_string()])?;
+        self.virsh(&["net-start", name]).map(drop)
+    }
+
+    /// Its socket.
+    pub fn socket(&self) -> PathBuf {
+        self.folder.join("sock/libvirt-sock")
+    }
+
+    /// Its URI.
+    pub fn uri(&self) -> String {
+        uri_of(&self.socket())
+    }
+
+    /// What it and its VMs' makers wrote.
+    pub fn log(&self) -> PathBuf {
+        self.folder.join("libvirtd.log")
+    }
+
+    /// The witness.
+    pub fn virsh(&self, arguments: &[&str]) -> anyhow::Result<String> {
+        let uri = self.uri();
+        run("virsh", &[&["-q", "-c", &uri], arguments].concat(), "")
+    }
+
+    /// The names of all domains, running or not.
+    pub fn domains(&self) -> anyhow::Result<Vec<String>> {
+        Ok(self.virsh(&["list", "--all", "--name"])?.split_whitespace().map(str::to_owned).collect())
+    }
+
+    /// The files of a pool that belong to a VM, not to all.
+    pub fn files(&self, pool: &str) -> anyhow::Result<Vec<String>> {
+        let mut names = Vec::new();
+        for entry in fs::read_dir(self.pool_folder(pool))? {
+            let name = entry?.file_name().to_string_lossy().into_owned();
+            names.extend(Some(name).filter(|name| !name.starts_with("peerpod-base-")));
+        }
+        names.sort();
+        Ok(names)
+    }
+
+    /// Settings of a node that makes its VMs here, of an image's folder.
+    pub fn settings(&self, image: &Path, settings: Settings) -> anyhow::Result<Settings> {
+        let text = fs::read_to_string(image.join("image.json"))
+            .with_context(|| format!("{}: build it first (make image)", image.display()))?;
+        let json: serde_json::Value = serde_json::from_str(&text)?;
+        let part = |key: &str| json[key].as_str().map(str::to_owned).with_context(|| format!("image.json has no {key}"));
+        let file = |key: &str| part(key).map(|name| image.join(name).display().to_string());
+        Ok(settings
+            .set("provider.kind", "libvirt")
+            .set("provider.libvirt.uri", self.uri())
+            .set("provider.libvirt.pool", POOL)
+            .set("provider.libvirt.network", NETWORK)
+            .set("provider.libvirt.kernel", file("kernel")?)
+            .set("provider.libvirt.initrd", file("initrd")?)
+            .set("provider.libvirt.cmdline", part("cmdline")?))
+    }
+}
+
+impl Drop for Libvirtd {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.child {
+            // It may have ended before.
+            child.kill().ok();
+            child.wait().ok();
+        }
+    }
+}
+
+fn uri_of(socket: &Path) -> String {
+    format!("qemu+unix:///system?socket={}", socket.display())
+}
