@@ -10,12 +10,13 @@ mod link;
 mod packets;
 mod plan;
 pub mod seeds;
+mod sources;
 
 /// A target.
 pub type Target = fn(&[u8]);
 
 /// All of them: name, and what it does with an input.
-pub const TARGETS: [(&str, Target); 8] = [
+pub const TARGETS: [(&str, Target); 9] = [
     ("agent", agent::run),
     ("birth", birth::run),
     ("frames", frames::run),
@@ -24,6 +25,7 @@ pub const TARGETS: [(&str, Target); 8] = [
     ("link", link::run),
     ("packets", packets::run),
     ("plan", plan::run),
+    ("sources", sources::run),
 ];
 
 /// The target of this name.

@@ -37,6 +37,7 @@ pub fn of(target: &str) -> Vec<Seed> {
         }
         "packets" => packets(),
         "plan" => plans(),
+        "sources" => files("fuzz/seeds/sources"),
         _ => Vec::new(),
     }
 }

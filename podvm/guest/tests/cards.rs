@@ -111,7 +111,7 @@ fn guest() -> Ends {
 
 /// What the guest has in a file of its own.
 fn guests_file(path: &str) -> String {
-    let pid = sh("pgrep -f 'peerpod-guest serve' | tail -n 1");
+    let pid = sh("pgrep -f '[p]eerpod-guest serve$' | tail -n 1");
     fs::read_to_string(format!("/proc/{}/root{path}", pid.trim())).unwrap_or_default()
 }
 
@@ -219,7 +219,7 @@ fn given() {
     sh("ip -n vm addr add 10.97.0.2/24 dev eth0; ip -n vm link set eth0 up");
     let _server = server("--dhcp-range=10.97.0.50,10.97.0.60,255.255.255.0,2m");
     let _guest = guest();
-    until("the guest", || sh("pgrep -f 'peerpod-guest serve' || true").trim().lines().count() > 0);
+    until("the guest", || sh("pgrep -f '[p]eerpod-guest serve$' || true").trim().lines().count() > 0);
     std::thread::sleep(Duration::from_secs(3));
     assert_eq!(count("DHCPDISCOVER"), 0);
     assert_eq!(vm("addr show eth0").matches("inet ").count(), 1);

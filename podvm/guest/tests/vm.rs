@@ -168,6 +168,7 @@ fn a_machine_with_a_static_address_ends_when_the_power_button_is_pressed() {
     qemu.extend(words(&CARD).into_iter().chain(words(&["-no-reboot"])));
     let line = "ip=10.0.2.77::10.0.2.2:255.255.255.0::eth0:off:10.0.2.3".to_owned();
     let mut vm = Vm::boot(&folder, Wanted { line, qemu, ..Wanted::default() });
+    vm.says("the link is up");
     home.relay.up(&home.runtime);
     let reply = home.relay.ask(&home.runtime, Body::Personalise(plan(300)));
     assert_eq!(reply.error, "");
@@ -189,9 +190,11 @@ fn a_guest_program_that_hangs_is_started_again_and_then_the_machine() {
     qemu.extend(words(&CARD));
     let line = "probe=stop-serve softdog.soft_margin=20".to_owned();
     let vm = Vm::boot(&folder, Wanted { line, qemu: qemu.clone(), settings: settings(), ..Wanted::default() });
+    vm.says("the link is up");
     home.relay.up(&home.runtime);
     vm.says("PROBE stopped ");
     vm.says("serve hangs: it is killed and started again");
+    vm.until("another link", |said| said.matches("the link is up").count() == 2);
     home.relay.up(&home.runtime);
     let said = vm.console();
     assert_eq!(said.matches("the watchdog is awake").count(), 1, "the machine itself went on: {said}");
