@@ -13,12 +13,13 @@ mod link;
 mod packets;
 mod plan;
 pub mod seeds;
+mod sources;
 
 /// A target.
 pub type Target = fn(&[u8]);
 
 /// All of them: name, and what it does with an input.
-pub const TARGETS: [(&str, Target); 11] = [
+pub const TARGETS: [(&str, Target); 12] = [
     ("agent", agent::run),
     ("birth", birth::run),
     ("frames", frames::run),
@@ -30,6 +31,7 @@ pub const TARGETS: [(&str, Target); 11] = [
     ("link", link::run),
     ("packets", packets::run),
     ("plan", plan::run),
+    ("sources", sources::run),
 ];
 
 /// The target of this name.

@@ -40,6 +40,7 @@ pub fn of(target: &str) -> Vec<Seed> {
         "libvirt" => files("fuzz/seeds/libvirt"), // as a libvirtd 9.0 sent them
         "packets" => packets(),
         "plan" => plans(),
+        "sources" => files("fuzz/seeds/sources"),
         _ => Vec::new(),
     }
 }

@@ -114,12 +114,9 @@ pub(crate) async fn keep(status: Arc<Status>) {
                 None => std::future::pending().await,
             }
         };
-        match timeout(LOOK, heard).await {
-            Ok(Err(error)) => {
-                tracing::error!(%error, "no longer hears of the cards");
-                events = None;
-            }
-            Ok(Ok(())) | Err(_) => {}
+        if let Ok(Err(error)) = timeout(LOOK, heard).await {
+            tracing::error!(%error, "no longer hears of the cards");
+            events = None;
         }
     }
 }
@@ -145,11 +142,12 @@ impl Keeper {
         while self.tasks.try_join_next().is_some() {}
         for card in cards {
             let next = self.seen.len() as u32;
-            if !self.seen.contains_key(&card.index) {
-                self.seen.insert(card.index, next);
-                self.first_sight(card, next, line).await;
+            let known = self.seen.get(&card.index).copied();
+            let rank = known.unwrap_or(next);
+            if known.is_none() {
+                self.seen.insert(card.index, rank);
+                self.first_sight(card, rank, line).await;
             }
-            let rank = self.seen.get(&card.index).copied().unwrap_or(next);
             if card.carrier && !card.given.0 {
                 self.work(card, rank, false);
             }
@@ -299,9 +297,6 @@ impl Shared {
                 }
                 DhcpV4State::InitReboot => None,
                 DhcpV4State::Selecting | DhcpV4State::Renewing | DhcpV4State::Rebinding => Some(REQUEST),
-                // Of a later version of the crate.
-                #[expect(unreachable_patterns, reason = "all are named today")]
-                _ => None,
             };
         }
     }

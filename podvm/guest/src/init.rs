@@ -100,7 +100,6 @@ pub(crate) fn is_ours() -> bool {
 
 /// What only a machine of its own has.
 struct Machine {
-    modules: Modules,
     uevents: Option<Uevents>,
     buttons: Buttons,
     watchdog: Option<Watchdog>,
@@ -117,18 +116,18 @@ impl Machine {
         let uevents = Uevents::listen();
         let uevents =
             uevents.inspect_err(|error| tracing::error!(%error, "cannot hear of devices that come")).ok();
-        let mut machine = Machine { modules, uevents, buttons: Buttons::default(), watchdog: None };
-        machine.modules.cold_plug();
-        machine.modules.load_list(Path::new(LIST));
+        let mut machine = Machine { uevents, buttons: Buttons::default(), watchdog: None };
+        modules.cold_plug();
+        modules.load_list(Path::new(LIST));
         for _ in 0..ROUNDS {
-            if !machine.hear() {
+            if !machine.hear(Some(&modules)) {
                 break;
             }
         }
         machine.buttons.look();
         // Where there is no device for it, the kernel's own: that sees at least that this program hangs.
         if !Path::new(watchdog::FIRST).exists()
-            && let Err(error) = machine.modules.load("softdog")
+            && let Err(error) = modules.load("softdog")
         {
             tracing::info!(%error, "no watchdog");
         }
@@ -136,11 +135,13 @@ impl Machine {
         machine
     }
 
-    /// Loads what devices that came announce; whether any came.
-    fn hear(&mut self) -> bool {
+    /// Loads what devices that came announce; whether any came. Without an index it is read anew: a device that comes
+    /// later is rare, and its megabytes would stay.
+    fn hear(&mut self, modules: Option<&Modules>) -> bool {
         let came = self.uevents.as_ref().map(Uevents::take).unwrap_or_default();
+        let mut read = None;
         for alias in came.iter().filter_map(|added| added.alias.as_deref()) {
-            self.modules.load_for_device(alias);
+            modules.unwrap_or_else(|| read.get_or_insert_with(Modules::open)).load_for_device(alias);
         }
         if came.iter().any(|added| added.is_input) {
             self.buttons.look();
@@ -207,7 +208,7 @@ impl Keeper {
             }
         }
         let Some(machine) = &mut self.machine else { return false };
-        machine.hear();
+        machine.hear(None);
         match &mut machine.watchdog {
             Some(_) if verdict == Verdict::Lost => tracing::error!("the watchdog is not fed any more"),
             Some(watchdog) => watchdog.feed(),

@@ -111,7 +111,7 @@ fn guest() -> Ends {
 
 /// What the guest has in a file of its own.
 fn guests_file(path: &str) -> String {
-    let pid = sh("pgrep -f 'peerpod-guest serve' | tail -n 1");
+    let pid = sh("pgrep -f '[p]eerpod-guest serve$' | tail -n 1");
     fs::read_to_string(format!("/proc/{}/root{path}", pid.trim())).unwrap_or_default()
 }
 
@@ -149,9 +149,15 @@ fn lease() {
     until("its routes", || vm("route").contains("192.168.7.0/24 via 10.97.0.2 dev eth0 proto dhcp"));
     let routes = vm("route");
     assert!(routes.contains("default via 10.97.0.1"), "{routes}");
-    assert!(!routes.contains("10.97.0.9"), "where there are classless routes the router option does not count");
+    assert!(
+        !routes.contains("10.97.0.9"),
+        "where there are classless routes the router option does not count"
+    );
     let link = vm("addr show eth0");
-    assert!(link.contains("mtu 1400") && !link.contains("valid_lft forever preferred_lft forever\n    inet "), "{link}");
+    assert!(
+        link.contains("mtu 1400") && !link.contains("valid_lft forever preferred_lft forever\n    inet "),
+        "{link}"
+    );
     until("name servers", || {
         guests_file("/etc/resolv.conf") == "nameserver 10.97.0.53\nsearch cloud.example\n"
     });
@@ -184,7 +190,10 @@ fn away() {
     // Gone for longer than a renewal, and back.
     drop(first);
     std::thread::sleep(Duration::from_secs(6));
-    assert!(vm("addr show eth0").contains("inet 10.97.0."), "the address is ours for as long as it was granted");
+    assert!(
+        vm("addr show eth0").contains("inet 10.97.0."),
+        "the address is ours for as long as it was granted"
+    );
     let again = count("DHCPACK");
     let _second = server(&words);
     until("the server's answer", || count("DHCPACK") > again);
@@ -205,7 +214,9 @@ fn away() {
 }
 
 fn v6() {
-    let _server = server("--enable-ra --dhcp-range=fd97::100,fd97::200,64,2m --dhcp-option=option6:dns-server,[fd97::53]");
+    let _server = server(
+        "--enable-ra --dhcp-range=fd97::100,fd97::200,64,2m --dhcp-option=option6:dns-server,[fd97::53]",
+    );
     let _guest = guest();
     until("the server's address", || {
         let seen = vm("-6 addr show dev eth0");
@@ -219,7 +230,7 @@ fn given() {
     sh("ip -n vm addr add 10.97.0.2/24 dev eth0; ip -n vm link set eth0 up");
     let _server = server("--dhcp-range=10.97.0.50,10.97.0.60,255.255.255.0,2m");
     let _guest = guest();
-    until("the guest", || sh("pgrep -f 'peerpod-guest serve' || true").trim().lines().count() > 0);
+    until("the guest", || sh("pgrep -f '[p]eerpod-guest serve$' || true").trim().lines().count() > 0);
     std::thread::sleep(Duration::from_secs(3));
     assert_eq!(count("DHCPDISCOVER"), 0);
     assert_eq!(vm("addr show eth0").matches("inet ").count(), 1);

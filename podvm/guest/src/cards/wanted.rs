@@ -268,7 +268,7 @@ pub(crate) fn is_tentative(message: &AddressMessage) -> bool {
 }
 
 fn is_ours(route: &RouteMessage, index: u32) -> bool {
-    let is_of_card = route.attributes.iter().any(|attribute| *attribute == RouteAttribute::Oif(index));
+    let is_of_card = route.attributes.contains(&RouteAttribute::Oif(index));
     is_of_card
         && route.header.protocol == RouteProtocol::Dhcp
         && route.header.table == RouteHeader::RT_TABLE_MAIN

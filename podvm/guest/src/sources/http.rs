@@ -219,7 +219,9 @@ mod tests {
             let url = format!("http://{}/x", listener.local_addr().unwrap());
             let serving = tokio::spawn(async move {
                 let (mut stream, _) = listener.accept().await.unwrap();
+                let _length = stream.read(&mut [0; 4096]).await.unwrap();
                 stream.write_all(b"HTTP/1.1 200 OK\r\n").await.unwrap();
+                // Until it is let go.
                 while flood && stream.write_all(b"X: yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy\r\n").await.is_ok() {}
             });
             let asked = Get::new(&url, BTreeMap::new()).unwrap();

@@ -32,16 +32,15 @@ impl Drop for Folder {
 pub(crate) fn run(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output();
     let output = output.unwrap_or_else(|error| panic!("{program}: {error}; scripts/setup installs it"));
-    let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    let said =
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{program} {arguments:?}: {said}");
     said
 }
 
 fn target() -> PathBuf {
-    std::env::var_os("CARGO_TARGET_DIR").map_or_else(
-        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target"),
-        PathBuf::from,
-    )
+    std::env::var_os("CARGO_TARGET_DIR")
+        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target"), PathBuf::from)
 }
 
 /// The image's file. It is what is tested: `make image` makes it.
@@ -108,7 +107,6 @@ pub(crate) struct Vm {
     pub(crate) child: Child,
     console: Arc<Mutex<String>>,
     pub(crate) began: Instant,
-    monitor: PathBuf,
 }
 
 impl Drop for Vm {
@@ -121,7 +119,8 @@ impl Drop for Vm {
 impl Vm {
     /// Boots.
     pub(crate) fn boot(folder: &Folder, wanted: Wanted) -> Vm {
-        let mut settings = serde_json::json!({"version": 1, "agent": ["/usr/local/bin/probe"], "log": "info"});
+        let mut settings =
+            serde_json::json!({"version": 1, "agent": ["/usr/local/bin/probe"], "log": "info"});
         for (key, value) in wanted.settings {
             settings[key] = value;
         }
@@ -133,7 +132,8 @@ impl Vm {
             files.push(("init", 0o755, fs::read(guest).unwrap())); // another one than the image's
         }
         for name in ["aws", "local", "libvirt"] {
-            let toml = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../providers/{name}/guest.toml"));
+            let toml =
+                Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../providers/{name}/guest.toml"));
             let path: &'static str = format!("etc/peerpod/sources/{name}.toml").leak();
             files.push((path, 0o644, fs::read(toml).unwrap()));
         }
@@ -143,12 +143,10 @@ impl Vm {
         archives.resize(archives.len().next_multiple_of(4), 0);
         archives.extend(cpio(&files));
         fs::write(&initrd, archives).unwrap();
-        let monitor = folder.0.join("monitor");
         let line = format!("console=ttyS0 quiet no_timer_check panic=1 {}", wanted.line);
         let mut child = Command::new("qemu-system-x86_64")
             .args(["-machine", "q35", "-accel", "tcg", "-cpu", "max", "-m", "512", "-smp", "1"])
             .args(["-nodefaults", "-display", "none", "-serial", "stdio", "-device", "virtio-rng-pci"])
-            .args(["-monitor", &format!("unix:{},server=on,wait=off", monitor.display())])
             .arg("-kernel")
             .arg(image("vmlinuz"))
             .arg("-initrd")
@@ -167,7 +165,7 @@ impl Vm {
                 into.lock().unwrap().push_str(&String::from_utf8_lossy(&part[..length]));
             }
         });
-        Vm { child, console, began: Instant::now(), monitor }
+        Vm { child, console, began: Instant::now() }
     }
 
     pub(crate) fn console(&self) -> String {
@@ -198,15 +196,5 @@ impl Vm {
             assert!(Instant::now() < deadline, "the machine is still on:\n{}", self.console());
             std::thread::sleep(Duration::from_millis(20));
         }
-    }
-
-    /// Tells QEMU's monitor something.
-    pub(crate) fn monitor(&self, words: &str) {
-        let mut monitor = std::os::unix::net::UnixStream::connect(&self.monitor).unwrap();
-        monitor.write_all(format!("{words}\n").as_bytes()).unwrap();
-        // It reads when it answers.
-        let mut answer = [0; 512];
-        let _length = monitor.read(&mut answer).unwrap();
-        std::thread::sleep(Duration::from_millis(100));
     }
 }
