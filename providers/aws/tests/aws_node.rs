@@ -67,11 +67,13 @@ impl Node {
     /// Preflight is over: what is counted from here is for pods.
     async fn settled(&self) {
         self.until("preflight is over", || async {
-            let calls = sample(
-                &self.daemons.metrics("node").ok()?,
-                r#"peerpod_provider_calls_total{operation="preflight"#,
-            );
-            calls.filter(|calls| *calls > 0.0).map(drop)
+            let metrics = self.daemons.metrics("node").ok()?;
+            let done = |line: &str| {
+                line.starts_with("peerpod_provider_calls_total")
+                    && line.contains("preflight")
+                    && line.contains("\"ok\"")
+            };
+            metrics.lines().any(done).then_some(())
         })
         .await;
     }
