@@ -1,7 +1,7 @@
 //! The real peerpod-node with this provider, against moto behind the fault proxy. Shims are played, guests are not: no
 //! pod gets ready, but each gets its VM, its addresses, and its end.
 //!
-//! With `PEERPOD_BENCH=<file>` the figures are added to that summary; with it or with `PEERPOD_TEST_LONG` the counts are the
+//! With `PEERPOD_TEST_BENCH=<file>` the figures are added to that summary; with it or with `PEERPOD_TEST_LONG` the counts are the
 //! issue's: 500 pods, 100 kills.
 
 #![allow(clippy::unwrap_used)]
@@ -24,7 +24,7 @@ use serde_json::json;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn is_long() -> bool {
-    peerpod_tests::long() || std::env::var_os("PEERPOD_BENCH").is_some()
+    peerpod_tests::long() || std::env::var_os("PEERPOD_TEST_BENCH").is_some()
 }
 
 /// A node whose cloud is this one.
