@@ -394,7 +394,7 @@ async fn what_ec2_refuses_is_told_to_whoever_starts_the_pod() {
     let error = told(number + 1, plain().size("96", 1 << 20)).await;
     assert!(error.contains("vcpus (96) and memory (1048576)"), "{error}");
     node.cloud.proxy.set_stock("*", "*", "*", 0);
-    let error = told(number + 2, plain()).await;
+    let error = told(number + 2, plain().machine_type("m6a.large")).await;
     for part in ["m6a.large in eu-central-1a", "InsufficientInstanceCapacity"] {
         assert!(error.contains(part), "{part} in {error}");
     }
