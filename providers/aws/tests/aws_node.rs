@@ -227,7 +227,9 @@ async fn with_a_ticket_each_they_are_as_fast_as_the_buckets_permit() {
     let ratio = burst.took.as_secs_f64() / permitted;
     report("aws_makespan_vs_buckets", ratio);
     report(&format!("aws_calls_per_pod_{count}_single"), burst.calls_per_pod);
-    assert_eq!((burst.failures, burst.fleets), (0, count));
+    assert_eq!(burst.failures, 0);
+    // One call each; one whose answer came too late is repeated with its token, and makes nothing.
+    assert!(burst.fleets >= count, "{} calls for {count} pods", burst.fleets);
     assert!(burst.calls_per_pod <= 1.2, "{} calls per pod", burst.calls_per_pod);
     assert!(ratio <= 1.2, "{:?} where the buckets permit {permitted} s", burst.took);
 }
