@@ -81,7 +81,7 @@ AWS_BENCHES := --test aws_node --test provider_external
 bench-aws: setup
 	$(CARGO) build --locked --workspace $(AWS) --bins $(AWS_BENCHES)
 	mkdir -p $(TARGET)/bench
-	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(AWS) $(AWS_BENCHES) \
+	PEERPOD_TEST_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(AWS) $(AWS_BENCHES) \
 		-- --nocapture --test-threads 1
 
 bench: image

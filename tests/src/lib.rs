@@ -28,10 +28,10 @@ pub fn long() -> bool {
     std::env::var_os("PEERPOD_TEST_LONG").is_some()
 }
 
-/// Adds a figure to the summary that `PEERPOD_BENCH` names, where it does, and prints it.
+/// Adds a figure to the summary that `PEERPOD_TEST_BENCH` names, where it does, and prints it.
 pub fn report(key: &str, value: f64) {
     println!("{key} = {value:.3}");
-    let Some(path) = std::env::var_os("PEERPOD_BENCH") else { return };
+    let Some(path) = std::env::var_os("PEERPOD_TEST_BENCH") else { return };
     let before = std::fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
     let mut all: std::collections::BTreeMap<String, f64> = before.unwrap_or_default();
     all.insert(key.to_owned(), value);

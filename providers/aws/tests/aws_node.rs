@@ -1,7 +1,7 @@
 //! The real peerpod-node with this provider, against moto behind the fault proxy. Shims are played, guests are not: no
 //! pod gets ready, but each gets its VM, its addresses, and its end.
 //!
-//! With `PEERPOD_BENCH=<file>` the figures are added to that summary; with it or with `PEERPOD_TEST_LONG` the counts are the
+//! With `PEERPOD_TEST_BENCH=<file>` the figures are added to that summary; with it or with `PEERPOD_TEST_LONG` the counts are the
 //! issue's: 500 pods, 100 kills.
 
 #![allow(clippy::unwrap_used)]
@@ -24,7 +24,7 @@ use serde_json::json;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn is_long() -> bool {
-    peerpod_tests::long() || std::env::var_os("PEERPOD_BENCH").is_some()
+    peerpod_tests::long() || std::env::var_os("PEERPOD_TEST_BENCH").is_some()
 }
 
 /// A node whose cloud is this one.
@@ -67,11 +67,13 @@ impl Node {
     /// Preflight is over: what is counted from here is for pods.
     async fn settled(&self) {
         self.until("preflight is over", || async {
-            let calls = sample(
-                &self.daemons.metrics("node").ok()?,
-                r#"peerpod_provider_calls_total{operation="preflight"#,
-            );
-            calls.filter(|calls| *calls > 0.0).map(drop)
+            let metrics = self.daemons.metrics("node").ok()?;
+            let done = |line: &str| {
+                line.starts_with("peerpod_provider_calls_total")
+                    && line.contains("preflight")
+                    && line.contains("\"ok\"")
+            };
+            metrics.lines().any(done).then_some(())
         })
         .await;
     }
@@ -225,7 +227,9 @@ async fn with_a_ticket_each_they_are_as_fast_as_the_buckets_permit() {
     let ratio = burst.took.as_secs_f64() / permitted;
     report("aws_makespan_vs_buckets", ratio);
     report(&format!("aws_calls_per_pod_{count}_single"), burst.calls_per_pod);
-    assert_eq!((burst.failures, burst.fleets), (0, count));
+    assert_eq!(burst.failures, 0);
+    // One call each; one whose answer came too late is repeated with its token, and makes nothing.
+    assert!(burst.fleets >= count, "{} calls for {count} pods", burst.fleets);
     assert!(burst.calls_per_pod <= 1.2, "{} calls per pod", burst.calls_per_pod);
     assert!(ratio <= 1.2, "{:?} where the buckets permit {permitted} s", burst.took);
 }
@@ -360,10 +364,10 @@ async fn what_a_pod_or_a_node_wishes_is_had_or_refused_in_clear_words() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_ec2_refuses_is_told_to_whoever_starts_the_pod() {
-    let node = Node::start(|settings| settings).await;
+    let node =
+        Node::start(|settings| settings.set("provider.aws.instance-types", "m6a.large,c6a.large")).await;
     let shim = node.daemons.shim().await.unwrap();
     let refusals = [
-        ("VcpuLimitExceeded", 400, "ask for a higher quota"),
         ("UnauthorizedOperation", 403, "allow ec2:CreateFleet"),
         ("RequestExpired", 400, "renew the credentials"),
         ("InvalidSubnetID.NotFound", 400, "set subnet-ids"),
@@ -373,7 +377,7 @@ async fn what_ec2_refuses_is_told_to_whoever_starts_the_pod() {
         ("OptInRequired", 401, "subscribe the account"),
         ("InvalidParameterValue", 400, "correct the settings"),
     ];
-    let pods = node.pods(refusals.len() + 3);
+    let pods = node.pods(refusals.len() + 5);
     let told = async |number: usize, annotations: Annotations| {
         let (id, netns) = &pods[number];
         shim.create_vm(id, annotations, netns).await.unwrap();
@@ -388,16 +392,22 @@ async fn what_ec2_refuses_is_told_to_whoever_starts_the_pod() {
     }
     let number = refusals.len();
     let error = told(number, plain().machine_type("p5.48xlarge")).await;
-    assert!(
-        error.contains("p5.48xlarge") && error.contains("instance-types") || error.contains("not part of"),
-        "{error}"
-    );
+    assert!(error.contains("p5.48xlarge") && error.contains("not part of"), "{error}");
     let error = told(number + 1, plain().size("96", 1 << 20)).await;
-    assert!(error.contains("m6a.large") || error.contains("vcpus (96)"), "{error}");
+    assert!(error.contains("vcpus (96) and memory (1048576)"), "{error}");
     node.cloud.proxy.set_stock("*", "*", "*", 0);
-    let error = told(number + 2, plain()).await;
+    let error = told(number + 2, plain().machine_type("m6a.large")).await;
     for part in ["m6a.large in eu-central-1a", "InsufficientInstanceCapacity"] {
         assert!(error.contains(part), "{part} in {error}");
+    }
+    // The first is refused by EC2, the next one by what is remembered of that.
+    node.cloud.proxy.heal();
+    node.cloud.proxy.fail("CreateFleet", Fault::refuse(400, "VcpuLimitExceeded", "Because."), 1);
+    for more in [3, 4] {
+        let error = told(number + more, plain().machine_type("c6a.large")).await;
+        for part in ["VcpuLimitExceeded", "ask for a higher quota"] {
+            assert!(error.contains(part), "{part} in {error}");
+        }
     }
     assert!(node.cloud.machines().await.is_empty());
 }

@@ -311,6 +311,11 @@ impl Launch<'_> {
     fn exhausted(&self, offering: &Offering, code: &str) {
         match (&offering.subnet, code) {
             (Some(subnet), "InsufficientFreeAddressesInSubnet") => self.aws.planner.subnet_full(subnet, code),
+            // What a person must do is told to the next pods, too, which are not even asked for.
+            _ if refusal::meaning(code, 400) == Meaning::Quota => {
+                let remedy = refusal::remedy(code, Meaning::Quota, "CreateFleet");
+                self.aws.planner.exhausted(offering, &format!("{code}: {remedy}"));
+            }
             _ => self.aws.planner.exhausted(offering, code),
         }
     }
