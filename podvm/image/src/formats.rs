@@ -49,7 +49,7 @@ pub(crate) fn write(
             }
             Format::Vhd => {
                 let mut content = gpt::copy_sparse(raw, &to)?;
-                ensure!(content.len() as u64 % MIB == 0, "the disk is not of whole MiB");
+                ensure!((content.len() as u64).is_multiple_of(MIB), "the disk is not of whole MiB");
                 let footer = vhd_footer(content.len() as u64, identity);
                 append(&to, &footer)?;
                 content.extend_from_slice(&footer);
