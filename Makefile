@@ -13,13 +13,16 @@ BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-
 
 # VM images. The programs in them are static builds of their own profile; the builder runs as any user.
 # KATA_AGENT=PATH (of a Kata release), PAUSE_BUNDLE=DIR, GUEST_COMPONENTS=DIR: what the image gets of others.
+# FORMATS=raw,qcow2,vhd,vmdk, VERITY=off: of the disk.
 IMAGE_TARGET := x86_64-unknown-linux-musl
 IMAGE_BINS := $(TARGET)/$(IMAGE_TARGET)/image
-IMAGE_PARTS = --guest $(IMAGE_BINS)/peerpod-guest \
+IMAGE := $(TARGET)/debug/peerpod-image
+IMAGE_PARTS = --cache $(TARGET)/image/cache --guest $(IMAGE_BINS)/peerpod-guest \
 	$(if $(KATA_AGENT),--kata-agent $(KATA_AGENT),--test-agent $(IMAGE_BINS)/peerpod-test-agent) \
 	$(if $(PAUSE_BUNDLE),--pause-bundle $(PAUSE_BUNDLE)) $(if $(GUEST_COMPONENTS),--guest-components $(GUEST_COMPONENTS))
 
-.PHONY: demo test test-kube test-long test-aws bench bench-aws bench-kube lint fuzz setup bins docs image image-bins image-lock
+.PHONY: demo test test-kube test-long test-aws bench bench-aws bench-kube lint fuzz setup bins docs image image-minimal image-disk \
+	image-bins image-lock
 
 setup:
 	@scripts/setup
@@ -27,13 +30,19 @@ setup:
 bins: setup
 	$(CARGO) build --locked $(BINS)
 
-# target/image/minimal: kernel and initramfs.
-image: image-bins
-	$(TARGET)/debug/peerpod-image minimal $(IMAGE_PARTS) --cache $(TARGET)/image/cache --out $(TARGET)/image/minimal
+# target/image/minimal: kernel and initramfs. target/image/disk: a disk for clouds. See podvm/image/README.md.
+image: image-minimal image-disk
+
+image-minimal: image-bins
+	$(IMAGE) minimal $(IMAGE_PARTS) --out $(TARGET)/image/minimal
+
+image-disk: image-bins
+	$(IMAGE) disk $(IMAGE_PARTS) --initrd $(IMAGE_BINS)/peerpod-initrd --out $(TARGET)/image/disk \
+		$(if $(FORMATS),--formats $(FORMATS)) $(if $(filter off,$(VERITY)),--no-verity)
 
 image-bins: setup
-	$(CARGO) build --locked -p peerpod-image
-	$(CARGO) build --locked --profile image --target $(IMAGE_TARGET) -p peerpod-guest \
+	$(CARGO) build --locked --workspace --bin peerpod-image $(WITH)
+	$(CARGO) build --locked --profile image --target $(IMAGE_TARGET) -p peerpod-guest -p peerpod-initrd \
 		$(if $(KATA_AGENT),,-p peerpod-test-agent)
 
 # Writes podvm/image/packages.lock anew, with the newest versions.
@@ -45,7 +54,8 @@ demo: bins
 
 # The binaries first: the tests under tests/ drive them from outside. In one build with the tests, because a build of
 # some packages has other features than one of all, and would compile tokio, rustls and all of ours a second time.
-test: setup
+# The images before the tests that boot them.
+test: setup image
 	$(CARGO) build --locked --workspace --all-targets $(WITH)
 	$(CARGO) test --locked --workspace $(WITH)
 
@@ -63,7 +73,7 @@ bench-kube: setup
 
 # What takes longer than a coffee: soaks, many kills, large counts. The same build as `make test`: what it waits for
 # is mostly processes, namespaces and deadlines, not our code.
-test-long: setup
+test-long: setup image
 	$(CARGO) build --locked --workspace --all-targets $(WITH)
 	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(WITH)
 

@@ -53,7 +53,13 @@ impl Parts {
     ///
     /// # Errors
     /// When a part cannot be read, or would not run in this image.
-    pub(crate) fn add(&self, tree: &mut Tree, guest_path: &str, report: &mut Report) -> anyhow::Result<()> {
+    pub(crate) fn add(
+        &self,
+        tree: &mut Tree,
+        guest_path: &str,
+        packages: &Tree,
+        report: &mut Report,
+    ) -> anyhow::Result<()> {
         tree.add_file(guest_path, &self.guest)?;
         self.check_static(tree, guest_path)?;
         // Its default settings are the image's. The file says that they were meant.
@@ -77,7 +83,7 @@ impl Parts {
                 bail!("no agent: give --kata-agent (or, for an image to test with, --test-agent)")
             }
         }
-        program::check_supplied(AGENT, tree).context(if report.test_agent {
+        program::check_supplied(AGENT, tree, packages).context(if report.test_agent {
             "--test-agent"
         } else {
             "--kata-agent"

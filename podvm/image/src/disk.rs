@@ -110,7 +110,7 @@ fn root(
     }
     tree.add_folder("", &options.rootfs).context("--rootfs")?;
     tree.file("etc/systemd/system/peerpod-guest.service", 0o644, UNIT.as_bytes());
-    parts.add(&mut tree, "usr/local/bin/peerpod-guest", report)?;
+    parts.add(&mut tree, "usr/local/bin/peerpod-guest", &inputs.packages, report)?;
     program::complete(&mut tree, &inputs.packages)?;
     let work = inputs.work("modules")?;
     modules::add(&mut tree, &inputs.packages, release, &work)?;

@@ -49,7 +49,7 @@ pub(crate) fn write(
             }
             Format::Vhd => {
                 let mut content = gpt::copy_sparse(raw, &to)?;
-                ensure!(content.len() as u64 % MIB == 0, "the disk is not of whole MiB");
+                ensure!((content.len() as u64).is_multiple_of(MIB), "the disk is not of whole MiB");
                 let footer = vhd_footer(content.len() as u64, identity);
                 append(&to, &footer)?;
                 content.extend_from_slice(&footer);
@@ -165,8 +165,8 @@ mod tests {
 
     #[test]
     fn geometries_are_the_specifications() {
-        // 136 MiB: 17 sectors, 16 heads; 1 GiB: 31 and 16 ... as qemu-img computes them, too.
-        assert_eq!(geometry(136 * 2048), [3, 255, 16, 17]);
+        assert_eq!(geometry(64 * 2048), [3, 195, 8, 17]); // 963 × 8 × 17
+        assert_eq!(geometry(136 * 2048), [2, 49, 16, 31]); // 561 × 16 × 31
         assert_eq!(geometry(30 * 1024 * 2048)[2..], [16, 63]);
     }
 

@@ -39,7 +39,7 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, out: &Path) -> anyhow::Resul
     for file in words(FILES) {
         tree.take(&inputs.packages, file)?;
     }
-    parts.add(&mut tree, "init", &mut report)?;
+    parts.add(&mut tree, "init", &inputs.packages, &mut report)?;
     tree.link("usr/local/bin/peerpod-guest", "/init");
     program::complete(&mut tree, &inputs.packages)?;
     let work = inputs.work("modules")?;

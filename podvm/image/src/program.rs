@@ -102,17 +102,19 @@ pub(crate) fn complete(tree: &mut Tree, packages: &Tree) -> anyhow::Result<()> {
     }
 }
 
-/// Checks a program that the user brought: it must run in an image with this tree.
+/// Checks a program that the user brought: it must run in an image with this tree, which [`complete`] adds to.
 ///
 /// # Errors
 /// When it would not, with what is missing.
-pub(crate) fn check_supplied(path: &str, tree: &Tree) -> anyhow::Result<()> {
+pub(crate) fn check_supplied(path: &str, tree: &Tree, packages: &Tree) -> anyhow::Result<()> {
     let Some(Node::File { content, mode }) = tree.resolve(path).and_then(|path| tree.get(path)) else {
         bail!("{path} is not there");
     };
     let program = Program::read(content).with_context(|| path.to_owned())?;
     ensure!(mode & 0o111 != 0, "{path}: not executable; `chmod +x` it");
-    let missing = program.missing(tree);
+    let lacking = program.missing(packages);
+    let missing: Vec<String> =
+        program.missing(tree).into_iter().filter(|name| lacking.contains(name)).collect();
     ensure!(
         missing.is_empty(),
         "{path}: is dynamically linked and the image does not have {}; supply a static build (as Kata releases have), \
@@ -133,7 +135,7 @@ mod tests {
         assert!(program.libraries.contains(&"libc.so.6".to_owned()), "{program:?}");
         let mut tree = Tree::merged();
         tree.file("usr/bin/agent", 0o755, std::fs::read("/proc/self/exe").unwrap());
-        let error = check_supplied("usr/bin/agent", &tree).unwrap_err().to_string();
+        let error = check_supplied("usr/bin/agent", &tree, &Tree::merged()).unwrap_err().to_string();
         assert!(error.contains("libc.so.6") && error.contains("static build"), "{error}");
         assert!(
             format!("{:#}", complete(&mut tree, &Tree::merged()).unwrap_err())
@@ -146,7 +148,8 @@ mod tests {
         let mut tree = Tree::merged();
         tree.file("agent", 0o755, *b"#!/bin/sh\n");
         assert!(
-            format!("{:#}", check_supplied("agent", &tree).unwrap_err()).contains("agent: not a program")
+            format!("{:#}", check_supplied("agent", &tree, &tree).unwrap_err())
+                .contains("agent: not a program")
         );
         for length in 0..70 {
             let mut content = std::fs::read("/proc/self/exe").unwrap();

@@ -1,6 +1,6 @@
 //! What was built: `image.json` beside the image, and a short text for who built it.
 
-use std::{collections::BTreeMap, fs, path::Path};
+use std::{collections::BTreeMap, fs, io::Write, path::Path};
 
 use anyhow::Context;
 use serde::Serialize;
@@ -111,20 +111,32 @@ impl Report {
     pub(crate) fn finish(&self, folder: &Path) -> anyhow::Result<()> {
         let text = serde_json::to_string_pretty(self)?;
         fs::write(folder.join("image.json"), text + "\n").context("write image.json")?;
-        println!("{} image in {}", self.kind, folder.display());
+        // Who does not read it to its end wants no more of it.
+        match self.print(folder, &mut std::io::stdout().lock()) {
+            Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+                Err(error).context("print what was built")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn print(&self, folder: &Path, out: &mut impl Write) -> std::io::Result<()> {
+        writeln!(out, "{} image in {}", self.kind, folder.display())?;
         for (name, size) in &self.sizes {
-            println!(
+            writeln!(
+                out,
                 "  {name:<16} {:>8.1} MiB  sha256 {}",
                 *size as f64 / f64::from(1 << 20),
                 self.sha256[name]
-            );
+            )?;
         }
-        println!(
+        writeln!(
+            out,
             "  kernel {}, {} packages, {} files",
             self.kernel_release,
             self.packages.len(),
             self.contents.len()
-        );
+        )?;
         let mut folders: BTreeMap<&str, usize> = BTreeMap::new();
         for (path, content) in &self.contents {
             if let Content::File(size) = content {
@@ -132,12 +144,13 @@ impl Report {
             }
         }
         for (folder, size) in folders {
-            println!("  {:>8.1} MiB  {folder}", size as f64 / f64::from(1 << 20));
+            writeln!(out, "  {:>8.1} MiB  {folder}", size as f64 / f64::from(1 << 20))?;
         }
         if self.test_agent {
-            println!(
+            writeln!(
+                out,
                 "  NOT FOR PRODUCTION: the agent is the project's test agent (--kata-agent supplies a real one)"
-            );
+            )?;
         }
         Ok(())
     }

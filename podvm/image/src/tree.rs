@@ -204,6 +204,8 @@ impl Tree {
                 fs::set_permissions(folder.join(path), fs::Permissions::from_mode(*mode))?;
             }
         }
+        // The top, too: it is the root directory's mode.
+        fs::set_permissions(folder, fs::Permissions::from_mode(0o755))?;
         Ok(())
     }
 

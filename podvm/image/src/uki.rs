@@ -55,23 +55,37 @@ pub(crate) fn build(
         at += content.len() as u64;
     }
     run::with_input(command.arg(&stub).arg(&out), &[])?;
-    Ok(fs::read(&out)?)
+    let mut program = fs::read(&out)?;
+    let header = header(&program)?;
+    // objcopy writes the time, and a checksum over it, which firmware does not look at.
+    program[header + 8..header + 12].fill(0);
+    program[header + 88..header + 92].fill(0);
+    Ok(program)
+}
+
+/// Where the header of a program of UEFI is; it is there as far as its checksum.
+fn header(program: &[u8]) -> anyhow::Result<usize> {
+    let at = usize::try_from(number(program, 0x3c, 4)?)?;
+    ensure!(
+        program.get(at..at + 92).is_some_and(|header| header.starts_with(b"PE\0\0")),
+        "not a program of UEFI"
+    );
+    Ok(at)
+}
+
+fn number(program: &[u8], at: usize, len: usize) -> anyhow::Result<u64> {
+    let bytes = program.get(at..at + len).context("the program is cut off")?;
+    Ok(bytes.iter().rev().fold(0, |all, byte| all << 8 | u64::from(*byte)))
 }
 
 /// Where the stub's last section ends in memory.
 fn end(stub: &[u8]) -> anyhow::Result<u64> {
-    let number = |at: usize, len: usize| -> anyhow::Result<u64> {
-        let bytes = stub.get(at..at + len).context("the stub is cut off")?;
-        Ok(bytes.iter().rev().fold(0, |all, byte| all << 8 | u64::from(*byte)))
-    };
-    let header = usize::try_from(number(0x3c, 4)?)?;
-    ensure!(stub.get(header..header + 4) == Some(b"PE\0\0"), "the stub is not a program of UEFI");
-    let (sections, optional) =
-        (usize::try_from(number(header + 6, 2)?)?, usize::try_from(number(header + 20, 2)?)?);
-    let table = header + 24 + optional;
-    let ends = (0..sections).map(|section| {
+    let header = header(stub).context("systemd's stub")?;
+    let (sections, optional) = (number(stub, header + 6, 2)?, number(stub, header + 20, 2)?);
+    let table = header + 24 + usize::try_from(optional)?;
+    let ends = (0..usize::try_from(sections)?).map(|section| {
         let entry = table + 40 * section;
-        Ok(number(entry + 8, 4)? + number(entry + 12, 4)?)
+        Ok(number(stub, entry + 8, 4)? + number(stub, entry + 12, 4)?)
     });
     ends.collect::<anyhow::Result<Vec<u64>>>()?.into_iter().max().context("the stub has no sections")
 }

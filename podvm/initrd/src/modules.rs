@@ -17,8 +17,8 @@ pub(crate) fn load() -> Result<(), String> {
     for path in list.lines() {
         let loaded = File::open(path).map_err(|error| error.to_string()).and_then(|file| {
             match finit_module(&file, c"", ModuleInitFlags::empty()) {
-                // There already, or for hardware that this machine does not have.
-                Ok(()) | Err(Errno::EEXIST | Errno::ENODEV) => Ok(()),
+                // There already; for hardware that this machine does not have; built on such a driver.
+                Ok(()) | Err(Errno::EEXIST | Errno::ENODEV | Errno::ENOENT) => Ok(()),
                 Err(error) => Err(error.to_string()),
             }
         });

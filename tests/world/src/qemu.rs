@@ -130,8 +130,8 @@ impl Machine {
         let parent = thread::spawn(move || {
             let spawned = command.spawn();
             if started.send(spawned).is_ok() {
-                // Ends with an error when the other side is dropped, which is what is waited for.
-                drop(held.recv());
+                // Nothing is ever sent: it ends when the other side is dropped.
+                while held.recv().is_ok() {}
             }
         });
         let child = starts.recv()?.context("start QEMU by setpriv")?;

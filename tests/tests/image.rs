@@ -1,0 +1,106 @@
+//! The images that `make image` left, booted: in software emulation, as a machine without KVM does it. What a boot must
+//! come to is that the guest program looks for its user-data.
+
+use std::{
+    fs::{self, File},
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+    process::Command,
+    time::Duration,
+};
+
+use peerpod_world::qemu::Machine;
+
+/// One boot takes a few seconds of a processor; there may be many tests for each.
+const PATIENCE: Duration = Duration::from_secs(240);
+const LOOKS: &str = "waiting for user-data";
+
+/// `target/image`, beside the profile's folder that this test is in.
+fn images() -> PathBuf {
+    let us = std::env::current_exe().unwrap();
+    us.ancestors().nth(3).unwrap().join("image")
+}
+
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Folder {
+        let path = std::env::temp_dir().join(format!("peerpod-boot-{name}-{}", std::process::id()));
+        fs::create_dir_all(&path).unwrap();
+        Folder(path)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        fs::remove_dir_all(&self.0).unwrap();
+    }
+}
+
+/// A copy of the disk that is larger, as a cloud's is.
+fn disk(folder: &Folder) -> PathBuf {
+    let path = folder.0.join("disk.raw");
+    let built = images().join("disk/peerpod.raw");
+    fs::copy(&built, &path).unwrap_or_else(|error| panic!("{}: {error}: `make image`", built.display()));
+    File::options().write(true).open(&path).unwrap().set_len(1 << 30).unwrap();
+    path
+}
+
+/// Start and length in bytes of a partition.
+fn partition(disk: &Path, label: &str) -> Option<(u64, u64)> {
+    let output = Command::new("sfdisk").arg("--json").arg(disk).output().unwrap();
+    let table: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let part =
+        table["partitiontable"]["partitions"].as_array()?.iter().find(|part| part["name"] == label)?.clone();
+    Some((part["start"].as_u64()? * 512, part["size"].as_u64()? * 512))
+}
+
+#[test]
+fn the_minimal_image_boots_to_the_guest_program() {
+    let folder = Folder::new("minimal");
+    let machine = Machine::new(512).minimal_image(&images().join("minimal"), "").unwrap();
+    let mut machine = machine.start(&folder.0).unwrap();
+    machine.line_blocking(LOOKS, PATIENCE).unwrap();
+    machine.line_blocking("it is not for production", PATIENCE).unwrap();
+    let console = machine.console();
+    assert!(console.contains("pid=1\r\n") || console.contains("pid=1\n"), "{console}");
+}
+
+#[test]
+fn the_disk_boots_by_uefi_with_systemd_and_takes_the_rest_of_it() {
+    let folder = Folder::new("disk");
+    let path = disk(&folder);
+    let machine = Machine::new(1024).firmware().disk(&path, "raw", false).user_network("");
+    let mut machine = machine.start(&folder.0).unwrap();
+    let line = machine.line_blocking(LOOKS, PATIENCE).unwrap();
+    assert!(line.contains("peerpod-guest["), "not by systemd: {line}");
+    machine.line_blocking("it is not for production", PATIENCE).unwrap();
+    let console = machine.console();
+    assert!(!console.contains("FAILED"), "{console}");
+    drop(machine);
+    let (start, size) = partition(&path, "peerpod-scratch").expect("no scratch partition");
+    assert!(size > 800 << 20, "{size} bytes");
+    // ext4's magic number.
+    let mut magic = [0; 2];
+    File::open(&path).unwrap().read_exact_at(&mut magic, start + 1024 + 56).unwrap();
+    assert_eq!(magic, [0x53, 0xef]);
+}
+
+#[test]
+fn a_root_with_one_wrong_bit_is_not_booted() {
+    // In the file system's header, and in the block of hashes that all others hang on.
+    for (label, at) in [("peerpod-root", 1024 + 40), ("peerpod-verity", 4096 + 5)] {
+        let folder = Folder::new(label);
+        let path = disk(&folder);
+        let (start, _) = partition(&path, label).unwrap();
+        let file = File::options().read(true).write(true).open(&path).unwrap();
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, start + at).unwrap();
+        file.write_all_at(&[byte[0] ^ 1], start + at).unwrap();
+        let mut machine = Machine::new(1024).firmware().disk(&path, "raw", true).start(&folder.0).unwrap();
+        machine.line_blocking("dm-verity device corrupted", PATIENCE).unwrap();
+        machine.off_blocking(PATIENCE).unwrap();
+        let console = machine.console();
+        assert!(!console.contains("peerpod-guest"), "{console}");
+    }
+}
