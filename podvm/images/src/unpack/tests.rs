@@ -30,7 +30,8 @@ fn archive(entries: &[(EntryType, &str, &str, &str)]) -> Vec<u8> {
         header.set_size(content.len() as u64);
         header.set_mode(0o640);
         header.set_mtime(7);
-        (header.set_uid(0), header.set_gid(0));
+        header.set_uid(0);
+        header.set_gid(0);
         header.as_gnu_mut().unwrap().name[..name.len()].copy_from_slice(name.as_bytes());
         header.as_gnu_mut().unwrap().linkname[..target.len()].copy_from_slice(target.as_bytes());
         header.set_cksum();
