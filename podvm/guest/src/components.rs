@@ -177,13 +177,11 @@ mod tests {
     #[tokio::test]
     async fn they_start_in_order_with_their_configuration_and_before_the_agent() {
         let dir = TempDir::new();
-        let settings = Settings {
-            initdata_dir: dir.path().to_owned(),
-            components: config::Components {
-                attestation_agent: Some(component(dir.path(), "aa")),
-                data_hub: Some(component(dir.path(), "hub")),
-            },
-            ..Settings::default()
+        let mut settings = Settings::default();
+        settings.initdata_dir = dir.path().to_owned();
+        settings.components = config::Components {
+            attestation_agent: Some(component(dir.path(), "aa")),
+            data_hub: Some(component(dir.path(), "hub")),
         };
         let components = Components::new(&settings, Arc::new(Status::new(false)));
         assert!(timeout(Duration::from_millis(20), components.wait()).await.is_err(), "the agent waits");

@@ -39,6 +39,8 @@ const MOST: usize = 64;
 const MAX_NAME: usize = 1024;
 
 type Told = Option<Result<Outcome, Error>>;
+/// By image and bundle (none: only fetched).
+type Running = HashMap<(String, Option<PathBuf>), watch::Receiver<Told>>;
 
 /// The images of this VM. Clones are the same.
 #[derive(Clone)]
@@ -48,8 +50,8 @@ struct Inner {
     settings: config::Images,
     /// What the node said last; none yet: pulls wait for it.
     access: watch::Sender<Option<guest::Images>>,
-    /// Pulls under way, by image and bundle (none: only fetched).
-    running: Mutex<HashMap<(String, Option<PathBuf>), watch::Receiver<Told>>>,
+    /// Pulls under way.
+    running: Mutex<Running>,
     places: Semaphore,
 }
 
@@ -170,7 +172,7 @@ impl Images {
         child::run(&job).await
     }
 
-    fn running(&self) -> MutexGuard<'_, HashMap<(String, Option<PathBuf>), watch::Receiver<Told>>> {
+    fn running(&self) -> MutexGuard<'_, Running> {
         self.0.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -117,7 +117,7 @@ fn fits(key: &str, registry: &str, repository: &str) -> Option<usize> {
     };
     let hub = |name: &str| HUB.contains(&name);
     let same_host = host.eq_ignore_ascii_case(registry) || (hub(host) && hub(registry));
-    if !same_host && !(host.contains('*') && stars(host, registry)) {
+    if !(same_host || host.contains('*') && stars(host, registry)) {
         return None;
     }
     let below = path.is_empty()

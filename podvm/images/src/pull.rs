@@ -116,6 +116,7 @@ async fn layers(
     say: &Say,
 ) -> Result<(usize, u64), Error> {
     let ids = chain(image.layers.iter().map(|layer| layer.diff_id.as_str()));
+    store.tidy(&ids);
     // Whoever makes a layer holds its lock from the first byte on, so that images that are pulled at the same time fetch
     // what they share once. Locks are taken in the order of the layers, the lowest first: nobody waits in a circle.
     let missing: Vec<(usize, &Layer)> =
@@ -134,7 +135,7 @@ async fn layers(
             if store.has(&ids[at]) {
                 return Ok(None); // another process was faster
             }
-            let blob = Blob(store.path().join("t").join(format!("{}.blob", ids[at])));
+            let blob = Blob(store.blob(&ids[at]));
             fetch::layer(registry, layer, &blob.0, |text| say(Event::Warning { text })).await?;
             let text = format!("layer {} of {}: {} KiB", at + 1, image.layers.len(), layer.size >> 10);
             say(Event::Progress { text });

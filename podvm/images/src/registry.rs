@@ -277,7 +277,8 @@ fn client(job: &Job) -> Result<Client, Error> {
         protocol: ClientProtocol::HttpsExcept(job.plain_http.clone()),
         tls_certs_only: roots(job),
         connect_timeout: Some(CONNECT),
-        read_timeout: Some(Duration::from_secs(job.limits.silence_seconds)),
+        // Behind our own, whose words are clearer.
+        read_timeout: Some(Duration::from_secs(job.limits.silence_seconds.saturating_add(5))),
         user_agent: concat!("peerpod-guest/", env!("CARGO_PKG_VERSION")),
         platform_resolver: None,
         ..ClientConfig::default()

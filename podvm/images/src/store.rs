@@ -121,6 +121,19 @@ impl Store {
         drop(remove_tree(&self.making(id)));
     }
 
+    /// Removes what a process that was killed in the last moment left of layers that are whole.
+    pub(crate) fn tidy(&self, ids: &[String]) {
+        for id in ids.iter().filter(|id| self.has(id)) {
+            drop(fs::remove_file(self.blob(id)));
+            self.abandon(id);
+        }
+    }
+
+    /// Where a layer's packed bytes are while it is made.
+    pub(crate) fn blob(&self, id: &str) -> PathBuf {
+        self.0.join("t").join(format!("{id}.blob"))
+    }
+
     /// Removes writable layers of containers that are gone: of which nothing is mounted any more.
     pub(crate) fn sweep(&self, mountinfo: &str) {
         for entry in fs::read_dir(self.0.join("c")).into_iter().flatten().flatten() {

@@ -131,7 +131,10 @@ impl Name {
     fn failed(&self, what: &str, error: rustix::io::Errno) -> Error {
         let path = Path::new(OsStr::from_bytes(&self.whole));
         match error {
-            rustix::io::Errno::LOOP | rustix::io::Errno::NOTDIR | rustix::io::Errno::XDEV => {
+            rustix::io::Errno::LOOP
+            | rustix::io::Errno::NOTDIR
+            | rustix::io::Errno::EXIST
+            | rustix::io::Errno::XDEV => {
                 let shown = crate::cause::quote(&path.to_string_lossy());
                 Error::new(Cause::Malformed, format!("the layer's entry {shown:?}: {what}: {error}"))
             }
@@ -302,9 +305,10 @@ impl Unpacker {
             |why: &str| Error::new(Cause::Malformed, format!("the hard link {}: {why}", shown(name)));
         let target = entry.link_name_bytes().ok_or_else(|| missing("without a target"))?;
         let target = Name::parse(&target)?.ok_or_else(|| missing("to the root"))?;
-        let folder = self
-            .open(target.parent(), OFlags::PATH | OFlags::DIRECTORY)
-            .map_err(|e| name.failed("opening its target's folder", e))?;
+        let folder = match self.open(target.parent(), OFlags::PATH | OFlags::DIRECTORY) {
+            Err(rustix::io::Errno::NOENT) => return Err(missing("its target is not there")),
+            other => other.map_err(|e| name.failed("opening its target's folder", e))?,
+        };
         match linkat(&folder, target.file(), parent, name.file(), AtFlags::empty()) {
             Err(rustix::io::Errno::NOENT) => Err(missing("its target is not there")),
             Err(rustix::io::Errno::PERM) => Err(missing("its target is a folder")),

@@ -77,7 +77,8 @@ impl LayerBuilder {
         header.set_mode(mode);
         header.set_size(data.len() as u64);
         header.set_mtime(1_700_000_000);
-        (header.set_uid(0), header.set_gid(0));
+        header.set_uid(0);
+        header.set_gid(0);
         header.as_gnu_mut().unwrap().name[..name.len()].copy_from_slice(name);
         header.as_gnu_mut().unwrap().linkname[..link.len()].copy_from_slice(link);
         header.set_cksum();

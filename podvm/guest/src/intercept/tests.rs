@@ -10,7 +10,7 @@ use protobuf::{Message, UnknownValueRef};
 
 use super::*;
 
-mod policy;
+mod gpu;
 
 #[derive(Default)]
 struct Seen(Mutex<Vec<String>>, std::sync::atomic::AtomicU32);

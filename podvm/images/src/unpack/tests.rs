@@ -1,1 +1,128 @@
+use std::{
+    os::unix::fs::{MetadataExt, PermissionsExt},
+    path::PathBuf,
+};
+
 use super::*;
+
+struct Place(PathBuf);
+
+impl Place {
+    fn new(name: &str) -> Place {
+        let path = std::env::temp_dir().join(format!("pp-unpack-{name}-{}", std::process::id()));
+        std::fs::create_dir(&path).unwrap();
+        Place(path)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        std::fs::remove_dir_all(&self.0).ok();
+    }
+}
+
+/// An archive of `(kind, name, target, content)`.
+fn archive(entries: &[(EntryType, &str, &str, &str)]) -> Vec<u8> {
+    let mut builder = tar::Builder::new(Vec::new());
+    for (kind, name, target, content) in entries {
+        let mut header = tar::Header::new_gnu();
+        header.set_entry_type(*kind);
+        header.set_size(content.len() as u64);
+        header.set_mode(0o640);
+        header.set_mtime(7);
+        header.set_uid(0);
+        header.set_gid(0);
+        header.as_gnu_mut().unwrap().name[..name.len()].copy_from_slice(name.as_bytes());
+        header.as_gnu_mut().unwrap().linkname[..target.len()].copy_from_slice(target.as_bytes());
+        header.set_cksum();
+        builder.append(&header, content.as_bytes()).unwrap();
+    }
+    builder.into_inner().unwrap()
+}
+
+const FILE: EntryType = EntryType::Regular;
+const LINK: EntryType = EntryType::Symlink;
+const HARD: EntryType = EntryType::Link;
+const DIR: EntryType = EntryType::Directory;
+
+fn unpacked(place: &Place, entries: &[(EntryType, &str, &str, &str)]) -> Result<LeftOut, Error> {
+    unpack(&*archive(entries), &place.0, &mut 100)
+}
+
+#[test]
+fn removals_take_away_what_was_there_and_not_what_came_with_them() {
+    let place = Place::new("removals");
+    for path in ["a/deep/er", "b", "c"] {
+        std::fs::create_dir_all(place.0.join(path)).unwrap();
+        std::fs::write(place.0.join(path).join("below"), "x").unwrap();
+    }
+    let entries = [
+        (FILE, "b/above", "", "new"),
+        (FILE, "b/.wh..wh..opq", "", ""),
+        (FILE, ".wh.a", "", ""),
+        (FILE, ".wh.nothing", "", ""),
+        (FILE, "c/new/er", "", ""),
+        (FILE, "c/.wh.new", "", ""),
+        (FILE, "c/.wh..wh.plnk", "", ""),
+    ];
+    unpacked(&place, &entries).unwrap();
+    assert!(!place.0.join("a").exists() && !place.0.join("b/below").exists());
+    assert_eq!(std::fs::read(place.0.join("b/above")).unwrap(), b"new");
+    assert!(place.0.join("c/below").exists() && place.0.join("c/new/er").exists());
+}
+
+#[test]
+fn a_folder_in_the_way_of_a_file_goes_and_attributes_are_as_the_archive_says() {
+    let place = Place::new("attributes");
+    std::fs::create_dir_all(place.0.join("x/y/z")).unwrap();
+    unpacked(&place, &[(FILE, "x", "", "now a file"), (HARD, "also", "x", ""), (DIR, "d", "", "")]).unwrap();
+    let found = std::fs::metadata(place.0.join("x")).unwrap();
+    assert_eq!((found.len(), found.permissions().mode() & 0o7777, found.mtime()), (10, 0o640, 7));
+    assert_eq!(found.ino(), std::fs::metadata(place.0.join("also")).unwrap().ino());
+    assert_eq!(std::fs::metadata(place.0.join("d")).unwrap().mtime(), 7);
+}
+
+#[test]
+fn links_lead_nowhere_but_within() {
+    let place = Place::new("links");
+    let (root, outside) = (Place(place.0.join("root")), place.0.join("outside"));
+    std::fs::create_dir(&root.0).unwrap();
+    std::fs::create_dir(&outside).unwrap();
+    let there = outside.to_str().unwrap();
+    // There is no such folder in the image: the link dangles, and nothing is made through it.
+    let error = unpacked(&root, &[(LINK, "out", there, ""), (FILE, "out/x", "", "x")]).unwrap_err();
+    assert_eq!(error.cause, Cause::Malformed, "{error}");
+    unpacked(&root, &[(LINK, "up", "../../..", ""), (FILE, "up/x", "", "x")]).unwrap();
+    assert!(root.0.join("x").exists(), "upwards ends at the image's root");
+    assert_eq!(std::fs::read_dir(&outside).unwrap().count(), 0);
+    for wrong in ["../x", "a/../../x", "a/..", ".wh..", ".wh.."] {
+        let error = unpacked(&root, &[(FILE, wrong, "", "x")]).unwrap_err();
+        assert_eq!(error.cause, Cause::Malformed, "{wrong}: {error}");
+    }
+    let error = unpacked(&root, &[(HARD, "hard", "../outside", "")]).unwrap_err();
+    assert_eq!(error.cause, Cause::Malformed, "{error}");
+}
+
+#[test]
+fn the_number_of_entries_is_bounded() {
+    let place = Place::new("bounded");
+    let many = archive(&[(FILE, "a", "", ""), (FILE, "b", "", ""), (FILE, "c", "", "")]);
+    let error = unpack(&*many, &place.0, &mut 2).unwrap_err();
+    assert_eq!(error.cause, Cause::TooLarge, "{error}");
+}
+
+proptest::proptest! {
+    #[test]
+    fn no_damage_leads_out(at in 0usize..2048, with in proptest::prelude::any::<u8>()) {
+        use std::sync::atomic::{AtomicU32, Ordering};
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let place = Place::new(&format!("damage-{}", NEXT.fetch_add(1, Ordering::Relaxed)));
+        let root = place.0.join("root");
+        std::fs::create_dir(&root).unwrap();
+        let mut bytes = archive(&[(LINK, "up", "..", ""), (FILE, "up/x", "", "x"), (DIR, "d", "", "")]);
+        let at = at % bytes.len();
+        bytes[at] = with;
+        drop(unpack(&*bytes, &root, &mut 100));
+        assert_eq!(std::fs::read_dir(&place.0).unwrap().count(), 1);
+    }
+}

@@ -36,7 +36,7 @@ fn devices(asked: &str) -> Option<String> {
     };
     match names[..] {
         ["" | "void" | "none"] => None,
-        _ if names.iter().all(|name| plain(name)) => {
+        _ if names.iter().all(plain) => {
             Some(names.iter().map(|name| format!("{KIND}={name}")).collect::<Vec<_>>().join(","))
         }
         _ => Some(format!("{KIND}=all")),
