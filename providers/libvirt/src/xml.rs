@@ -131,8 +131,12 @@ impl Machine<'_> {
         if self.kind != "test" {
             xml.push_str("<controller type='usb' model='none'/>\n<memballoon model='none'/>\n");
             xml.push_str("<rng model='virtio'><backend model='random'>/dev/urandom</backend></rng>\n");
-            for _ in 0..self.hotplug_ports {
-                xml.push_str("<controller type='pci' model='pcie-root-port'/>\n");
+            // Only machines with PCI Express need ports to plug into.
+            if self.machine.contains("q35") || self.machine.contains("virt") {
+                xml.push_str("<controller type='pci' index='0' model='pcie-root'/>\n");
+                for _ in 0..self.hotplug_ports {
+                    xml.push_str("<controller type='pci' model='pcie-root-port'/>\n");
+                }
             }
             add!(
                 xml,
