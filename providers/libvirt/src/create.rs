@@ -121,7 +121,7 @@ impl Shared {
             }
         };
         marks.started = true;
-        if let Err(error) = libvirt.set_metadata(&domain, &marks.xml(), PREFIX, URI).await {
+        if let Err(error) = libvirt.set_metadata(&domain, &marks.plain_xml(), PREFIX, URI).await {
             // libvirtd itself knows it, until it is started anew.
             tracing::warn!(domain = domain.name, "cannot mark the VM as started: {error}");
         }

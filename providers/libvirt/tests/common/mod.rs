@@ -40,6 +40,8 @@ impl Place {
             ("image", self.image.display().to_string()),
             ("firmware", "bios".to_owned()),
             ("memory-mib", "64".to_owned()),
+            // Nothing is to be learnt from trying KVM in every test.
+            ("acceleration", "emulated".to_owned()),
             ("hotplug-ports", "2".to_owned()),
         ]
         .into_iter()
