@@ -134,7 +134,9 @@ impl Machine<'_> {
             // Only machines with PCI Express need ports to plug into.
             if self.machine.contains("q35") || self.machine.contains("virt") {
                 xml.push_str("<controller type='pci' index='0' model='pcie-root'/>\n");
-                for _ in 0..self.hotplug_ports {
+                // The devices that are there from the beginning sit in such ports, too: the RNG, cards and disks.
+                let taken = 1 + self.cards.len() + self.disks.len();
+                for _ in 0..self.hotplug_ports as usize + taken {
                     xml.push_str("<controller type='pci' model='pcie-root-port'/>\n");
                 }
             }

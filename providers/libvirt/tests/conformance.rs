@@ -6,6 +6,8 @@ mod common;
 
 use std::fs;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -17,13 +19,26 @@ use peerpod_world::libvirtd::POOL;
 
 struct Libvirt {
     provider: Arc<LibvirtProvider>,
-    place: Place,
+    place: Arc<Place>,
+    /// Plays the VMs' DHCP clients, which halt instead.
+    leases: Option<JoinHandle<()>>,
+    ends: Arc<AtomicBool>,
 }
 
 fn make() -> Libvirt {
     let place = Place::new();
     place.libvirtd.virsh(&["vol-create-as", POOL, "disk-of-the-pod", "8M", "--format", "qcow2"]).unwrap();
-    Libvirt { provider: place.provider(), place }
+    let (place, ends) = (Arc::new(place), Arc::new(AtomicBool::new(false)));
+    let leases = thread::spawn({
+        let (place, ends) = (place.clone(), ends.clone());
+        move || {
+            while !ends.load(Ordering::Relaxed) {
+                place.libvirtd.lease_to_all().unwrap();
+                thread::sleep(Duration::from_millis(100));
+            }
+        }
+    });
+    Libvirt { provider: place.provider(), place, leases: Some(leases), ends }
 }
 
 #[async_trait]
@@ -78,7 +93,10 @@ impl Harness for Libvirt {
 
 impl Drop for Libvirt {
     fn drop(&mut self) {
+        self.ends.store(true, Ordering::Relaxed);
+        let ended = self.leases.take().map(JoinHandle::join);
         if !std::thread::panicking() {
+            ended.unwrap().unwrap();
             let left = self.place.libvirtd.domains().unwrap();
             assert!(left.is_empty(), "{left:?}");
             assert_eq!(self.place.libvirtd.files(POOL).unwrap(), ["disk-of-the-pod"]);
