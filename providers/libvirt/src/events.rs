@@ -88,7 +88,9 @@ async fn hear(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcErro
             }
             Ok(_) => {}
             Err(RecvError::Lagged(_)) => compare(shared, libvirt).await?,
-            Err(RecvError::Closed) => return Err(RpcError::Lost("libvirtd closed the connection".to_owned())),
+            Err(RecvError::Closed) => {
+                return Err(RpcError::Lost("libvirtd closed the connection".to_owned()));
+            }
         }
     }
 }

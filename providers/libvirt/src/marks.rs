@@ -224,7 +224,9 @@ mod tests {
         let id = InstanceId::new(words(&one.uuid)).unwrap();
         assert_eq!(uuid_of(&id), Some(one.uuid));
         assert_ne!(one.mac(0), one.mac(1));
-        for foreign in ["x", "ABCDEF00-0000-0000-0000-000000000000", "../../../../../../../../../../etc/passwd"] {
+        for foreign in
+            ["x", "ABCDEF00-0000-0000-0000-000000000000", "../../../../../../../../../../etc/passwd"]
+        {
             assert_eq!(uuid_of(&InstanceId::new(foreign).unwrap()), None, "{foreign}");
         }
     }

@@ -137,7 +137,8 @@ mod tests {
             };
             assert_eq!(read("::user-data"), data, "{length}");
             assert_eq!(read("::meta-data"), meta);
-            let label = Command::new("blkid").args(["-p", "-o", "value", "-s", "LABEL"]).arg(&file).output().unwrap();
+            let label =
+                Command::new("blkid").args(["-p", "-o", "value", "-s", "LABEL"]).arg(&file).output().unwrap();
             assert_eq!(String::from_utf8_lossy(&label.stdout).trim(), "CIDATA");
         }
         std::fs::remove_dir_all(&dir).unwrap();

@@ -75,7 +75,13 @@ macro_rules! add {
 impl Machine<'_> {
     pub(crate) fn xml(&self) -> String {
         let mut xml = String::new();
-        add!(xml, "<domain type='{}'>\n<name>{}</name>\n<uuid>{}</uuid>\n", self.kind, escape(self.name), self.uuid);
+        add!(
+            xml,
+            "<domain type='{}'>\n<name>{}</name>\n<uuid>{}</uuid>\n",
+            self.kind,
+            escape(self.name),
+            self.uuid
+        );
         add!(xml, "<metadata>{}</metadata>\n", self.marks.xml());
         add!(xml, "<memory unit='MiB'>{}</memory>\n", self.memory_mib);
         let cpuset = self.cpuset.map(|set| format!(" cpuset='{}'", escape(set))).unwrap_or_default();
@@ -105,7 +111,9 @@ impl Machine<'_> {
         add!(xml, "<os{}>", if efi { " firmware='efi'" } else { "" });
         match self.kind {
             "test" => xml.push_str("<type>hvm</type>"),
-            _ => add!(xml, "<type arch='{}' machine='{}'>hvm</type>", escape(self.arch), escape(self.machine)),
+            _ => {
+                add!(xml, "<type arch='{}' machine='{}'>hvm</type>", escape(self.arch), escape(self.machine))
+            }
         }
         match &self.start {
             Start::Kernel { kernel, initrd, cmdline } => {
@@ -191,10 +199,21 @@ impl Disk {
                 ("volume", format!("<source pool='{}' volume='{}'/>", escape(pool), escape(name)))
             }
             Source::File(path) => ("file", format!("<source file='{}'/>", escape(path))),
-            Source::Network { protocol, name, places, user } => ("network", network(protocol, name, places, user)),
+            Source::Network { protocol, name, places, user } => {
+                ("network", network(protocol, name, places, user))
+            }
         };
-        add!(xml, "<disk type='{kind}' device='disk'><driver name='qemu' type='{}' discard='unmap'/>", self.format);
-        add!(xml, "{source}<target dev='{}' bus='virtio'/><serial>{}</serial>", self.target, escape(&self.serial));
+        add!(
+            xml,
+            "<disk type='{kind}' device='disk'><driver name='qemu' type='{}' discard='unmap'/>",
+            self.format
+        );
+        add!(
+            xml,
+            "{source}<target dev='{}' bus='virtio'/><serial>{}</serial>",
+            self.target,
+            escape(&self.serial)
+        );
         if self.read_only {
             xml.push_str("<readonly/>");
         }

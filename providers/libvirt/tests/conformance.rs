@@ -75,7 +75,10 @@ impl Harness for Libvirt {
     }
 
     fn request(&self) -> CreateRequest {
-        CreateRequest { labels: [("peerpod-test".to_owned(), "conformance".to_owned())].into(), ..request("conformance") }
+        CreateRequest {
+            labels: [("peerpod-test".to_owned(), "conformance".to_owned())].into(),
+            ..request("conformance")
+        }
     }
 
     fn crowd(&self) -> u32 {
