@@ -83,11 +83,11 @@ impl Harness for Libvirt {
     }
 
     fn drops(&self) -> u32 {
-        10
+        6
     }
 
     fn patience(&self) -> Duration {
-        Duration::from_secs(240)
+        Duration::from_secs(600)
     }
 }
 
