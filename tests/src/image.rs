@@ -11,7 +11,8 @@ use serde_json::Value;
 
 /// What busybox is called in the VM.
 const TOOLS: [&str; 16] = [
-    "cat", "cp", "dd", "echo", "grep", "head", "ls", "mkdir", "mount", "ping", "sh", "sleep", "sync", "umount", "wc", "wget",
+    "cat", "cp", "dd", "echo", "grep", "head", "ls", "mkdir", "mount", "ping", "sh", "sleep", "sync",
+    "umount", "wc", "wget",
 ];
 
 /// The folder of the minimal image: `PEERPOD_TEST_IMAGE`, or where `make image` puts it.
@@ -27,9 +28,12 @@ pub fn minimal() -> anyhow::Result<PathBuf> {
 pub fn with_tools(folder: &Path) -> anyhow::Result<PathBuf> {
     let (image, copy) = (minimal()?, folder.join("image"));
     fs::create_dir_all(&copy)?;
-    let read = |name: &str| fs::read(image.join(name)).with_context(|| format!("{}: build it (make image)", image.display()));
+    let read = |name: &str| {
+        fs::read(image.join(name)).with_context(|| format!("{}: build it (make image)", image.display()))
+    };
     let mut json: Value = serde_json::from_slice(&read("image.json")?)?;
-    let (kernel, initrd) = (json["kernel"].as_str().context("a kernel")?, json["initrd"].as_str().context("an initrd")?);
+    let (kernel, initrd) =
+        (json["kernel"].as_str().context("a kernel")?, json["initrd"].as_str().context("an initrd")?);
     fs::write(copy.join(kernel), read(kernel)?)?;
     let mut bytes = read(initrd)?;
     bytes.resize(bytes.len().next_multiple_of(4), 0);

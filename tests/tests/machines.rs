@@ -69,8 +69,9 @@ impl Machine {
     async fn start(world: &World, daemons: &Daemons, name: &str) -> anyhow::Result<Machine> {
         let (id, pod) = (fresh_id(name), world.pod()?);
         let shim = daemons.shim().await?;
-        let socket =
-            shim.create_vm(&id, Annotations::new("default", &id).size("1", 512), &pod.namespace().path()).await?;
+        let socket = shim
+            .create_vm(&id, Annotations::new("default", &id).size("1", 512), &pod.namespace().path())
+            .await?;
         tokio::time::timeout(BOOT, shim.start_vm(&id)).await??;
         let agent = AgentClient::connect(&socket).await?;
         let mut request = CreateSandboxRequest::new();
@@ -82,7 +83,8 @@ impl Machine {
     }
 
     async fn shell(&self, script: &str) -> anyhow::Result<String> {
-        let output = self.agent.exec(&exec_request("main", &fresh_id("exec"), &["/bin/sh", "-c", script])).await?;
+        let output =
+            self.agent.exec(&exec_request("main", &fresh_id("exec"), &["/bin/sh", "-c", script])).await?;
         anyhow::ensure!(output.status == 0, "{script}: {output:?}");
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
@@ -128,7 +130,8 @@ async fn a_node_that_is_killed_leaves_pod_exec_and_disks_in_peace() {
     let place = place();
     let mut daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
     let machine = Machine::start(&place.world, &daemons, "whole").await;
-    let machine = machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()));
+    let machine =
+        machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()));
     let other = place.world.pod().unwrap();
     // Ping and HTTP through the tunnel, both families, both ways.
     let server = PageServer::start(other.namespace()).unwrap();
@@ -146,7 +149,19 @@ async fn a_node_that_is_killed_leaves_pod_exec_and_disks_in_peace() {
         let domain = place.libvirtd.domains().unwrap().remove(0);
         place
             .libvirtd
-            .virsh(&["attach-disk", &domain, file, target, "--serial", serial, "--subdriver", "raw", "--targetbus", "virtio", "--live"])
+            .virsh(&[
+                "attach-disk",
+                &domain,
+                file,
+                target,
+                "--serial",
+                serial,
+                "--subdriver",
+                "raw",
+                "--targetbus",
+                "virtio",
+                "--live",
+            ])
             .unwrap();
     }
     let script = format!(
@@ -157,7 +172,8 @@ async fn a_node_that_is_killed_leaves_pod_exec_and_disks_in_peace() {
     );
     assert_eq!(machine.shell(&script).await.unwrap(), "from the disk\nempty\n");
     // An exec that streams, and the node killed in its middle.
-    let streaming = exec_request("main", "stream", &["/bin/sh", "-c", "while :; do echo tick; sleep 0.1; done"]);
+    let streaming =
+        exec_request("main", "stream", &["/bin/sh", "-c", "while :; do echo tick; sleep 0.1; done"]);
     machine.agent.exec_process(&streaming).await.unwrap();
     assert!(machine.agent.read_stdout("main", "stream", 4096).await.unwrap().starts_with(b"tick"));
     daemons.kill_node().unwrap();
@@ -179,7 +195,8 @@ async fn a_machine_that_is_destroyed_from_outside_is_known_within_five_seconds_a
     let place = place();
     let daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
     let machine = Machine::start(&place.world, &daemons, "victim").await;
-    let machine = machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()));
+    let machine =
+        machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()));
     let domain = place.libvirtd.domains().unwrap().remove(0);
     let began = Instant::now();
     place.libvirtd.virsh(&["destroy", &domain]).unwrap();
@@ -226,7 +243,9 @@ async fn eight_machines_at_once_come_and_go() {
     let machines = futures_util::future::join_all(starts).await;
     let machines: Vec<Machine> = machines
         .into_iter()
-        .map(|machine| machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles())))
+        .map(|machine| {
+            machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()))
+        })
         .collect();
     assert_eq!(place.libvirtd.domains().unwrap().len(), names.len());
     for machine in &machines {

@@ -28,8 +28,12 @@ const TABLE: &[(&str, &str, bool)] = &[
     ("LIBVIRT_ROOT_DISK_SIZE", "root-disk-gib", true),
 ];
 /// What a cloud-api-adaptor does where nothing is said, and we do differently.
-const DEFAULTS: &[(&str, &str)] =
-    &[("volume", "podvm-base.qcow2"), ("memory-mib", "8192"), ("root-disk-gib", "10"), ("user-data", "nocloud")];
+const DEFAULTS: &[(&str, &str)] = &[
+    ("volume", "podvm-base.qcow2"),
+    ("memory-mib", "8192"),
+    ("root-disk-gib", "10"),
+    ("user-data", "nocloud"),
+];
 
 /// Takes the variables of a cloud-api-adaptor for libvirt; the others it leaves alone.
 pub fn convert(variables: &BTreeMap<String, String>) -> Converted {
@@ -44,7 +48,8 @@ pub fn convert(variables: &BTreeMap<String, String>) -> Converted {
         }
         let Some(text) = get(name) else { continue };
         if *number && text.parse::<u64>().is_err() {
-            let why = format!("`{text}` is no number and was ignored; set provider.libvirt.{key} if you want one");
+            let why =
+                format!("`{text}` is no number and was ignored; set provider.libvirt.{key} if you want one");
             converted.lost.push(((*name).to_owned(), why));
             continue;
         }
@@ -76,7 +81,8 @@ fn security(disabled: Option<&str>, launch: Option<&str>, converted: &mut Conver
         converted.lost.push(("DISABLECVM".to_owned(), why.to_owned()));
     }
     if let Some(kind) = launch {
-        let why = format!("`{kind}` is not made here; set provider.libvirt.confidential to sev, sev_snp or tdx");
+        let why =
+            format!("`{kind}` is not made here; set provider.libvirt.confidential to sev, sev_snp or tdx");
         converted.lost.push(("LIBVIRT_LAUNCH_SECURITY".to_owned(), why));
     }
 }

@@ -146,12 +146,13 @@ impl LibvirtConfig {
             section.mistake("uri", why);
             Address { driver: String::new(), sockets: Vec::new() }
         });
-        let pool = section.get("pool", "default", "storage pool (of files) for images, overlays and consoles");
+        let pool =
+            section.get("pool", "default", "storage pool (of files) for images, overlays and consoles");
         let network: String = section.get("network", "default", "libvirt network of the VMs");
         let bridge: Option<String> =
             section.optional("bridge", "bridge of the host to plug VMs into, instead of a libvirt network");
-        let second: Option<String> =
-            section.optional("second-network", "libvirt network of second network cards; default: there are none");
+        let second: Option<String> = section
+            .optional("second-network", "libvirt network of second network cards; default: there are none");
         let boot = boot(&mut section, creates);
         let root_disk_gib = section.get(
             "root-disk-gib",
@@ -186,8 +187,11 @@ impl LibvirtConfig {
             _ => UserData::FwCfg,
         };
         let confidential = confidential(&mut section);
-        let dirs: Vec<String> =
-            section.get("volume-dirs", "", "folders of libvirtd's host below which files may be attached as disks");
+        let dirs: Vec<String> = section.get(
+            "volume-dirs",
+            "",
+            "folders of libvirtd's host below which files may be attached as disks",
+        );
         for dir in dirs.iter().filter(|dir| !dir.starts_with('/') || dir.contains("..")) {
             section.mistake("volume-dirs", format!("{dir}: not an absolute path"));
         }
@@ -230,8 +234,10 @@ fn boot(section: &mut Section<'_>, creates: bool) -> Boot {
     let kernel = file(section, "kernel", "kernel file on the node that QEMU boots directly; uploaded once");
     let initrd = file(section, "initrd", "initial RAM disk of that kernel");
     let cmdline = section.get("cmdline", KERNEL_CMDLINE, "command line of that kernel");
-    let image = file(section, "image", "disk image on the node (qcow2 or raw), instead of a kernel; uploaded once");
-    let volume: Option<String> = section.optional("volume", "disk image that is in the pool, by its volume's name");
+    let image =
+        file(section, "image", "disk image on the node (qcow2 or raw), instead of a kernel; uploaded once");
+    let volume: Option<String> =
+        section.optional("volume", "disk image that is in the pool, by its volume's name");
     let firmware: String =
         section.get("firmware", "efi", "what starts a disk image: efi, bios, or the path of a UEFI loader");
     let firmware = match firmware.as_str() {

@@ -41,7 +41,11 @@ struct Plan {
 }
 
 impl Shared {
-    pub(crate) async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error> {
+    pub(crate) async fn create(
+        &self,
+        request: &CreateRequest,
+        key: &IdempotencyKey,
+    ) -> Result<Created, Error> {
         let identity = self.owner.identity(key);
         let attempt = format!("create of {} ({})", request.name, identity.name);
         let fail = |error: RpcError| refuse(&attempt, error);
@@ -50,7 +54,8 @@ impl Shared {
         let known = libvirt.domain(&identity.uuid).await.map_err(fail)?;
         if let Some(domain) = &known {
             self.is_same(&libvirt, domain, request, key, &attempt).await?;
-            let (marks, state) = tokio::try_join!(self.marks(&libvirt, domain), libvirt.state(domain)).map_err(fail)?;
+            let (marks, state) =
+                tokio::try_join!(self.marks(&libvirt, domain), libvirt.state(domain)).map_err(fail)?;
             let begun = marks.is_some_and(|marks| marks.started);
             if state.is_on() || begun || !(state.is_fresh() || state.reason == 6) {
                 self.running(domain);
@@ -78,7 +83,11 @@ impl Shared {
     ) -> Result<(), Error> {
         let marks = self.marks(libvirt, domain).await.map_err(|error| refuse(attempt, error))?;
         match marks {
-            Some(marks) if self.owner.owns(&marks) && marks.key == *key && marks.digest == request.digest() => Ok(()),
+            Some(marks)
+                if self.owner.owns(&marks) && marks.key == *key && marks.digest == request.digest() =>
+            {
+                Ok(())
+            }
             Some(marks) if self.owner.owns(&marks) => {
                 Err(Error::key_reused(format!("{attempt}: its key came with another request before")))
             }
@@ -121,17 +130,12 @@ impl Shared {
             }
         };
         marks.started = true;
-        if let Err(error) = libvirt.set_metadata(&domain, &marks.xml(), PREFIX, URI).await {
+        if let Err(error) = libvirt.set_metadata(&domain, &marks.plain_xml(), PREFIX, URI).await {
             // libvirtd itself knows it, until it is started anew.
             tracing::warn!(domain = domain.name, "cannot mark the VM as started: {error}");
         }
         self.running(&domain);
-        Ok(Created {
-            id: id_of(&domain),
-            addresses: Vec::new(),
-            instance_type: None,
-            disks: plan.identities,
-        })
+        Ok(Created { id: id_of(&domain), addresses: Vec::new(), instance_type: None, disks: plan.identities })
     }
 
     /// Says at once what this host cannot hold.
@@ -140,7 +144,9 @@ impl Shared {
         let (vcpus, memory) = self.size(request);
         let have = host.memory_kib >> 10;
         if memory > have && libvirt_is_real(self.link.driver()) {
-            let text = format!("{attempt}: it asks for {memory} MiB, and the host has {have} MiB; ask for a smaller VM");
+            let text = format!(
+                "{attempt}: it asks for {memory} MiB, and the host has {have} MiB; ask for a smaller VM"
+            );
             return Err(Error::capacity(format!("{memory} MiB of memory"), text));
         }
         if vcpus > 255 {
@@ -152,7 +158,10 @@ impl Shared {
     fn size(&self, request: &CreateRequest) -> (u32, u64) {
         let or = |wish: u64, default: u64| if wish == 0 { default } else { wish };
         let vcpus = or(request.size.vcpus.into(), self.config.vcpus.into());
-        (u32::try_from(vcpus).unwrap_or(u32::MAX), or(request.size.memory_mib, self.config.memory_mib).max(64))
+        (
+            u32::try_from(vcpus).unwrap_or(u32::MAX),
+            or(request.size.memory_mib, self.config.memory_mib).max(64),
+        )
     }
 
     /// Asks what the host can do. (Its word counts here: a VM that is not confidential would start as well.)
@@ -169,7 +178,9 @@ impl Shared {
             return Ok(());
         }
         let why = match kind {
-            "kvm" => "its CPU, firmware, kernel, QEMU or libvirt has not got it (virsh domcapabilities shows launchSecurity)",
+            "kvm" => {
+                "its CPU, firmware, kernel, QEMU or libvirt has not got it (virsh domcapabilities shows launchSecurity)"
+            }
             _ => "there is no KVM, and emulation keeps nothing from the host",
         };
         let text = format!("{attempt}: a confidential VM by {wanted} cannot be had from this host: {why}");
@@ -188,7 +199,9 @@ impl Shared {
         let folder = folder_of(&libvirt.pool_xml(&pool).await.map_err(fail)?);
         let folder = folder.ok_or_else(|| {
             let name = &self.config.pool;
-            Error::invalid(format!("{attempt}: pool {name} is none of files; set provider.libvirt.pool to a dir pool"))
+            Error::invalid(format!(
+                "{attempt}: pool {name} is none of files; set provider.libvirt.pool to a dir pool"
+            ))
         })?;
         let (mut kernel, mut base) = (None, None);
         let images = &self.images;
@@ -209,7 +222,9 @@ impl Shared {
                 base = Some((path, known.format, known.disk_bytes));
             }
             (Boot::Nothing, None) => {
-                return Err(Error::invalid(format!("{attempt}: no image is configured; set provider.libvirt.kernel or image")));
+                return Err(Error::invalid(format!(
+                    "{attempt}: no image is configured; set provider.libvirt.kernel or image"
+                )));
             }
             _ => {}
         }
@@ -276,7 +291,9 @@ impl Shared {
             disk.target = format!("vd{letter}");
         }
         match disks.iter().any(|disk| disk.target.is_empty()) {
-            true => Err(Error::invalid(format!("{attempt}: {} disks are more than a VM can have", disks.len()))),
+            true => {
+                Err(Error::invalid(format!("{attempt}: {} disks are more than a VM can have", disks.len())))
+            }
             false => Ok(disks),
         }
     }
@@ -297,7 +314,10 @@ impl Shared {
             let pool = libvirt.pool(pool).await.map_err(fail)?;
             let found = self.find_volume(libvirt, &pool, name).await.map_err(fail)?;
             let found = found.ok_or_else(|| {
-                Error::not_found(format!("{attempt}: there is no disk {name} in pool {}; was it deleted?", pool.name))
+                Error::not_found(format!(
+                    "{attempt}: there is no disk {name} in pool {}; was it deleted?",
+                    pool.name
+                ))
             })?;
             let read = format_of(&libvirt.volume_xml(&found).await.map_err(fail)?);
             format = read.ok_or_else(|| {
@@ -396,7 +416,12 @@ impl Shared {
         let real = libvirt_is_real(self.link.driver());
         let least = self.config.root_disk_gib << 30;
         if let Some((path, format, bytes)) = &plan.base {
-            let xml = xml::volume(&(identity.name.clone() + ROOT), "qcow2", least.max(*bytes), Some((path, format)));
+            let xml = xml::volume(
+                &(identity.name.clone() + ROOT),
+                "qcow2",
+                least.max(*bytes),
+                Some((path, format)),
+            );
             self.file(libvirt, &plan.pool, ROOT, identity, &xml, None, attempt).await?;
         } else if least > 0 {
             let xml = xml::volume(&(identity.name.clone() + ROOT), "qcow2", least, None);
@@ -406,13 +431,20 @@ impl Shared {
         let (suffix, bytes) = match self.config.user_data {
             UserData::FwCfg => (USER_DATA, data.to_vec()),
             UserData::NoCloud => {
-                let meta = format!("instance-id: {}\nlocal-hostname: {}\n", words(&identity.uuid), identity.name);
+                let meta =
+                    format!("instance-id: {}\nlocal-hostname: {}\n", words(&identity.uuid), identity.name);
                 let image = seed::image(data, meta.as_bytes());
-                (SEED, image.ok_or_else(|| Error::invalid(format!("{attempt}: user-data do not fit a seed disk")))?)
+                (
+                    SEED,
+                    image.ok_or_else(|| {
+                        Error::invalid(format!("{attempt}: user-data do not fit a seed disk"))
+                    })?,
+                )
             }
         };
         let xml = xml::volume(&(identity.name.clone() + suffix), "raw", bytes.len() as u64, None);
-        self.file(libvirt, &plan.pool, suffix, identity, &xml, Some(&bytes).filter(|_| real), attempt).await?;
+        self.file(libvirt, &plan.pool, suffix, identity, &xml, Some(&bytes).filter(|_| real), attempt)
+            .await?;
         let xml = xml::volume(&(identity.name.clone() + CONSOLE), "raw", 0, None);
         self.file(libvirt, &plan.pool, CONSOLE, identity, &xml, None, attempt).await
     }
@@ -501,7 +533,9 @@ fn folder_of(xml: &str) -> Option<String> {
     if !matches!(pool.attribute("type"), Some("dir" | "fs" | "netfs")) {
         return None;
     }
-    let path = pool.descendants().find(|node| node.has_tag_name("path") && node.parent().is_some_and(|p| p.has_tag_name("target")))?;
+    let path = pool
+        .descendants()
+        .find(|node| node.has_tag_name("path") && node.parent().is_some_and(|p| p.has_tag_name("target")))?;
     path.text().filter(|path| path.starts_with('/')).map(|path| path.trim_end_matches('/').to_owned())
 }
 

@@ -73,7 +73,8 @@ pub(crate) fn parse(volume: &str, config: &LibvirtConfig) -> Result<Source, Stri
     let (pool, name) = volume.split_once('/').unwrap_or((&config.pool, volume));
     if pool.is_empty() || name.is_empty() || name.contains(['/', ':']) {
         return Err(
-            "not a disk's name; write a libvirt volume (NAME or POOL/NAME), a file, or nbd:, iscsi: or rbd:".to_owned()
+            "not a disk's name; write a libvirt volume (NAME or POOL/NAME), a file, or nbd:, iscsi: or rbd:"
+                .to_owned(),
         );
     }
     Ok(Source::Volume { pool: pool.to_owned(), name: name.to_owned() })
@@ -81,7 +82,9 @@ pub(crate) fn parse(volume: &str, config: &LibvirtConfig) -> Result<Source, Stri
 
 fn rbd(image: &str, places: &[Place], config: &LibvirtConfig) -> Result<Source, String> {
     match image.split('/').collect::<Vec<_>>()[..] {
-        [pool, name] if !pool.is_empty() && !name.is_empty() => network("rbd", image, places, config.rbd.clone()),
+        [pool, name] if !pool.is_empty() && !name.is_empty() => {
+            network("rbd", image, places, config.rbd.clone())
+        }
         _ => Err("write it like rbd:POOL/IMAGE".to_owned()),
     }
 }
@@ -118,8 +121,10 @@ fn place(text: &str) -> Result<Place, String> {
 
 /// A path that somebody named in a volume must not lead anywhere else than where the administrator allows.
 fn below(path: &str, config: &LibvirtConfig) -> Result<String, String> {
-    let straight = Path::new(path).components().all(|part| matches!(part, Component::RootDir | Component::Normal(_)));
-    let allowed = straight && config.volume_dirs.iter().any(|dir| Path::new(path).starts_with(dir) && Path::new(path) != dir);
+    let straight =
+        Path::new(path).components().all(|part| matches!(part, Component::RootDir | Component::Normal(_)));
+    let allowed = straight
+        && config.volume_dirs.iter().any(|dir| Path::new(path).starts_with(dir) && Path::new(path) != dir);
     if allowed {
         return Ok(path.to_owned());
     }

@@ -8,7 +8,7 @@ use futures_util::stream::{self, BoxStream};
 use peerpod_provider_api::{EventKind, InstanceId, ProviderEvent};
 use tokio::sync::broadcast;
 use tokio::sync::broadcast::error::RecvError;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::Shared;
 use crate::marks::words;
@@ -20,6 +20,10 @@ use crate::rpc::{Connection, Event, RpcError};
 const STARTED: i32 = 2;
 /// `VIR_DOMAIN_EVENT_STOPPED`.
 const STOPPED: i32 = 5;
+/// Beside the events we look for ourselves, at first often: a libvirtd that has just come back believes for a moment that
+/// all its VMs run, and says nothing when it finds out that one does not.
+const FIRST_LOOK: Duration = Duration::from_secs(1);
+const LAST_LOOK: Duration = Duration::from_secs(30);
 /// How often a libvirtd that is away is looked for.
 const AGAIN: Duration = Duration::from_secs(1);
 
@@ -68,9 +72,17 @@ async fn listen(shared: Weak<Shared>) {
 async fn hear(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcError> {
     let mut events = libvirt.events();
     compare(shared, libvirt).await?;
+    let mut pause = FIRST_LOOK;
+    let mut next = Instant::now() + pause;
     loop {
         let event = tokio::select! {
             event = events.recv() => event,
+            () = sleep_until(next) => {
+                compare(shared, libvirt).await?;
+                pause = (pause * 2).min(LAST_LOOK);
+                next = Instant::now() + pause;
+                continue;
+            }
             why = libvirt.closed() => return Err(RpcError::Lost(why)),
         };
         match event {
@@ -88,7 +100,9 @@ async fn hear(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcErro
             }
             Ok(_) => {}
             Err(RecvError::Lagged(_)) => compare(shared, libvirt).await?,
-            Err(RecvError::Closed) => return Err(RpcError::Lost("libvirtd closed the connection".to_owned())),
+            Err(RecvError::Closed) => {
+                return Err(RpcError::Lost("libvirtd closed the connection".to_owned()));
+            }
         }
     }
 }

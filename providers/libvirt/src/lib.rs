@@ -28,8 +28,8 @@ use std::sync::{Arc, Mutex as Lock, PoisonError};
 use async_trait::async_trait;
 use futures_util::stream::BoxStream;
 use peerpod_provider_api::{
-    Capabilities, Console, CreateRequest, Created, Error, IdempotencyKey, InstanceId, Owned, Preflight, Provider,
-    ProviderEvent, Volumes,
+    Capabilities, Console, CreateRequest, Created, Error, IdempotencyKey, InstanceId, Owned, Preflight,
+    Provider, ProviderEvent, Volumes,
 };
 use tokio::sync::{Mutex, OwnedMutexGuard, broadcast};
 
@@ -98,7 +98,10 @@ impl Provider for LibvirtProvider {
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error> {
         self.capabilities().check(request, self.name())?;
         if !self.shared.config.creates {
-            return Err(Error::invalid(format!("create of {}: this provider only lists and deletes", request.name)));
+            return Err(Error::invalid(format!(
+                "create of {}: this provider only lists and deletes",
+                request.name
+            )));
         }
         // In a task of its own: a caller that drops us leaves a VM, not half of one.
         let (shared, request, key) = (Arc::clone(&self.shared), request.clone(), key.clone());
@@ -144,7 +147,8 @@ impl Console for LibvirtProvider {
 impl Shared {
     /// Waits until no other call works on this VM.
     async fn turn(&self, uuid: Uuid) -> Turn<'_> {
-        let mutex = Arc::clone(self.turns.lock().unwrap_or_else(PoisonError::into_inner).entry(uuid).or_default());
+        let mutex =
+            Arc::clone(self.turns.lock().unwrap_or_else(PoisonError::into_inner).entry(uuid).or_default());
         Turn { shared: self, uuid, guard: Some(mutex.lock_owned().await) }
     }
 

@@ -150,11 +150,20 @@ impl Marks {
         }
     }
 
-    /// The element.
+    /// The element, for a domain's description.
     pub(crate) fn xml(&self) -> String {
+        self.element(&format!("{PREFIX}:"), &format!(" xmlns:{PREFIX}='{URI}'"))
+    }
+
+    /// The element as libvirt wants it by itself: it puts our namespace on it, and refuses one that is there already.
+    pub(crate) fn plain_xml(&self) -> String {
+        self.element("", "")
+    }
+
+    fn element(&self, prefix: &str, namespace: &str) -> String {
         let mut xml = format!(
-            "<{PREFIX}:vm xmlns:{PREFIX}='{URI}' version='1' cluster='{}' node='{}' key='{}' digest='{}' name='{}' \
-             created='{}' started='{}'>",
+            "<{prefix}vm{namespace} version='1' cluster='{}' node='{}' key='{}' digest='{}' name='{}' created='{}' \
+             started='{}'>",
             escape(&self.cluster),
             escape(&self.node),
             self.key,
@@ -164,10 +173,10 @@ impl Marks {
             u8::from(self.started)
         );
         for (name, value) in &self.labels {
-            write!(xml, "<{PREFIX}:label name='{}'>{}</{PREFIX}:label>", escape(name), escape(value))
+            write!(xml, "<{prefix}label name='{}'>{}</{prefix}label>", escape(name), escape(value))
                 .expect("a String takes everything");
         }
-        write!(xml, "</{PREFIX}:vm>").expect("a String takes everything");
+        write!(xml, "</{prefix}vm>").expect("a String takes everything");
         xml
     }
 
@@ -215,7 +224,9 @@ mod tests {
         let id = InstanceId::new(words(&one.uuid)).unwrap();
         assert_eq!(uuid_of(&id), Some(one.uuid));
         assert_ne!(one.mac(0), one.mac(1));
-        for foreign in ["x", "ABCDEF00-0000-0000-0000-000000000000", "../../../../../../../../../../etc/passwd"] {
+        for foreign in
+            ["x", "ABCDEF00-0000-0000-0000-000000000000", "../../../../../../../../../../etc/passwd"]
+        {
             assert_eq!(uuid_of(&InstanceId::new(foreign).unwrap()), None, "{foreign}");
         }
     }
@@ -228,7 +239,8 @@ mod tests {
             ..CreateRequest::default()
         };
         let marks = Marks::new(&owner("n"), &request, &IdempotencyKey::derive("c", "s", 0));
-        assert_eq!(Marks::read(&marks.xml()), Some(marks));
+        assert_eq!(Marks::read(&marks.xml()).as_ref(), Some(&marks));
+        assert_eq!(Marks::read(&marks.plain_xml()), Some(marks));
         for bad in ["", "<x/>", "<!DOCTYPE x [<!ENTITY a 'b'>]><x cluster='&a;'/>"] {
             assert_eq!(Marks::read(bad), None, "{bad}");
         }

@@ -6,16 +6,36 @@ use crate::rpc::{RpcError, code};
 
 /// Texts of QEMU and libvirt that mean more than their error number, and what helps.
 const WORDS: &[(&str, Class, &str)] = &[
-    ("Failed to get \"write\" lock", Class::Busy, "another VM has this disk; stop it, or wait until it is gone"),
-    ("Failed to get shared \"write\" lock", Class::Busy, "another VM has this disk; stop it, or wait until it is gone"),
+    (
+        "Failed to get \"write\" lock",
+        Class::Busy,
+        "another VM has this disk; stop it, or wait until it is gone",
+    ),
+    (
+        "Failed to get shared \"write\" lock",
+        Class::Busy,
+        "another VM has this disk; stop it, or wait until it is gone",
+    ),
     ("is already in use", Class::Busy, "another VM has this; stop it, or wait until it is gone"),
-    ("No space left on device", Class::Full, "make room in the storage pool, or set provider.libvirt.pool to another"),
+    (
+        "No space left on device",
+        Class::Full,
+        "make room in the storage pool, or set provider.libvirt.pool to another",
+    ),
     ("Cannot allocate memory", Class::Memory, "stop VMs, or ask for smaller ones"),
     ("cannot set up guest memory", Class::Memory, "stop VMs, or ask for smaller ones"),
     ("Could not access KVM kernel module", Class::Never, "set provider.libvirt.acceleration to emulated"),
     ("network is not active", Class::Never, "start it: virsh net-start NAME"),
-    ("Network not found", Class::Never, "define and start it (virsh net-define, net-start), or set provider.libvirt.network"),
-    ("Storage pool not found", Class::Never, "define and start it (virsh pool-define-as, pool-start), or set provider.libvirt.pool"),
+    (
+        "Network not found",
+        Class::Never,
+        "define and start it (virsh net-define, net-start), or set provider.libvirt.network",
+    ),
+    (
+        "Storage pool not found",
+        Class::Never,
+        "define and start it (virsh pool-define-as, pool-start), or set provider.libvirt.pool",
+    ),
     ("storage pool is not active", Class::Never, "start it: virsh pool-start NAME"),
     ("Image is not in qcow2 format", Class::Never, "the image is no qcow2"),
     ("Could not open", Class::Never, "is the file there, and may QEMU's user read it?"),
@@ -51,7 +71,9 @@ pub(crate) fn refuse(attempt: &str, error: RpcError) -> Error {
     }
     match failure.code {
         code::NO_DOMAIN => Error::not_found(text),
-        code::NO_STORAGE_VOL => Error::not_found(format!("{text}; is the pool refreshed (virsh pool-refresh)?")),
+        code::NO_STORAGE_VOL => {
+            Error::not_found(format!("{text}; is the pool refreshed (virsh pool-refresh)?"))
+        }
         code::AUTH_FAILED | code::OPERATION_DENIED | code::ACCESS_DENIED => Error::Auth {
             text: format!("{text}; let our user use libvirtd (group libvirt, polkit, or unix_sock_rw_perms)"),
         },
@@ -77,7 +99,12 @@ mod tests {
             (1, "process exited: Failed to get \"write\" lock", "transient", "another VM has this disk"),
             (38, "cannot extend file: No space left on device", "quota", "make room"),
             (1, "cannot set up guest memory 'pc.ram': Cannot allocate memory", "capacity", "smaller"),
-            (43, "Network not found: no network with matching name 'x'", "invalid", "provider.libvirt.network"),
+            (
+                43,
+                "Network not found: no network with matching name 'x'",
+                "invalid",
+                "provider.libvirt.network",
+            ),
             (49, "Storage pool not found: no storage pool", "invalid", "provider.libvirt.pool"),
             (42, "Domain not found", "not_found", ""),
             (88, "access denied", "auth", "group libvirt"),
@@ -86,7 +113,10 @@ mod tests {
         ] {
             let (text, class) = class(code, said);
             assert_eq!(class, expected, "{text}");
-            assert!(text.contains(said) && text.contains(help) && text.starts_with("create of x: "), "{text}");
+            assert!(
+                text.contains(said) && text.contains(help) && text.starts_with("create of x: "),
+                "{text}"
+            );
         }
         assert_eq!(refuse("x", RpcError::Lost("gone".into())).class(), "transient");
         assert_eq!(refuse("x", RpcError::Refused("no".into())).class(), "auth");

@@ -25,7 +25,11 @@ const PROOF: Duration = Duration::from_secs(10);
 
 impl Shared {
     /// Our marks on a domain; `None`: it is none of ours.
-    pub(crate) async fn marks(&self, libvirt: &Connection, domain: &Domain) -> Result<Option<Marks>, RpcError> {
+    pub(crate) async fn marks(
+        &self,
+        libvirt: &Connection,
+        domain: &Domain,
+    ) -> Result<Option<Marks>, RpcError> {
         Ok(libvirt.metadata(domain, URI).await?.as_deref().and_then(Marks::read))
     }
 
@@ -85,7 +89,8 @@ impl Shared {
         loop {
             let libvirt = self.link.get().await.map_err(fail)?;
             let domain = self.find(&libvirt, id, &attempt).await?;
-            let (state, marks) = tokio::try_join!(libvirt.state(&domain), self.marks(&libvirt, &domain)).map_err(fail)?;
+            let (state, marks) =
+                tokio::try_join!(libvirt.state(&domain), self.marks(&libvirt, &domain)).map_err(fail)?;
             let begun = marks.is_some_and(|marks| marks.started);
             if state.is_off() && (begun || !state.is_fresh()) {
                 return Err(Error::not_found(format!("{attempt}: it has ended: {}", state.words())));
@@ -156,7 +161,9 @@ impl Shared {
             Acceleration::Emulated => "qemu",
             wanted => match self.runs(libvirt, "kvm").await {
                 Ok(None) => "kvm",
-                Err(error) if error.code().is_none() => return Err(refuse("find out whether KVM works", error)),
+                Err(error) if error.code().is_none() => {
+                    return Err(refuse("find out whether KVM works", error));
+                }
                 why => {
                     let why = match why {
                         Ok(why) => why.unwrap_or_default().to_owned(),
@@ -197,7 +204,9 @@ impl Shared {
         };
         match libvirt.destroy(&domain).await {
             // It ends with our connection at the latest.
-            Err(error) if !error.is_absent() => tracing::warn!(name, "cannot end the VM that tried KVM: {error}"),
+            Err(error) if !error.is_absent() => {
+                tracing::warn!(name, "cannot end the VM that tried KVM: {error}")
+            }
             _ => {}
         }
         Ok(outcome)
@@ -215,7 +224,10 @@ impl Shared {
         let pool = libvirt.pool(&self.config.pool).await.map_err(fail)?;
         let (state, room) = libvirt.pool_info(&pool).await.map_err(fail)?;
         if state != 2 {
-            let text = format!("libvirt: storage pool {} is not active; start it: virsh pool-start {}", pool.name, pool.name);
+            let text = format!(
+                "libvirt: storage pool {} is not active; start it: virsh pool-start {}",
+                pool.name, pool.name
+            );
             return Err(Error::invalid(text));
         }
         found.facts.push(format!("storage pool {}, {} GiB free", pool.name, room.available >> 30));
@@ -232,7 +244,9 @@ impl Shared {
         self.images.forget().await;
         let kind = self.kind(&libvirt).await?;
         match kind {
-            "qemu" => found.warnings.push("KVM does not work here: VMs are emulated, and many times slower".to_owned()),
+            "qemu" => found
+                .warnings
+                .push("KVM does not work here: VMs are emulated, and many times slower".to_owned()),
             kind => found.facts.push(format!("VMs of kind {kind}")),
         }
         match self.sweep(&libvirt).await.map_err(fail)? {
@@ -265,7 +279,8 @@ impl Shared {
         let xml = libvirt.network_xml(&network).await.map_err(fail)?;
         let addresses = own_addresses(&xml);
         let words: Vec<String> = addresses.iter().map(ToString::to_string).collect();
-        let words = if words.is_empty() { String::new() } else { format!(", we are {} there", words.join(" and ")) };
+        let words =
+            if words.is_empty() { String::new() } else { format!(", we are {} there", words.join(" and ")) };
         found.facts.push(format!("network {name}{words}"));
         Ok(addresses)
     }

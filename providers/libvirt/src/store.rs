@@ -68,10 +68,11 @@ impl Images {
     /// Reads the file once and remembers what it is, until it changes.
     pub(crate) async fn know(&self, file: &File, what: Use) -> Result<Known, Error> {
         let key = what.key();
-        let bad = |why: String| Error::invalid(format!("provider.libvirt.{key} = {}: {why}", file.path.display()));
-        let metadata = tokio::fs::metadata(&file.path).await.map_err(|error| {
-            bad(format!("{error}; build the image (make image) or set the path"))
-        })?;
+        let bad =
+            |why: String| Error::invalid(format!("provider.libvirt.{key} = {}: {why}", file.path.display()));
+        let metadata = tokio::fs::metadata(&file.path)
+            .await
+            .map_err(|error| bad(format!("{error}; build the image (make image) or set the path")))?;
         if !metadata.is_file() || metadata.len() == 0 {
             return Err(bad("it is empty, or no file".to_owned()));
         }
@@ -103,7 +104,11 @@ impl Images {
         what: Use,
     ) -> Result<(String, Known), Error> {
         let known = self.know(file, what).await?;
-        let name = format!("peerpod-base-{}.{}", &known.sha256[..32], if what == Use::Disk { known.format } else { what.key() });
+        let name = format!(
+            "peerpod-base-{}.{}",
+            &known.sha256[..32],
+            if what == Use::Disk { known.format } else { what.key() }
+        );
         let mut uploads = self.uploads.lock().await;
         if let Some(path) = uploads.get(&name) {
             return Ok((path.clone(), known));
@@ -202,7 +207,10 @@ fn disk_format(head: &[u8]) -> Result<&'static str, String> {
         // A file that names another one would have QEMU open that: whatever it is.
         return match head.get(8..16) {
             Some(&[0, 0, 0, 0, 0, 0, 0, 0]) => Ok("qcow2"),
-            _ => Err("it is a qcow2 overlay of another file; flatten it (qemu-img convert -O qcow2)".to_owned()),
+            _ => {
+                Err("it is a qcow2 overlay of another file; flatten it (qemu-img convert -O qcow2)"
+                    .to_owned())
+            }
         };
     }
     match head.get(510..512) {

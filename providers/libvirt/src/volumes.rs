@@ -34,7 +34,12 @@ impl Volumes for LibvirtProvider {
 }
 
 impl Shared {
-    async fn attach(&self, id: &InstanceId, request: &DiskRequest, attempt: &str) -> Result<DiskIdentity, Error> {
+    async fn attach(
+        &self,
+        id: &InstanceId,
+        request: &DiskRequest,
+        attempt: &str,
+    ) -> Result<DiskIdentity, Error> {
         let fail = |error: RpcError| refuse(attempt, error);
         let libvirt = self.link.get().await.map_err(fail)?;
         let domain = self.find(&libvirt, id, attempt).await?;
@@ -75,8 +80,14 @@ impl Shared {
             }
             match libvirt.detach(&domain, &found.xml).await {
                 // Asked before, and still under way.
-                Err(error) if matches!(error.code(), Some(code::OPERATION_FAILED | code::INTERNAL_ERROR | code::OPERATION_INVALID)) => {}
-                Err(error) if matches!(error.code(), Some(code::DEVICE_MISSING | code::INVALID_ARG)) => return Ok(()),
+                Err(error)
+                    if matches!(
+                        error.code(),
+                        Some(code::OPERATION_FAILED | code::INTERNAL_ERROR | code::OPERATION_INVALID)
+                    ) => {}
+                Err(error) if matches!(error.code(), Some(code::DEVICE_MISSING | code::INVALID_ARG)) => {
+                    return Ok(());
+                }
                 other => other.map_err(fail)?,
             }
             // Whatever is heard, the next look tells.
@@ -124,7 +135,8 @@ impl Disks {
         let read = |disk: roxmltree::Node<'_, '_>| {
             let child = |name: &str| disk.children().find(|node| node.has_tag_name(name));
             let serial = child("serial").and_then(|node| node.text()).unwrap_or_default().to_owned();
-            let target = child("target").and_then(|node| node.attribute("dev")).unwrap_or_default().to_owned();
+            let target =
+                child("target").and_then(|node| node.attribute("dev")).unwrap_or_default().to_owned();
             let alias = child("alias").and_then(|node| node.attribute("name")).unwrap_or_default().to_owned();
             Plugged { serial, target, alias, xml: xml.get(disk.range()).unwrap_or_default().to_owned() }
         };

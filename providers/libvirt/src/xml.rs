@@ -75,7 +75,13 @@ macro_rules! add {
 impl Machine<'_> {
     pub(crate) fn xml(&self) -> String {
         let mut xml = String::new();
-        add!(xml, "<domain type='{}'>\n<name>{}</name>\n<uuid>{}</uuid>\n", self.kind, escape(self.name), self.uuid);
+        add!(
+            xml,
+            "<domain type='{}'>\n<name>{}</name>\n<uuid>{}</uuid>\n",
+            self.kind,
+            escape(self.name),
+            self.uuid
+        );
         add!(xml, "<metadata>{}</metadata>\n", self.marks.xml());
         add!(xml, "<memory unit='MiB'>{}</memory>\n", self.memory_mib);
         let cpuset = self.cpuset.map(|set| format!(" cpuset='{}'", escape(set))).unwrap_or_default();
@@ -105,7 +111,9 @@ impl Machine<'_> {
         add!(xml, "<os{}>", if efi { " firmware='efi'" } else { "" });
         match self.kind {
             "test" => xml.push_str("<type>hvm</type>"),
-            _ => add!(xml, "<type arch='{}' machine='{}'>hvm</type>", escape(self.arch), escape(self.machine)),
+            _ => {
+                add!(xml, "<type arch='{}' machine='{}'>hvm</type>", escape(self.arch), escape(self.machine))
+            }
         }
         match &self.start {
             Start::Kernel { kernel, initrd, cmdline } => {
@@ -131,8 +139,14 @@ impl Machine<'_> {
         if self.kind != "test" {
             xml.push_str("<controller type='usb' model='none'/>\n<memballoon model='none'/>\n");
             xml.push_str("<rng model='virtio'><backend model='random'>/dev/urandom</backend></rng>\n");
-            for _ in 0..self.hotplug_ports {
-                xml.push_str("<controller type='pci' model='pcie-root-port'/>\n");
+            // Only machines with PCI Express need ports to plug into.
+            if self.machine.contains("q35") || self.machine.contains("virt") {
+                xml.push_str("<controller type='pci' index='0' model='pcie-root'/>\n");
+                // The devices that are there from the beginning sit in such ports, too: the RNG, cards and disks.
+                let taken = 1 + self.cards.len() + self.disks.len();
+                for _ in 0..self.hotplug_ports as usize + taken {
+                    xml.push_str("<controller type='pci' model='pcie-root-port'/>\n");
+                }
             }
             add!(
                 xml,
@@ -185,10 +199,21 @@ impl Disk {
                 ("volume", format!("<source pool='{}' volume='{}'/>", escape(pool), escape(name)))
             }
             Source::File(path) => ("file", format!("<source file='{}'/>", escape(path))),
-            Source::Network { protocol, name, places, user } => ("network", network(protocol, name, places, user)),
+            Source::Network { protocol, name, places, user } => {
+                ("network", network(protocol, name, places, user))
+            }
         };
-        add!(xml, "<disk type='{kind}' device='disk'><driver name='qemu' type='{}' discard='unmap'/>", self.format);
-        add!(xml, "{source}<target dev='{}' bus='virtio'/><serial>{}</serial>", self.target, escape(&self.serial));
+        add!(
+            xml,
+            "<disk type='{kind}' device='disk'><driver name='qemu' type='{}' discard='unmap'/>",
+            self.format
+        );
+        add!(
+            xml,
+            "{source}<target dev='{}' bus='virtio'/><serial>{}</serial>",
+            self.target,
+            escape(&self.serial)
+        );
         if self.read_only {
             xml.push_str("<readonly/>");
         }

@@ -38,26 +38,40 @@ async fn wrong_settings_and_images_are_told_with_what_to_do_and_leave_nothing() 
         (vec![("network", "absent")], "invalid", ["Network not found", "provider.libvirt.network"]),
         (vec![("bridge", "absent0")], "invalid", ["absent0", "create of pod"]),
         (vec![("firmware", "/nowhere.fd")], "invalid", ["/nowhere.fd", "create of pod"]),
-        (vec![("uri", "qemu+unix:///system?socket=/nowhere.sock")], "transient", ["/nowhere.sock", "is it running?"]),
+        (
+            vec![("uri", "qemu+unix:///system?socket=/nowhere.sock")],
+            "transient",
+            ["/nowhere.sock", "is it running?"],
+        ),
     ] {
         let text = gone_wrong(&place, &settings, class).await;
         assert!(parts.iter().all(|part| text.contains(part)), "{settings:?}: {text}");
     }
     let provider = place.provider();
     for (change, class, parts) in [
-        (CreateRequest { image: Some("absent".into()), ..request("pod") }, "invalid", ["no image absent", "virsh vol-upload"]),
+        (
+            CreateRequest { image: Some("absent".into()), ..request("pod") },
+            "invalid",
+            ["no image absent", "virsh vol-upload"],
+        ),
         (
             CreateRequest { confidential: Some(Confidential::SevSnp), ..request("pod") },
             "unsupported",
             ["by sev_snp cannot be had", "domcapabilities"],
         ),
         (
-            CreateRequest { disks: vec![DiskRequest { volume: "absent".into(), ..DiskRequest::default() }], ..request("pod") },
+            CreateRequest {
+                disks: vec![DiskRequest { volume: "absent".into(), ..DiskRequest::default() }],
+                ..request("pod")
+            },
             "not_found",
             ["no disk absent", "deleted"],
         ),
         (
-            CreateRequest { disks: vec![DiskRequest { volume: "/etc/shadow".into(), ..DiskRequest::default() }], ..request("pod") },
+            CreateRequest {
+                disks: vec![DiskRequest { volume: "/etc/shadow".into(), ..DiskRequest::default() }],
+                ..request("pod")
+            },
             "invalid",
             ["/etc/shadow", "volume-dirs"],
         ),
@@ -82,7 +96,8 @@ async fn a_pool_that_is_full_says_so() {
     let folder = place.libvirtd.pool_folder("small");
     fs::create_dir_all(&folder).unwrap();
     // In this process's namespace and before libvirtd's next start, whose namespace is made of ours.
-    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=64k", "peerpod-test"]).arg(&folder).status();
+    let mounted =
+        Command::new("mount").args(["-t", "tmpfs", "-o", "size=64k", "peerpod-test"]).arg(&folder).status();
     assert!(mounted.unwrap().success());
     let mut place = place;
     place.libvirtd.kill().unwrap();
@@ -132,7 +147,11 @@ async fn libvirtd_may_be_killed_and_come_back_and_vms_do_not_mind() {
         let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap();
         String::from_utf8_lossy(&line).contains(one.id.as_str())
     });
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(*victim.unwrap() as i32), nix::sys::signal::Signal::SIGKILL).unwrap();
+    nix::sys::signal::kill(
+        nix::unistd::Pid::from_raw(*victim.unwrap() as i32),
+        nix::sys::signal::Signal::SIGKILL,
+    )
+    .unwrap();
     place.libvirtd.begin().unwrap();
     let told = tokio::time::timeout(PATIENCE, events.next()).await.expect("it is told").unwrap();
     assert_eq!(told.id, one.id);
@@ -187,8 +206,10 @@ async fn disks_of_all_kinds_are_attached_at_creation_and_later_and_one_in_use_is
     eventually("the server listens", PATIENCE, async || nbd.exists().then_some(())).await.unwrap();
     let provider = place.provider_with(&[("volume-dirs", &files.display().to_string())]);
     let disk = |volume: String| DiskRequest { volume, ..DiskRequest::default() };
-    let (file, network) = (files.join("a.raw").display().to_string(), format!("nbd+unix:///x?socket={}", nbd.display()));
-    let with_disks = CreateRequest { disks: vec![disk(file.clone()), disk("volume".into())], ..request("disks") };
+    let (file, network) =
+        (files.join("a.raw").display().to_string(), format!("nbd+unix:///x?socket={}", nbd.display()));
+    let with_disks =
+        CreateRequest { disks: vec![disk(file.clone()), disk("volume".into())], ..request("disks") };
     let made = provider.create(&with_disks, &key(1)).await.unwrap();
     let hot = provider.volumes().unwrap().attach(&made.id, &disk(network.clone())).await.unwrap();
     assert_eq!(provider.volumes().unwrap().attach(&made.id, &disk(network.clone())).await.unwrap(), hot);
@@ -221,7 +242,8 @@ async fn disks_of_all_kinds_are_attached_at_creation_and_later_and_one_in_use_is
 #[ignore = "a process that another test starts"]
 fn the_node_that_works() {
     let Ok(flags) = std::env::var("PEERPOD_TEST_SETTINGS") else { return };
-    let flags = flags.lines().filter_map(|line| line.split_once('=')).map(|(key, value)| (key.into(), value.into()));
+    let flags =
+        flags.lines().filter_map(|line| line.split_once('=')).map(|(key, value)| (key.into(), value.into()));
     let provider = LibvirtProvider::new(common::config(flags.collect()).unwrap(), "cluster", "node");
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     runtime.block_on(async {

@@ -28,8 +28,8 @@ mod wait;
 mod world;
 
 pub use command::ip;
-pub use libvirtd::Libvirtd;
 pub use daemons::{Daemons, LedgerEntry, Settings, binary};
+pub use libvirtd::Libvirtd;
 pub use sight::Sight;
 pub use wait::{eventually, eventually_blocking};
 pub use world::{Namespace, Pod, World};

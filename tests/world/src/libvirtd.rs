@@ -143,6 +143,28 @@ impl Libvirtd {
         self.virsh(&["net-start", name]).map(drop)
     }
 
+    /// Gives every running VM a lease in its name, as if it had asked for one: for VMs that boot nothing which would.
+    pub fn lease_to_all(&self) -> anyhow::Result<()> {
+        let mut leases = Vec::new();
+        for entry in fs::read_dir(self.folder.join("run/qemu"))?.flatten() {
+            // What ends while we look is gone.
+            let xml = fs::read_to_string(entry.path()).unwrap_or_default();
+            let macs = xml.split("<mac address='").skip(1).filter_map(|rest| rest.split('\'').next());
+            for mac in macs {
+                let host = u8::from_str_radix(mac.rsplit(':').next().unwrap_or_default(), 16).unwrap_or(0)
+                    % 240
+                    + 10;
+                leases.push(serde_json::json!({
+                    "ip-address": format!("10.97.0.{host}"), "mac-address": mac, "expiry-time": 4_000_000_000u64,
+                }));
+            }
+        }
+        let file = self.folder.join(format!("lib/dnsmasq/lv{NETWORK}.status"));
+        let temporary = file.with_extension("tmp");
+        fs::write(&temporary, serde_json::to_vec(&leases)?)?;
+        Ok(fs::rename(temporary, file)?)
+    }
+
     /// Its socket.
     pub fn socket(&self) -> PathBuf {
         self.folder.join("sock/libvirt-sock")
@@ -185,7 +207,9 @@ impl Libvirtd {
         let text = fs::read_to_string(image.join("image.json"))
             .with_context(|| format!("{}: build it first (make image)", image.display()))?;
         let json: serde_json::Value = serde_json::from_str(&text)?;
-        let part = |key: &str| json[key].as_str().map(str::to_owned).with_context(|| format!("image.json has no {key}"));
+        let part = |key: &str| {
+            json[key].as_str().map(str::to_owned).with_context(|| format!("image.json has no {key}"))
+        };
         let file = |key: &str| part(key).map(|name| image.join(name).display().to_string());
         Ok(settings
             .set("provider.kind", "libvirt")

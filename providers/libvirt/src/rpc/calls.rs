@@ -329,7 +329,9 @@ impl Connection {
         let call = domain.write(Writer::new()).u32(UNDEFINE_ALL).done();
         match self.call(DOMAIN_UNDEFINE_FLAGS, &call).await {
             // A driver that does not know all of these has nothing to forget either.
-            Err(error) if matches!(error.code(), Some(super::code::INVALID_ARG | super::code::NO_SUPPORT)) => {
+            Err(error)
+                if matches!(error.code(), Some(super::code::INVALID_ARG | super::code::NO_SUPPORT)) =>
+            {
                 self.call(DOMAIN_UNDEFINE, &domain.write(Writer::new()).done()).await.map(drop)
             }
             other => other.map(drop),
@@ -350,7 +352,8 @@ impl Connection {
 
     /// What was written into the domain's metadata under this URI; `None`: nothing.
     pub async fn metadata(&self, domain: &Domain, uri: &str) -> Result<Option<String>, RpcError> {
-        let call = domain.write(Writer::new()).i32(METADATA_ELEMENT).optional_text(Some(uri)).u32(CONFIG).done();
+        let call =
+            domain.write(Writer::new()).i32(METADATA_ELEMENT).optional_text(Some(uri)).u32(CONFIG).done();
         match self.text(DOMAIN_GET_METADATA, &call).await {
             Ok(text) => Ok(Some(text)),
             Err(error) if error.code() == Some(super::code::NO_DOMAIN_METADATA) => Ok(None),
@@ -508,7 +511,8 @@ impl Connection {
         let mut piece = vec![0; STREAM_PIECE];
         loop {
             let read = data.read(&mut piece).await;
-            let count = read.map_err(|error| RpcError::Lost(format!("read what is to be uploaded: {error}")))?;
+            let count =
+                read.map_err(|error| RpcError::Lost(format!("read what is to be uploaded: {error}")))?;
             match piece.get(..count) {
                 None | Some([]) => return self.finish(&mut stream).await,
                 Some(bytes) => self.send_piece(&mut stream, bytes).await?,

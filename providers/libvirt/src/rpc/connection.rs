@@ -25,7 +25,8 @@ const OUTGOING: usize = 4;
 const EVENTS: usize = 1024;
 
 /// The events that we ask for.
-pub(crate) const EVENTS_HEARD: [i32; 3] = [calls::EVENT_LIFECYCLE, calls::EVENT_DEVICE_REMOVED, calls::EVENT_DEVICE_KEPT];
+pub(crate) const EVENTS_HEARD: [i32; 3] =
+    [calls::EVENT_LIFECYCLE, calls::EVENT_DEVICE_REMOVED, calls::EVENT_DEVICE_KEPT];
 
 /// Something that happened to a domain.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -180,9 +181,8 @@ impl Shared {
             Status::Error => Err(RpcError::Failed(message::failure(payload)?)),
             Status::Continue => {
                 let limit = incoming.budget;
-                incoming.budget = limit
-                    .checked_sub(payload.len())
-                    .ok_or(Garbled::Long { length: payload.len(), limit })?;
+                incoming.budget =
+                    limit.checked_sub(payload.len()).ok_or(Garbled::Long { length: payload.len(), limit })?;
                 Ok(Some(payload.to_vec()))
             }
         };

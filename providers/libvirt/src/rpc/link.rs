@@ -28,7 +28,8 @@ impl Address {
     /// # Errors
     /// Why it cannot be used, and what to write.
     pub fn parse(uri: &str) -> Result<Address, String> {
-        let (scheme, rest) = uri.split_once("://").ok_or("not a libvirt URI; write it like qemu:///system")?;
+        let (scheme, rest) =
+            uri.split_once("://").ok_or("not a libvirt URI; write it like qemu:///system")?;
         let (driver, transport) = scheme.split_once('+').unwrap_or((scheme, "unix"));
         if transport != "unix" {
             return Err(format!(
@@ -38,12 +39,19 @@ impl Address {
         }
         let (place, query) = rest.split_once('?').unwrap_or((rest, ""));
         let Some(path) = place.strip_prefix('/').map(|path| path.trim_matches('/')) else {
-            return Err("another host's libvirtd is reached by a forwarded socket; write it like qemu:///system".to_owned());
+            return Err(
+                "another host's libvirtd is reached by a forwarded socket; write it like qemu:///system"
+                    .to_owned(),
+            );
         };
         match (driver, path) {
             ("qemu", "system" | "session") | ("test", _) => {}
             ("qemu", _) => return Err("write qemu:///system or qemu:///session".to_owned()),
-            _ => return Err(format!("driver {driver} is none that boots our images; write it like qemu:///system")),
+            _ => {
+                return Err(format!(
+                    "driver {driver} is none that boots our images; write it like qemu:///system"
+                ));
+            }
         }
         let mut sockets = Vec::new();
         for part in query.split('&').filter(|part| !part.is_empty()) {
@@ -115,12 +123,18 @@ impl Link {
                 Err(_) => tried.push(format!("{}: no answer within {DIAL:?}", socket.display())),
             }
         }
-        Err(RpcError::Lost(format!("no libvirtd ({}); is it running? systemctl start libvirtd", tried.join("; "))))
+        Err(RpcError::Lost(format!(
+            "no libvirtd ({}); is it running? systemctl start libvirtd",
+            tried.join("; ")
+        )))
     }
 }
 
 fn refused(socket: &Path) -> String {
-    format!("{}: permission denied; run as root, or join the group that may use it (libvirt)", socket.display())
+    format!(
+        "{}: permission denied; run as root, or join the group that may use it (libvirt)",
+        socket.display()
+    )
 }
 
 #[cfg(test)]

@@ -259,7 +259,10 @@ mod tests {
         let longer_than_there_is = Writer::new().u32(1000).done();
         assert!(matches!(Reader::new(&longer_than_there_is).text(), Err(Garbled::Short(4))));
         assert!(matches!(Reader::new(&longer_than_there_is).list(2000, Reader::u32), Err(Garbled::Short(4))));
-        assert!(matches!(Reader::new(&longer_than_there_is).list(999, Reader::u32), Err(Garbled::Long { .. })));
+        assert!(matches!(
+            Reader::new(&longer_than_there_is).list(999, Reader::u32),
+            Err(Garbled::Long { .. })
+        ));
         assert_eq!(Reader::new(&[0, 0, 0, 2]).optional_text(), Err(Garbled::Flag(2)));
         assert_eq!(Reader::new(&[0, 0, 0, 1, 255, 0, 0, 0]).text(), Err(Garbled::Text));
         assert_eq!(Reader::new(&[0]).end(), Err(Garbled::Rest(1)));

@@ -10,7 +10,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use peerpod_base::config::{Reader, Sources};
-use peerpod_provider_api::{CreateRequest, Created, Error, IdempotencyKey, InstanceId, Owned, OwnedState, Provider, Size};
+use peerpod_provider_api::{
+    CreateRequest, Created, Error, IdempotencyKey, InstanceId, Owned, OwnedState, Provider, Size,
+};
 use peerpod_provider_libvirt::{LibvirtConfig, LibvirtProvider};
 use peerpod_world::{Libvirtd, World, libvirtd};
 
@@ -40,6 +42,8 @@ impl Place {
             ("image", self.image.display().to_string()),
             ("firmware", "bios".to_owned()),
             ("memory-mib", "64".to_owned()),
+            // Nothing is to be learnt from trying KVM in every test.
+            ("acceleration", "emulated".to_owned()),
             ("hotplug-ports", "2".to_owned()),
         ]
         .into_iter()
@@ -52,7 +56,11 @@ impl Place {
         let mut flags = self.settings();
         for (key, value) in more {
             let key = format!("provider.libvirt.{key}");
-            if value.is_empty() { flags.remove(&key) } else { flags.insert(key, (*value).to_owned()) };
+            if value.is_empty() {
+                flags.remove(&key)
+            } else {
+                flags.insert(key, (*value).to_owned())
+            };
         }
         config(flags).unwrap()
     }
@@ -72,7 +80,10 @@ impl Place {
             let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
             let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
             let line = String::from_utf8_lossy(&line).into_owned();
-            if line.contains("qemu-system") && line.contains(&*self.world.folder().to_string_lossy()) && !line.contains("setpriv") {
+            if line.contains("qemu-system")
+                && line.contains(&*self.world.folder().to_string_lossy())
+                && !line.contains("setpriv")
+            {
                 pids.push(pid);
             }
         }
@@ -80,7 +91,8 @@ impl Place {
     }
 
     pub fn assert_clean(&self) {
-        let (domains, files) = (self.libvirtd.domains().unwrap(), self.libvirtd.files(libvirtd::POOL).unwrap());
+        let (domains, files) =
+            (self.libvirtd.domains().unwrap(), self.libvirtd.files(libvirtd::POOL).unwrap());
         assert!(domains.is_empty() && files.is_empty(), "left: {domains:?} {files:?}");
         assert_eq!(self.machines(), Vec::<u32>::new());
     }
