@@ -13,11 +13,13 @@ BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-
 
 # VM images. The programs in them are static builds of their own profile; the builder runs as any user.
 # KATA_AGENT=PATH (of a Kata release), PAUSE_BUNDLE=DIR, GUEST_COMPONENTS=DIR: what the image gets of others.
-# FORMATS=raw,qcow2,vhd,vmdk, VERITY=off: of the disk.
+# FORMATS=raw,qcow2,vhd,vmdk, VERITY=off: of the disk. LOCKED=1, MIRROR=, SECURITY_MIRROR=, SNAPSHOTS=: podvm/image/README.md.
 IMAGE_TARGET := x86_64-unknown-linux-musl
 IMAGE_BINS := $(TARGET)/$(IMAGE_TARGET)/image
 IMAGE := $(TARGET)/debug/peerpod-image
-IMAGE_PARTS = --cache $(TARGET)/image/cache --guest $(IMAGE_BINS)/peerpod-guest \
+IMAGE_SOURCE = --cache $(TARGET)/image/cache $(if $(LOCKED),,--newest-if-gone) \
+	$(if $(MIRROR),--mirror $(MIRROR) --security-mirror $(SECURITY_MIRROR)) $(if $(SNAPSHOTS),--snapshots $(SNAPSHOTS))
+IMAGE_PARTS = $(IMAGE_SOURCE) --guest $(IMAGE_BINS)/peerpod-guest \
 	$(if $(KATA_AGENT),--kata-agent $(KATA_AGENT),--test-agent $(IMAGE_BINS)/peerpod-test-agent) \
 	$(if $(PAUSE_BUNDLE),--pause-bundle $(PAUSE_BUNDLE)) $(if $(GUEST_COMPONENTS),--guest-components $(GUEST_COMPONENTS))
 

@@ -183,7 +183,7 @@ mod tests {
             attestation_agent: Some(component(dir.path(), "aa")),
             data_hub: Some(component(dir.path(), "hub")),
         };
-        let components = Components::new(&settings, Arc::new(Status::new(false)));
+        let components = Components::new(&settings, Arc::new(Status::new(Path::new("/nonexistent"), false)));
         assert!(timeout(Duration::from_millis(20), components.wait()).await.is_err(), "the agent waits");
         files::write_private(&dir.path().join("aa.toml"), b"kbs").unwrap();
         components.start("{\"auths\":{}}").await.unwrap();
@@ -192,7 +192,7 @@ mod tests {
         let auth = format!("file://{}/auth.json", dir.path().display());
         assert_eq!(log, format!("aa kbs 600 {auth}\nhub kbs 600 {auth}\n"));
         // A restarted guest program finds them.
-        let again = Components::new(&settings, Arc::new(Status::new(true)));
+        let again = Components::new(&settings, Arc::new(Status::new(Path::new("/nonexistent"), true)));
         again.start("").await.unwrap();
         assert_eq!(fs::read_to_string(dir.path().join("log")).unwrap(), log);
         for name in ["aa", "hub"] {
@@ -204,7 +204,8 @@ mod tests {
 
     #[tokio::test]
     async fn without_any_the_agent_does_not_wait() {
-        let components = Components::new(&Settings::default(), Arc::new(Status::new(false)));
+        let components =
+            Components::new(&Settings::default(), Arc::new(Status::new(Path::new("/nonexistent"), false)));
         timeout(Duration::from_secs(5), components.wait()).await.unwrap();
         components.start("").await.unwrap();
     }

@@ -19,13 +19,24 @@ use crate::{
 
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 const RELEASE: &str = "bookworm";
-const SNAPSHOTS: &str = "http://snapshot.debian.org/archive";
+/// Where the machine's own apt keeps what it is set to.
+const OWN_SOURCES: [&str; 2] = ["/etc/apt/sources.list", "/etc/apt/sources.list.d"];
+
+/// Debian's archive, by URL.
+#[derive(Clone, Debug)]
+pub(crate) enum Archive {
+    /// What this machine's apt uses.
+    OfThisMachine,
+    /// Packages, and their security updates.
+    Of(String, String),
+}
 
 /// Where packages come from and are kept.
 pub(crate) struct Store {
     folder: PathBuf,
-    /// Of Debian's archive and of its security updates.
-    mirrors: [String; 2],
+    archive: Archive,
+    /// Of old packages.
+    snapshots: Option<String>,
     /// Nobody else works in the folder meanwhile.
     _lock: Flock<File>,
 }
@@ -35,7 +46,7 @@ impl Store {
     ///
     /// # Errors
     /// When it cannot be made or written.
-    pub(crate) fn open(folder: &Path, mirrors: [String; 2]) -> anyhow::Result<Store> {
+    pub(crate) fn open(folder: &Path, archive: Archive, snapshots: Option<String>) -> anyhow::Result<Store> {
         let what = || format!("make the cache folder {}", folder.display());
         for sub in ["apt/lists/partial", "apt/archives/partial", "debs"] {
             fs::create_dir_all(folder.join(sub)).with_context(what)?;
@@ -44,7 +55,7 @@ impl Store {
         let lock = File::create(folder.join("lock")).with_context(what)?;
         let lock =
             Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, error)| error).with_context(what)?;
-        Ok(Store { folder, mirrors, _lock: lock })
+        Ok(Store { folder, archive, snapshots, _lock: lock })
     }
 
     /// The files of all packages of a lock, in its order; fetches what is not in the cache.
@@ -56,13 +67,17 @@ impl Store {
         if !missing.is_empty() {
             let exact: Vec<String> =
                 missing.iter().map(|package| format!("{}={}", package.name, package.version)).collect();
-            if let Err(now) = self.update(&self.mirrors).and_then(|()| self.download(&exact)) {
-                // Debian's archive has the newest version of a package alone; all of them are in its snapshots.
-                let old =
-                    ["debian", "debian-security"].map(|part| format!("{SNAPSHOTS}/{part}/{}", lock.snapshot));
-                self.update(&old).and_then(|()| self.download(&exact)).with_context(|| {
-                    format!("{now:#}; and from {SNAPSHOTS}; newer packages: `make image-lock` writes packages.lock anew")
-                })?;
+            if let Err(now) = self.update(&self.archive).and_then(|()| self.download(&exact)) {
+                // Debian's archive has the newest version of a package alone; all of them are in snapshots of it.
+                let what =
+                    "fetch the packages of packages.lock (`make image-lock` writes it anew, with newer ones)";
+                let Some(snapshots) = &self.snapshots else { return Err(now).context(what) };
+                let [main, security] =
+                    ["debian", "debian-security"].map(|part| format!("{snapshots}/{part}/{}", lock.snapshot));
+                self.update(&Archive::Of(main, security))
+                    .and_then(|()| self.download(&exact))
+                    .with_context(|| format!("{now:#}; and from {snapshots}"))
+                    .context(what)?;
             }
         }
         lock.packages
@@ -83,7 +98,7 @@ impl Store {
     /// # Errors
     /// When the archive cannot be reached or does not have one of the packages.
     pub(crate) fn newest(&self, names: &[&str]) -> anyhow::Result<Lock> {
-        self.update(&self.mirrors)?;
+        self.update(&self.archive)?;
         let mut wanted = Vec::new();
         for name in names {
             // The kernel's package by its own name, which has the release in it.
@@ -129,13 +144,23 @@ impl Store {
         Ok(real.with_context(|| format!("{name} does not depend on a kernel"))?.to_owned())
     }
 
-    fn update(&self, [main, security]: &[String; 2]) -> anyhow::Result<()> {
-        let options = format!("[arch=amd64 check-valid-until=no signed-by={KEYRING}]");
-        let sources = format!(
-            "deb {options} {main} {RELEASE} main\ndeb {options} {main} {RELEASE}-updates main\n\
-             deb {options} {security} {RELEASE}-security main\n"
-        );
-        fs::write(self.folder.join("apt/sources.list"), sources)?;
+    fn update(&self, archive: &Archive) -> anyhow::Result<()> {
+        let (list, parts) = (self.folder.join("apt/sources.list"), self.folder.join("apt/sources.list.d"));
+        fs::create_dir_all(&parts)?;
+        for old in fs::read_dir(&parts)? {
+            fs::remove_file(old?.path())?;
+        }
+        match archive {
+            Archive::Of(main, security) => {
+                let options = format!("[arch=amd64 check-valid-until=no signed-by={KEYRING}]");
+                let sources = format!(
+                    "deb {options} {main} {RELEASE} main\ndeb {options} {main} {RELEASE}-updates main\n\
+                     deb {options} {security} {RELEASE}-security main\n"
+                );
+                fs::write(list, sources)?;
+            }
+            Archive::OfThisMachine => copy_own_sources(&list, &parts)?,
+        }
         run::with_input(self.apt("apt-get").args(["update", "--error-on=any"]), &[])?;
         Ok(())
     }
@@ -174,12 +199,12 @@ impl Store {
             ("Dir::Cache", ""),
             ("Dir::Cache::archives", "archives"),
             ("Dir::Etc::sourcelist", "sources.list"),
+            ("Dir::Etc::sourceparts", "sources.list.d"),
         ];
         for (key, place) in places {
             command.arg("-o").arg(format!("{key}={}", apt.join(place).display()));
         }
         let others = [
-            "Dir::Etc::sourceparts=/dev/null",
             "Dir::Etc::preferences=/dev/null",
             "Dir::Etc::preferencesparts=/dev/null",
             "APT::Architecture=amd64",
@@ -196,4 +221,24 @@ impl Store {
         command.arg("-q");
         command
     }
+}
+
+/// The sources of this machine's apt, if they are those of the images' release.
+fn copy_own_sources(list: &Path, parts: &Path) -> anyhow::Result<()> {
+    let release = fs::read_to_string("/etc/os-release").context("read /etc/os-release")?;
+    let is_ours = |line: &str| line.trim() == format!("VERSION_CODENAME={RELEASE}");
+    ensure!(
+        release.lines().any(is_ours),
+        "this machine is no Debian 12, so its apt does not know the images' packages: name an archive by --mirror and \
+         --security-mirror"
+    );
+    let [own_list, own_parts] = OWN_SOURCES;
+    fs::write(list, fs::read(own_list).unwrap_or_default())?;
+    let Ok(entries) = fs::read_dir(own_parts) else { return Ok(()) };
+    for entry in entries {
+        let entry = entry?;
+        fs::write(parts.join(entry.file_name()), fs::read(entry.path())?)
+            .with_context(|| format!("copy {}", entry.path().display()))?;
+    }
+    Ok(())
 }

@@ -31,7 +31,12 @@ use std::{
 use anyhow::Context;
 use clap::{Args, Parser, Subcommand};
 
-use crate::{apt::Store, content::Parts, inputs::Inputs, lock::Lock};
+use crate::{
+    apt::{Archive, Store},
+    content::Parts,
+    inputs::Inputs,
+    lock::Lock,
+};
 
 const PACKAGES: &str = include_str!("../data/packages.txt");
 
@@ -82,21 +87,45 @@ struct Source {
     /// Where packages are kept
     #[arg(long, value_name = "DIR", default_value = "target/image/cache")]
     cache: PathBuf,
-    /// Where the distribution's packages are fetched from
-    #[arg(long, value_name = "URL", default_value = "http://deb.debian.org/debian")]
-    mirror: String,
-    /// Where its security updates are fetched from
-    #[arg(long, value_name = "URL", default_value = "http://deb.debian.org/debian-security")]
-    security_mirror: String,
+    /// Debian's archive; by default what this machine's own apt is set to, where it is a Debian 12
+    #[arg(long, value_name = "URL", requires = "security_mirror")]
+    mirror: Option<String>,
+    /// The archive of its security updates
+    #[arg(long, value_name = "URL", requires = "mirror")]
+    security_mirror: Option<String>,
+    /// An archive of old packages, with the folders debian and debian-security by time, for locked versions that the
+    /// archive no longer has
+    #[arg(long, value_name = "URL")]
+    snapshots: Option<String>,
+    /// Build from the newest packages, and say so, where locked versions cannot be had any more
+    #[arg(long)]
+    newest_if_gone: bool,
 }
 
 impl Source {
     fn store(&self) -> anyhow::Result<Store> {
-        Store::open(&self.cache, [self.mirror.clone(), self.security_mirror.clone()])
+        let archive = match (&self.mirror, &self.security_mirror) {
+            (Some(main), Some(security)) => Archive::Of(main.clone(), security.clone()),
+            _ => Archive::OfThisMachine,
+        };
+        Store::open(&self.cache, archive, self.snapshots.clone())
     }
 
     fn inputs(&self, out: &Path) -> anyhow::Result<Inputs> {
-        Inputs::read(&self.store()?, Lock::read(&self.lock)?, &out.join("work"))
+        let (store, work) = (self.store()?, out.join("work"));
+        let locked = Lock::read(&self.lock)?;
+        let gone = match Inputs::read(&store, locked.clone(), &work) {
+            Err(gone) if self.newest_if_gone => gone,
+            read => return read,
+        };
+        eprintln!("peerpod-image: {gone:#}");
+        eprintln!(
+            "peerpod-image: this image is built from the newest packages instead of those of {}",
+            self.lock.display()
+        );
+        // The files' time stays, so that two builds are still the same.
+        let newest = Lock { epoch: locked.epoch, ..store.newest(&lock::names(PACKAGES))? };
+        Inputs::read(&store, newest, &work)
     }
 }
 

@@ -73,7 +73,7 @@ impl Folder {
             .args(["--inh-caps=-all", "--bounding-set=-all"])
             .args(["sh", "-c", "umask $1; shift; exec \"$@\"", "sh", umask])
             .arg(env!("CARGO_BIN_EXE_peerpod-image"))
-            .args([kind, "--guest", program, "--cache"])
+            .args([kind, "--newest-if-gone", "--guest", program, "--cache"])
             .arg(self.path("cache"))
             .arg("--lock")
             .arg(repository.join("podvm/image/packages.lock"))

@@ -20,6 +20,7 @@ pub mod page;
 pub mod picture;
 pub mod ping;
 pub mod proxy;
+pub mod qemu;
 pub mod road;
 mod sight;
 pub mod spy;

@@ -11,7 +11,7 @@ use peerpod_proto::{
     guest::{Images, NetworkPlan, Reply, Request},
     relay::{PutSandboxRequest, TunnelPeer},
 };
-use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, Placement};
+use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, Placement, ProviderEvent};
 use tokio::sync::watch;
 
 use super::follow::{Heard, Homes};

@@ -57,8 +57,9 @@ async fn a_provider_that_tells_of_an_end_is_believed_at_once_if_it_has_no_addres
         state.vms.iter().find(|(_, vm)| vm.birth.ticket.id == ticket(&dir, name)).unwrap().0.clone()
     };
     let (a, b) = (vm_of("a"), vm_of("b"));
-    let tell =
-        |vm: &InstanceId, kind| drop(world.events.send(ProviderEvent { id: vm.clone(), kind }).unwrap());
+    let tell = |vm: &InstanceId, kind| {
+        assert_eq!(world.events.send(ProviderEvent { id: vm.clone(), kind }).unwrap(), 1);
+    };
     let ended = || EventKind::Ended { reason: "somebody's hand".into() };
     let taken = || EventKind::Interruption { at: SystemTime::now() + 120 * SECOND };
     // One that will be taken is there until it is.
