@@ -195,3 +195,25 @@ impl Dice {
         self.0 % below
     }
 }
+
+/// What a pod's namespace in the VM has that no CNI made: the rules that keep the clouds' metadata services from it, as
+/// [`peerpod_world::picture::Picture::differences`] words them. Action 8 is "prohibit".
+const METADATA_WALL: [&str; 5] = [
+    "+ IPv4 rule action 8 dst 100.100.100.200 priority 1 src all",
+    "+ IPv4 rule action 8 dst 168.63.129.16 priority 1 src all",
+    "+ IPv4 rule action 8 dst 169.254.169.254 priority 1 src all",
+    "+ IPv6 rule action 8 dst fd00:ec2::254 priority 1 src all",
+    "+ IPv6 rule action 8 dst fd20:ce::254 priority 1 src all",
+];
+
+/// The differences between a pod's namespace outside and inside of its VM that should not be: all but the wall around
+/// metadata services, and each part of that wall that is missing.
+pub fn beyond_wall(mut differences: Vec<String>) -> Vec<String> {
+    for part in METADATA_WALL {
+        match differences.iter().position(|line| line == part) {
+            Some(at) => drop(differences.remove(at)),
+            None => differences.push(format!("missing: {part}")),
+        }
+    }
+    differences
+}

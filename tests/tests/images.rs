@@ -431,7 +431,7 @@ fn container(image: &str, id: &str, arguments: &[&str]) -> CreateContainerReques
     request
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread")]
 async fn a_container_runs_from_an_image_that_its_vm_pulled_with_a_secret() {
     let world = World::new().unwrap();
     let secret = world.folder().join("secret.json");

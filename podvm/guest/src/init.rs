@@ -71,7 +71,7 @@ pub(crate) fn run(settings: &Settings) -> anyhow::Result<ExitCode> {
     for signal in [Signal::SIGCHLD, Signal::SIGTERM, Signal::SIGINT, Signal::SIGPWR] {
         signals.add(signal);
     }
-    signals.thread_block()?; // a child gets an empty mask from std
+    signals.thread_block()?; // `serve` inherits that, and undoes it for all that it starts
     let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
     let mut stages = vec![Past::new("init", began)];
     let machine = status::in_first_pid_namespace().then(|| {

@@ -10,6 +10,7 @@ use std::{
     time::Duration,
 };
 
+use nix::sys::signal::SigSet;
 use peerpod_link::endpoint::{Endpoint, Limits, Role};
 use peerpod_wireguard::PublicKey;
 use tokio::signal::unix::{SignalKind, signal};
@@ -36,6 +37,9 @@ use crate::{
 
 /// Runs the guest.
 pub(crate) fn run(settings: &Settings, ring: &Ring) -> anyhow::Result<ExitCode> {
+    // Pid 1 hears of signals by a descriptor and blocks them: agent and containers must not inherit that, or nothing
+    // but SIGKILL ends them.
+    SigSet::empty().thread_set_mask()?;
     // One thread: all of a guest's traffic is one endpoint's task, and a hand-over between threads costs more than it
     // brings. What blocks goes to the blocking pool.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;

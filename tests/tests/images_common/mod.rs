@@ -103,9 +103,10 @@ impl LayerBuilder {
     }
 
     /// Of the entry that follows.
-    pub fn xattr(mut self, key: &str, value: &[u8]) -> LayerBuilder {
-        let key = format!("SCHILY.xattr.{key}");
-        self.0.append_pax_extensions([(key.as_str(), value)]).unwrap();
+    pub fn xattrs(mut self, all: &[(&str, &[u8])]) -> LayerBuilder {
+        let all: Vec<(String, &[u8])> =
+            all.iter().map(|(key, value)| (format!("SCHILY.xattr.{key}"), *value)).collect();
+        self.0.append_pax_extensions(all.iter().map(|(key, value)| (key.as_str(), *value))).unwrap();
         self
     }
 
@@ -221,8 +222,7 @@ pub fn ordinary() -> Image {
         .file("linked", 0o4755, b"linked")
         .hard_link("also/linked", "linked")
         .hard_link("old/three", "old/one")
-        .xattr("user.peerpod", b"kept")
-        .xattr("trusted.overlay.opaque", b"y")
+        .xattrs(&[("user.peerpod", b"kept"), ("trusted.overlay.opaque", b"y")])
         .file("attributed", 0o644, b"x")
         .raw(tar::EntryType::Char, b"dev/null", 0o666, b"", b"")
         .build(Packing::Zstd);

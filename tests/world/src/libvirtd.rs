@@ -140,7 +140,17 @@ impl Libvirtd {
         let file = self.folder.join(format!("{name}.xml"));
         fs::write(&file, xml)?;
         self.virsh(&["net-define", &file.display().to_string()])?;
-        self.virsh(&["net-start", name]).map(drop)
+        self.virsh(&["net-start", name])?;
+        // A bridge without a port has no carrier, and gets the routes of its addresses only with the first VM: with this
+        // port what is there before a VM is what is there after it.
+        let port = format!("lv{name}-up");
+        self.world.node().ip(&format!(
+            "link add {port} type dummy\nlink set {port} address 02:00:00:00:97:01 master lv{name} up\n"
+        ))?;
+        eventually_blocking("the bridge's own IPv6 address", PATIENCE, || {
+            let routes = self.world.node().ip("-6 route show table local\n").ok()?;
+            routes.contains("local fd97::1 ").then_some(())
+        })
     }
 
     /// Gives every running VM a lease in its name, as if it had asked for one: for VMs that boot nothing which would.

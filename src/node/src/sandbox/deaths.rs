@@ -56,7 +56,8 @@ impl Deaths {
         match kind {
             EventKind::Interruption { at } => table.interrupted(&vm, at),
             EventKind::Ended { reason } => {
-                if table.of_vm(&vm).is_some() {
+                if let Some((id, pod)) = table.of_vm(&vm) {
+                    warn!(sandbox = %id, pod = &*pod, %vm, reason, "the provider says that this pod's VM has ended");
                     table.0.metrics.noticed("ended");
                     self.told.push((vm, reason));
                     self.hear(table).await;

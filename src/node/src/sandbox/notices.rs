@@ -16,9 +16,9 @@ impl Sandboxes {
             info!(%vm, "the provider takes a VM back that no sandbox has");
             return;
         };
-        self.0.metrics.noticed("interruption");
         let left = at.duration_since(SystemTime::now()).unwrap_or_default();
         warn!(sandbox = %id, pod = &*pod, %vm, ?left, "the cloud takes this pod's VM back; move the pod, or let its controller make another");
+        self.0.metrics.noticed("interruption");
     }
 
     /// Whose VM this is. Looks at all: the provider says such things rarely.
