@@ -104,7 +104,7 @@ lint: setup
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets $(KUBE) $(WITH) -- -D warnings
 	$(if $(CLOUDS),$(CARGO) check --locked -p peerpod-providers -p peerpod-provider-aws)
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace --no-deps --document-private-items
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace $(KUBE) $(WITH) --no-deps --document-private-items
 	scripts/deny
 	scripts/check-trees
 

@@ -1,6 +1,8 @@
 //! Builds images with the real program and the real packages, as a user who may do nothing. Needs root (to become that
 //! user, and to see who owns what), the tools that scripts/setup installs, and the archive once.
 
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
 use std::{
     collections::BTreeMap,
     fs,

@@ -118,6 +118,7 @@ impl Shared {
         let xml = self.xml(identity, request, &plan, &marks, kind, confidential);
         let domain = libvirt.define(&xml).await.map_err(fail)?;
         self.files(libvirt, identity, request, &plan, attempt).await?;
+        self.starting(&domain);
         let domain = match libvirt.start_domain(&domain).await {
             Ok(domain) => domain,
             Err(error) => {

@@ -111,7 +111,7 @@ async fn hear(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcErro
 async fn compare(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcError> {
     let Some(shared) = shared.upgrade() else { return Ok(()) };
     let prefix = shared.owner.prefix();
-    let before: Vec<Uuid> = shared.alive().iter().copied().collect();
+    let before: Vec<Uuid> = shared.lives().running.iter().copied().collect();
     let domains: Vec<Domain> =
         libvirt.domains().await?.into_iter().filter(|domain| domain.name.starts_with(&prefix)).collect();
     for domain in &domains {
@@ -134,7 +134,7 @@ async fn compare(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcE
 impl Shared {
     /// Tells, once, unless it was our own doing.
     fn has_ended(&self, uuid: &Uuid, why: &str) {
-        if !self.alive().remove(uuid) {
+        if !self.lives().running.remove(uuid) {
             return;
         }
         let Ok(id) = InstanceId::new(words(uuid)) else { return };

@@ -24,6 +24,7 @@ mod xml;
 use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex as Lock, PoisonError};
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use futures_util::stream::BoxStream;
@@ -58,8 +59,7 @@ struct Shared {
     kind: Mutex<Option<&'static str>>,
     /// One call at a time for one VM.
     turns: Lock<HashMap<Uuid, Arc<Mutex<()>>>>,
-    /// VMs that run, as far as we were told: who is not among them any more has ended.
-    alive: Lock<HashSet<Uuid>>,
+    lives: Lock<Lives>,
     ended: broadcast::Sender<ProviderEvent>,
 }
 
@@ -74,7 +74,7 @@ impl LibvirtProvider {
             images: Images::default(),
             kind: Mutex::new(None),
             turns: Lock::default(),
-            alive: Lock::default(),
+            lives: Lock::default(),
             ended: broadcast::channel(1024).0,
         };
         LibvirtProvider { shared: Arc::new(shared) }
@@ -152,20 +152,44 @@ impl Shared {
         Turn { shared: self, uuid, guard: Some(mutex.lock_owned().await) }
     }
 
-    fn alive(&self) -> std::sync::MutexGuard<'_, HashSet<Uuid>> {
+    fn lives(&self) -> std::sync::MutexGuard<'_, Lives> {
         // Every step leaves it whole.
-        self.alive.lock().unwrap_or_else(PoisonError::into_inner)
+        self.lives.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The VM runs; its end is news.
+    /// It is about to be started, for the first time or again.
+    fn starting(&self, domain: &Domain) {
+        self.lives().leaving.remove(&domain.uuid);
+    }
+
+    /// The VM runs; its end is news, unless it is ours.
     fn running(&self, domain: &Domain) {
-        self.alive().insert(domain.uuid);
+        let mut lives = self.lives();
+        if !lives.leaving.contains_key(&domain.uuid) {
+            lives.running.insert(domain.uuid);
+        }
     }
 
     /// We end it; its end is no news.
     fn leaving(&self, domain: &Domain) {
-        self.alive().remove(&domain.uuid);
+        let mut lives = self.lives();
+        lives.running.remove(&domain.uuid);
+        // What libvirtd says may come late: the start of a VM after we have asked for its end.
+        lives.leaving.retain(|_, since| since.elapsed() < LATEST);
+        lives.leaving.insert(domain.uuid, Instant::now());
     }
+}
+
+/// How late libvirtd may speak of a VM.
+const LATEST: Duration = Duration::from_secs(600);
+
+/// What is known of VMs' lives, to tell an end that is news from one that is not.
+#[derive(Default)]
+struct Lives {
+    /// VMs that run, as far as we were told: who is not among them any more has ended.
+    running: HashSet<Uuid>,
+    /// VMs that we have ended, and when.
+    leaving: HashMap<Uuid, Instant>,
 }
 
 /// Everything that reads what libvirtd or a guest's host wrote, for fuzzing: it may say what it likes.

@@ -143,9 +143,9 @@ impl Libvirtd {
         self.virsh(&["net-start", name])?;
         // A bridge without a port has no carrier, and gets the routes of its addresses only with the first VM: with this
         // port what is there before a VM is what is there after it.
-        let port = format!("lv{name}-up");
+        let (port, end) = (format!("lv{name}-up"), format!("lv{name}-end"));
         self.world.node().ip(&format!(
-            "link add {port} type dummy\nlink set {port} address 02:00:00:00:97:01 master lv{name} up\n"
+            "link add {port} type veth peer name {end}\nlink set {end} up\nlink set {port} master lv{name} up\n"
         ))?;
         eventually_blocking("the bridge's own IPv6 address", PATIENCE, || {
             let routes = self.world.node().ip("-6 route show table local\n").ok()?;
