@@ -148,8 +148,9 @@ impl Libvirtd {
             "link add {port} type veth peer name {end}\nlink set {end} up\nlink set {port} master lv{name} up\n"
         ))?;
         eventually_blocking("the bridge's own IPv6 address", PATIENCE, || {
-            let routes = self.world.node().ip("-6 route show table local\n").ok()?;
-            routes.contains("local fd97::1 ").then_some(())
+            let addresses = self.world.node().ip(&format!("address show dev lv{name}\n")).ok()?;
+            let settled = addresses.contains("LOWER_UP") && !addresses.contains("tentative");
+            (settled && addresses.contains("fd97::1/")).then_some(())
         })
     }
 
