@@ -3,11 +3,12 @@
 //! begins after them. Like the agent they survive this program and are found again by their sockets.
 
 use std::{
+    collections::HashSet,
     fs,
     os::unix::process::CommandExt,
     path::{Path, PathBuf},
     process::{Command, Stdio},
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
@@ -40,6 +41,8 @@ pub(crate) struct Components {
     status: Arc<Status>,
     /// Whether the agent may begin.
     ready: watch::Sender<bool>,
+    /// What is kept running, by name: who asks again after a failure gets no second one.
+    kept: Mutex<HashSet<&'static str>>,
 }
 
 impl Components {
@@ -47,7 +50,7 @@ impl Components {
     pub(crate) fn new(settings: &config::Settings, status: Arc<Status>) -> Arc<Components> {
         let ready = watch::Sender::new(!settings.components.any());
         let (settings, dir) = (settings.components.clone(), settings.initdata_dir.clone());
-        Arc::new(Components { settings, dir, status, ready })
+        Arc::new(Components { settings, dir, status, ready, kept: Mutex::default() })
     }
 
     /// Returns when the agent may begin.
@@ -101,8 +104,10 @@ impl Components {
         if let Some(folder) = socket.parent() {
             fs::create_dir_all(folder).map_err(|error| format!("making {}: {error}", folder.display()))?;
         }
-        let components = self.clone();
-        tokio::spawn(async move { components.keep(name, &component).await });
+        if self.kept.lock().unwrap_or_else(PoisonError::into_inner).insert(name) {
+            let components = self.clone();
+            tokio::spawn(async move { components.keep(name, &component).await });
+        }
         let listening = async {
             while UnixStream::connect(&socket).await.is_err() {
                 sleep(POLL).await;
@@ -200,6 +205,29 @@ mod tests {
             let pid = nix::unistd::Pid::from_raw(pid.trim().parse().unwrap());
             nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).unwrap();
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_that_does_not_listen_is_an_error_each_time_and_runs_once() {
+        let dir = TempDir::new();
+        let program = dir.path().join("mute");
+        let mut settings = Settings::default();
+        settings.initdata_dir = dir.path().to_owned();
+        let command = ["sh", "-c", "exec sleep 600 # $0"].map(str::to_owned).into_iter();
+        let command = command.chain([program.display().to_string()]).collect();
+        settings.components.data_hub = Some(Component { command, socket: dir.path().join("socket") });
+        let components = Components::new(&settings, Arc::new(Status::new(Path::new("/nonexistent"), false)));
+        for _ in 0..2 {
+            let error = components.start("").await.unwrap_err();
+            assert!(error.contains("the confidential data hub did not listen"), "{error}");
+        }
+        assert_eq!(components.kept.lock().unwrap().len(), 1);
+        let children =
+            fs::read_to_string(format!("/proc/self/task/{}/children", nix::unistd::gettid())).unwrap();
+        let children: Vec<_> = children.split_whitespace().collect();
+        assert_eq!(children.len(), 1, "{children:?}");
+        let pid = nix::unistd::Pid::from_raw(children[0].parse().unwrap());
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).unwrap();
     }
 
     #[tokio::test]
