@@ -11,10 +11,8 @@ use peerpod_base::{
     program::{self, Program},
     telemetry::{self, LogConfig},
 };
-use peerpod_cluster::{
-    crds,
-    webhook::{self, WebhookConfig},
-};
+use peerpod_cluster::webhook::{self, WebhookConfig};
+use peerpod_kube::crds;
 
 const PROGRAM: Program = Program {
     name: "peerpod-cluster",

@@ -11,7 +11,7 @@ use kube::{
     core::{DynamicObject, NamespaceResourceScope},
     discovery::ApiResource,
 };
-use peerpod_cluster::crds::{PeerPod, PeerPodConfig, PeerpodVolume};
+use peerpod_kube::crds::{PeerPod, PeerPodConfig, PeerpodVolume};
 use peerpod_test_kube::{Cluster, Options, program};
 use serde_json::{Value, json};
 

@@ -7,6 +7,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
 /// The VM of one pod, as the provider is asked for it. Every field is written once.
 #[derive(CustomResource, KubeSchema, Serialize, Deserialize, Clone, Debug, Default, PartialEq)]
@@ -66,6 +67,19 @@ pub struct PeerPodSpec {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 253))]
     pub idempotency_key: Option<String>,
+}
+
+impl PeerPod {
+    /// The name of the object about this sandbox's VM. The same sandbox always gives the same name, so that whoever writes
+    /// it again after a crash writes the same object; two sandboxes of one pod (a sandbox made anew) have two.
+    pub fn name_of(pod: &str, sandbox: &str) -> String {
+        let digest = Sha256::digest(sandbox.as_bytes());
+        let digest: String = digest.iter().take(5).map(|byte| format!("{byte:02x}")).collect();
+        // Names of pods are DNS subdomains, at most 253 bytes, as this one must be.
+        let room = 253 - digest.len() - 1;
+        let pod = pod.get(..room).unwrap_or(pod).trim_end_matches(['-', '.']);
+        format!("{pod}-{digest}")
+    }
 }
 
 /// What is known of the VM now.

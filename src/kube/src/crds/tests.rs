@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::*;
 
 /// What stands in `deploy/crds` is what the types say. After a change of the types:
-/// `PEERPOD_UPDATE=1 cargo test -p peerpod-cluster crds`.
+/// `PEERPOD_UPDATE=1 cargo test -p peerpod-kube crds`.
 #[test]
 fn deployed_files_are_those_of_the_types() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/crds");
@@ -81,4 +81,14 @@ fn names_of_secret_and_settings_have_their_old_defaults() {
     let empty: PeerPodConfigSpec = serde_json::from_value(Value::Object(Default::default())).unwrap();
     assert_eq!(empty.cloud_secret_name, "peer-pods-secret");
     assert_eq!(empty.config_map_name, "peer-pods-cm");
+}
+
+#[test]
+fn a_sandboxs_object_has_one_name_that_the_api_server_takes() {
+    let name = PeerPod::name_of("web-0", "8f14e45f");
+    assert_eq!(name, PeerPod::name_of("web-0", "8f14e45f"));
+    assert_ne!(name, PeerPod::name_of("web-0", "8f14e460"), "of a pod whose sandbox was made anew");
+    assert!(name.starts_with("web-0-") && name.len() == 16, "{name}");
+    let long = PeerPod::name_of(&format!("{}.-b", "a".repeat(250)), "8f14e45f");
+    assert!(long.len() <= 253 && !long.contains(".-"), "{long}");
 }

@@ -1,0 +1,285 @@
+//! One volume, as the guest needs to know it: where it is, what is on it, how it is mounted. JSON, version 1.
+//!
+//! It never holds a secret, only a reference to one. Fields may be added with `#[serde(default)]`; an unknown kind is
+//! refused by name, because a volume that is not understood must fail the pod, not lose its data.
+
+use std::{fmt, str::FromStr};
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+/// The version that this program writes, and the only one that it reads.
+pub const VERSION: u32 = 1;
+
+/// The largest descriptor that is read, in bytes.
+pub const MAX_BYTES: usize = 256 << 10;
+
+/// A volume of a pod.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct GuestVolume {
+    /// [`VERSION`].
+    pub version: u32,
+    /// Which volume it is.
+    pub id: VolumeId,
+    /// What people call it: the PersistentVolume's name, or the driver's handle. For messages only.
+    pub name: String,
+    /// Where its bytes are.
+    pub source: Source,
+    /// What a container gets of it.
+    pub mode: Mode,
+    /// No container may write to it, and the disk is attached for reading only.
+    #[serde(default)]
+    pub read_only: bool,
+}
+
+/// Names a volume for wrapper, node, relay and guest: 32 lower-case hexadecimal digits, of the CSI driver's name and the
+/// volume's handle, either of which may have any characters.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(try_from = "String", into = "String")]
+#[schemars(with = "String")]
+pub struct VolumeId(String);
+
+impl VolumeId {
+    /// Of this driver's volume.
+    pub fn of(driver: &str, handle: &str) -> VolumeId {
+        let digest = Sha256::new().chain_update(driver).chain_update([0]).chain_update(handle).finalize();
+        VolumeId(digest.iter().take(16).map(|byte| format!("{byte:02x}")).collect())
+    }
+
+    /// The digits.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for VolumeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl FromStr for VolumeId {
+    type Err = String;
+    fn from_str(text: &str) -> Result<VolumeId, String> {
+        VolumeId::try_from(text.to_owned())
+    }
+}
+
+impl TryFrom<String> for VolumeId {
+    type Error = String;
+    fn try_from(text: String) -> Result<VolumeId, String> {
+        let digits = text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+        if digits && text.len() == 32 {
+            Ok(VolumeId(text))
+        } else {
+            Err(format!("{text:?} is no volume id: 32 hexadecimal digits"))
+        }
+    }
+}
+
+impl From<VolumeId> for String {
+    fn from(id: VolumeId) -> String {
+        id.0
+    }
+}
+
+/// Where a volume's bytes are.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub enum Source {
+    /// A disk that is attached to the VM from outside.
+    AttachedBlock {
+        /// The cloud's id of the disk, as the CSI driver calls it.
+        volume: String,
+        /// Where the disk is, when the volume's topology says so.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        zone: Option<String>,
+        /// Who attaches it.
+        #[serde(default)]
+        attach: Attach,
+    },
+    /// An NFS export, mounted by the guest.
+    Nfs {
+        /// Name or address.
+        server: String,
+        /// The exported path.
+        export: String,
+    },
+    /// An SMB share, mounted by the guest.
+    Smb {
+        /// Name or address.
+        server: String,
+        /// The share, and a path below it.
+        share: String,
+        /// Where user and password are.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        secret: Option<SecretRef>,
+    },
+    /// An iSCSI logical unit.
+    Iscsi {
+        /// `address:port`, tried in turn.
+        portals: Vec<String>,
+        /// The target's name.
+        iqn: String,
+        /// The logical unit.
+        lun: u32,
+        /// Where the CHAP credentials are.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        secret: Option<SecretRef>,
+    },
+    /// A network block device.
+    Nbd {
+        /// Name or address.
+        host: String,
+        /// TCP port.
+        port: u16,
+        /// The export's name.
+        #[serde(default)]
+        export: String,
+    },
+}
+
+/// Who attaches a disk to the VM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Attach {
+    /// The node's provider, by the cloud's own call.
+    #[default]
+    Provider,
+    /// The CSI driver: its ControllerPublishVolume is called with the VM as the node.
+    Driver,
+}
+
+/// A Kubernetes secret. Its content never stands in a descriptor, record or object.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct SecretRef {
+    /// The secret's namespace.
+    pub namespace: String,
+    /// The secret's name.
+    pub name: String,
+}
+
+/// What a container gets of a volume.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "mode", rename_all = "kebab-case")]
+pub enum Mode {
+    /// A directory.
+    Filesystem {
+        /// `ext4`, `xfs`, …; none: what is on the disk, and ext4 on an empty one.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        fs_type: Option<String>,
+        /// As mount(8) has them after `-o`.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        mount_options: Vec<String>,
+        /// The group that all files are to belong to.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        fs_group: Option<FsGroup>,
+    },
+    /// The raw device.
+    Block,
+}
+
+/// The pod's fsGroup.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct FsGroup {
+    /// The group's number.
+    pub gid: u32,
+    /// When files are changed.
+    #[serde(default)]
+    pub policy: FsGroupPolicy,
+}
+
+/// When the files of a volume are given to the pod's group, as Kubernetes' `fsGroupChangePolicy`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum FsGroupPolicy {
+    /// At each mount.
+    #[default]
+    Always,
+    /// When the root folder is not the group's yet.
+    OnRootMismatch,
+}
+
+/// How the guest recognises a disk: what the hardware says, never its order. The same JSON as a provider's.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Identity {
+    /// The disk's serial number, as the guest's kernel has it (a virtio disk: the first 20 bytes).
+    Serial(String),
+    /// The name below `/dev/disk/by-id/`.
+    ById(String),
+    /// The SCSI logical unit or NVMe namespace that the attach was given.
+    Lun(u32),
+    /// The World Wide Name.
+    Wwn(String),
+}
+
+/// Why a descriptor is not used.
+#[derive(Debug, thiserror::Error)]
+pub enum Unusable {
+    /// Not JSON of this shape; an unknown kind is named.
+    #[error("the volume's descriptor: {0}")]
+    Shape(serde_json::Error),
+    /// Another version.
+    #[error(
+        "the descriptor of volume {name} has version {version}, this program reads {VERSION}: upgrade it"
+    )]
+    Version {
+        /// The volume.
+        name: String,
+        /// Its descriptor's version.
+        version: u32,
+    },
+    /// Larger than [`MAX_BYTES`].
+    #[error("the volume's descriptor has {0} bytes, more than {MAX_BYTES}")]
+    Large(usize),
+}
+
+impl GuestVolume {
+    /// Reads one.
+    ///
+    /// # Errors
+    /// [`Unusable`].
+    pub fn read(bytes: &[u8]) -> Result<GuestVolume, Unusable> {
+        if bytes.len() > MAX_BYTES {
+            return Err(Unusable::Large(bytes.len()));
+        }
+        let volume: GuestVolume = serde_json::from_slice(bytes).map_err(Unusable::Shape)?;
+        if volume.version != VERSION {
+            return Err(Unusable::Version { name: volume.name, version: volume.version });
+        }
+        Ok(volume)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NFS: &str = r#"{"version":1,"id":"0123456789abcdef0123456789abcdef","name":"pvc-1",
+        "source":{"kind":"nfs","server":"10.0.0.2","export":"/e"},"mode":{"mode":"filesystem"}}"#;
+
+    #[test]
+    fn what_is_not_said_has_its_default_and_what_is_not_known_is_named() {
+        let volume = GuestVolume::read(NFS.as_bytes()).unwrap();
+        assert_eq!(
+            volume.mode,
+            Mode::Filesystem { fs_type: None, mount_options: Vec::new(), fs_group: None }
+        );
+        assert!(!volume.read_only);
+        let error = GuestVolume::read(NFS.replace("\"nfs\"", "\"ceph\"").as_bytes()).unwrap_err().to_string();
+        assert!(error.contains("ceph") && error.contains("attached-block"), "{error}");
+        let error = GuestVolume::read(NFS.replace("\"version\":1", "\"version\":2").as_bytes())
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("pvc-1 has version 2"), "{error}");
+        assert!(GuestVolume::read(NFS.replace("0123456789abcdef", "../../../../../..").as_bytes()).is_err());
+    }
+
+    #[test]
+    fn a_volumes_id_is_of_driver_and_handle() {
+        assert_eq!(VolumeId::of("d", "v"), VolumeId::of("d", "v"));
+        assert_ne!(VolumeId::of("da", "b"), VolumeId::of("d", "ab"));
+        assert!(VolumeId::try_from(VolumeId::of("d", "/a/../#b").to_string()).is_ok());
+    }
+}

@@ -1,0 +1,381 @@
+//! The folder in which `peerpod-csi node` and `peerpod-node` hand a pod's volumes to each other. Files, so that either may
+//! die at any instruction and the other goes on:
+//!
+//! ```text
+//! <volumes-dir>/pods/<pod uid>/<volume id>.json            Record     written by the CSI wrapper at NodePublishVolume
+//! <volumes-dir>/pods/<pod uid>/<volume id>.attached.json   Attached   written by the wrapper: the driver attached it
+//! <volumes-dir>/pods/<pod uid>/vm.json                     Vm         written by the node: the pod's VM
+//! <volumes-dir>/names/<namespace>/<pod>/<pod uid>          empty      finds the UID, which no shim sends
+//! ```
+//!
+//! Each file is written whole (temporary file, fsync, rename, fsync of the folder), 0600 in folders of 0700, and holds no
+//! secret. What is asked for one pod costs the same however many pods there are.
+
+use std::{
+    fs::{self, DirBuilder, File, OpenOptions},
+    io::{self, Read, Write},
+    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use crate::descriptor::{GuestVolume, Identity, VERSION, VolumeId};
+
+/// The largest file that is read.
+const MAX_FILE: u64 = 1 << 20;
+
+/// The most volumes of one pod that are read: more is a fault, not a pod.
+pub const MAX_VOLUMES: usize = 256;
+
+/// A pod, as the CSI driver was told of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pod {
+    /// Its UID.
+    pub uid: String,
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+}
+
+/// One published volume of one pod.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// [`VERSION`].
+    pub version: u32,
+    /// What the guest is told.
+    pub volume: GuestVolume,
+    /// Whose it is.
+    pub pod: Pod,
+    /// The CSI driver's name.
+    pub driver: String,
+    /// The driver's handle of the volume, as Kubernetes has it.
+    pub handle: String,
+    /// Where kubelet had it published: the source of a container's bind mount is this or lies below it.
+    pub target_path: PathBuf,
+    /// The content of the marker file at the target, by which a mount is recognised that arrives without its source. 64
+    /// hexadecimal digits, random.
+    pub marker: String,
+    /// The holder's fencing token, where the volume has one writer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fence: Option<u64>,
+}
+
+/// The driver attached the volume to the pod's VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attached {
+    /// [`VERSION`].
+    pub version: u32,
+    /// The VM that it is attached to: of another one it says nothing.
+    pub instance: String,
+    /// How the guest recognises it.
+    pub identity: Identity,
+}
+
+/// The VM of a pod.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Vm {
+    /// [`VERSION`].
+    pub version: u32,
+    /// The node's sandbox.
+    pub sandbox: String,
+    /// The provider's id of the VM; none until it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub instance: Option<String>,
+    /// The VM is confirmed gone: what was attached to it is free.
+    #[serde(default)]
+    pub gone: bool,
+}
+
+/// The marker file's name in a published target.
+pub const MARKER: &str = ".peerpod-volume";
+
+/// The folder.
+#[derive(Clone, Debug)]
+pub struct Records {
+    root: PathBuf,
+}
+
+impl Records {
+    /// In this folder, which is made with the first record.
+    pub fn new(root: impl Into<PathBuf>) -> Records {
+        Records { root: root.into() }
+    }
+
+    /// Makes the record durable, and then the pod's name findable.
+    ///
+    /// # Errors
+    /// When it could not be.
+    pub fn put(&self, record: &Record) -> io::Result<()> {
+        let names = self.names(&record.pod.namespace, &record.pod.name)?;
+        let folder = self.pod(&record.pod.uid)?;
+        make_dir(&folder)?;
+        write(&folder, &format!("{}.json", record.volume.id), record)?;
+        make_dir(&names)?;
+        drop(OpenOptions::new().create(true).append(true).mode(0o600).open(names.join(&record.pod.uid))?);
+        File::open(names)?.sync_all()
+    }
+
+    /// A pod's volumes, in the order of their ids.
+    ///
+    /// # Errors
+    /// When one cannot be read or understood: a pod must not start without a volume of its.
+    pub fn of_pod(&self, uid: &str) -> io::Result<Vec<Record>> {
+        let mut records: Vec<Record> = Vec::new();
+        for id in self.ids(uid)? {
+            records.extend(self.get(uid, &id)?);
+        }
+        Ok(records)
+    }
+
+    /// One volume of a pod.
+    ///
+    /// # Errors
+    /// When it is there and cannot be read or understood.
+    pub fn get(&self, uid: &str, id: &VolumeId) -> io::Result<Option<Record>> {
+        let path = self.pod(uid)?.join(format!("{id}.json"));
+        let record: Option<Record> = read(&path)?;
+        if let Some(record) = &record {
+            let same =
+                record.version == VERSION && record.volume.version == VERSION && record.volume.id == *id;
+            if !same || record.pod.uid != uid {
+                return Err(unusable(&path, "it is of another version, volume or pod"));
+            }
+        }
+        Ok(record)
+    }
+
+    /// The UIDs of pods of this name that have volumes: several while one of a StatefulSet's is going and its successor
+    /// comes.
+    ///
+    /// # Errors
+    /// When the folder cannot be read.
+    pub fn uids(&self, namespace: &str, name: &str) -> io::Result<Vec<String>> {
+        names_in(&self.names(namespace, name)?)
+    }
+
+    /// Removes a volume's record and what was noted about it, and with the pod's last one the pod. Not there is fine.
+    ///
+    /// # Errors
+    /// When it is still there.
+    pub fn remove(&self, pod: &Pod, id: &VolumeId) -> io::Result<()> {
+        let folder = self.pod(&pod.uid)?;
+        gone(fs::remove_file(folder.join(format!("{id}.attached.json"))))?;
+        gone(fs::remove_file(folder.join(format!("{id}.json"))))?;
+        if !self.ids(&pod.uid)?.is_empty() {
+            return File::open(folder)?.sync_all();
+        }
+        let names = self.names(&pod.namespace, &pod.name)?;
+        gone(fs::remove_file(names.join(&pod.uid)))?;
+        // Another pod of the name may have its entry there; the next record makes it again.
+        drop(fs::remove_dir(names));
+        gone(fs::remove_file(folder.join("vm.json")))?;
+        gone(fs::remove_dir(folder))
+    }
+
+    /// Notes where the driver attached a volume.
+    ///
+    /// # Errors
+    /// When it could not be made durable.
+    pub fn put_attached(&self, uid: &str, id: &VolumeId, attached: &Attached) -> io::Result<()> {
+        write(&self.pod(uid)?, &format!("{id}.attached.json"), attached)
+    }
+
+    /// Where the driver attached a volume.
+    ///
+    /// # Errors
+    /// When it is there and cannot be read or understood.
+    pub fn attached(&self, uid: &str, id: &VolumeId) -> io::Result<Option<Attached>> {
+        read(&self.pod(uid)?.join(format!("{id}.attached.json")))
+    }
+
+    /// Notes the pod's VM.
+    ///
+    /// # Errors
+    /// When it could not be made durable.
+    pub fn put_vm(&self, uid: &str, vm: &Vm) -> io::Result<()> {
+        let folder = self.pod(uid)?;
+        make_dir(&folder)?;
+        write(&folder, "vm.json", vm)
+    }
+
+    /// The pod's VM.
+    ///
+    /// # Errors
+    /// When it is there and cannot be read or understood.
+    pub fn vm(&self, uid: &str) -> io::Result<Option<Vm>> {
+        read(&self.pod(uid)?.join("vm.json"))
+    }
+
+    /// The folder of a pod's files, for whoever waits for one of them.
+    ///
+    /// # Errors
+    /// When the UID cannot be a folder's name.
+    pub fn pod(&self, uid: &str) -> io::Result<PathBuf> {
+        Ok(self.root.join("pods").join(plain(uid)?))
+    }
+
+    /// Every pod that has files here: for a start, never for one request.
+    ///
+    /// # Errors
+    /// When the folder cannot be read.
+    pub fn pods(&self) -> io::Result<Vec<String>> {
+        names_in(&self.root.join("pods"))
+    }
+
+    fn names(&self, namespace: &str, name: &str) -> io::Result<PathBuf> {
+        Ok(self.root.join("names").join(plain(namespace)?).join(plain(name)?))
+    }
+
+    fn ids(&self, uid: &str) -> io::Result<Vec<VolumeId>> {
+        let names = names_in(&self.pod(uid)?)?;
+        let mut ids: Vec<VolumeId> = names
+            .iter()
+            .filter_map(|name| name.strip_suffix(".json")?.parse().ok())
+            .take(MAX_VOLUMES + 1)
+            .collect();
+        if ids.len() > MAX_VOLUMES {
+            return Err(io::Error::other(format!("pod {uid} has more than {MAX_VOLUMES} volumes")));
+        }
+        ids.sort();
+        Ok(ids)
+    }
+}
+
+/// Refuses what would lead out of the folder. Kubernetes' names and UIDs never do.
+fn plain(name: &str) -> io::Result<&str> {
+    let fine = !name.is_empty() && name.len() <= 253 && !name.starts_with('.') && !name.contains(['/', '\0']);
+    if fine {
+        Ok(name)
+    } else {
+        Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{name:?} is no name of Kubernetes'")))
+    }
+}
+
+/// The visible entries of a folder; none when it is not there.
+fn names_in(folder: &Path) -> io::Result<Vec<String>> {
+    let entries = match fs::read_dir(folder) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries?,
+    };
+    let mut names = Vec::new();
+    for entry in entries {
+        let name = entry?.file_name();
+        names.extend(name.to_str().filter(|name| !name.starts_with('.')).map(str::to_owned));
+    }
+    Ok(names)
+}
+
+fn make_dir(folder: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(folder)
+}
+
+fn write(folder: &Path, name: &str, value: &impl Serialize) -> io::Result<()> {
+    let bytes = serde_json::to_vec(value).map_err(io::Error::other)?;
+    let temporary = folder.join(format!(".{name}.new"));
+    gone(fs::remove_file(&temporary))?;
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
+    file.write_all(&bytes)?;
+    file.sync_all()?;
+    fs::rename(&temporary, folder.join(name))?;
+    File::open(folder)?.sync_all()
+}
+
+fn read<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
+    let file = match File::open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        file => file?,
+    };
+    let mut bytes = Vec::new();
+    file.take(MAX_FILE + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > MAX_FILE {
+        return Err(unusable(path, "it is too large"));
+    }
+    serde_json::from_slice(&bytes).map(Some).map_err(|why| unusable(path, &why.to_string()))
+}
+
+fn unusable(path: &Path, why: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("{}: {why}", path.display()))
+}
+
+/// Not there is fine.
+fn gone(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        result => result,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::descriptor::{Mode, Source};
+
+    fn record(uid: &str, handle: &str) -> Record {
+        let source = Source::Nfs { server: "10.0.0.2".into(), export: "/e".into() };
+        Record {
+            version: VERSION,
+            volume: GuestVolume {
+                version: VERSION,
+                id: VolumeId::of("driver", handle),
+                name: handle.into(),
+                source,
+                mode: Mode::Block,
+                read_only: false,
+            },
+            pod: Pod { uid: uid.into(), namespace: "shop".into(), name: "web-0".into() },
+            driver: "driver".into(),
+            handle: handle.into(),
+            target_path: "/t".into(),
+            marker: "m".into(),
+            fence: None,
+        }
+    }
+
+    #[test]
+    fn a_pods_volumes_come_back_and_go() {
+        let folder = std::env::temp_dir().join(format!("peerpod-records-{}", std::process::id()));
+        let records = Records::new(&folder);
+        let (a, b, other) = (record("u-1", "a"), record("u-1", "b"), record("u-2", "a"));
+        for record in [&a, &b, &other] {
+            records.put(record).unwrap();
+            records.put(record).unwrap();
+        }
+        let mut uids = records.uids("shop", "web-0").unwrap();
+        uids.sort();
+        assert_eq!(uids, ["u-1", "u-2"]);
+        let mut found = records.of_pod("u-1").unwrap();
+        found.sort_by(|x, y| x.handle.cmp(&y.handle));
+        assert_eq!(found, [a.clone(), b.clone()]);
+        let vm = Vm { version: VERSION, sandbox: "s".into(), instance: Some("i-1".into()), gone: false };
+        records.put_vm("u-1", &vm).unwrap();
+        assert_eq!(records.vm("u-1").unwrap(), Some(vm));
+        for _ in 0..2 {
+            records.remove(&a.pod, &a.volume.id).unwrap();
+            records.remove(&b.pod, &b.volume.id).unwrap();
+        }
+        assert!(records.of_pod("u-1").unwrap().is_empty());
+        assert_eq!(records.uids("shop", "web-0").unwrap(), ["u-2"]);
+        assert_eq!(records.pods().unwrap(), ["u-2"]);
+        for name in ["..", "a/b", ""] {
+            assert!(records.of_pod(name).is_err(), "{name}");
+        }
+        fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn a_record_that_cannot_be_understood_is_an_error_not_a_pod_without_a_volume() {
+        let folder = std::env::temp_dir().join(format!("peerpod-records-bad-{}", std::process::id()));
+        let records = Records::new(&folder);
+        let record = record("u-1", "a");
+        records.put(&record).unwrap();
+        let path = records.pod("u-1").unwrap().join(format!("{}.json", record.volume.id));
+        for bad in ["{", r#"{"version":1}"#] {
+            fs::write(&path, bad).unwrap();
+            let error = records.of_pod("u-1").unwrap_err().to_string();
+            assert!(error.contains(&*path.to_string_lossy()), "{error}");
+        }
+        fs::remove_dir_all(folder).unwrap();
+    }
+}
