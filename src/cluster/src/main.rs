@@ -22,7 +22,8 @@ const PROGRAM: Program = Program {
 };
 
 /// Sections of the shared file that other binaries read.
-const OTHERS: [&str; 5] = ["paths", "node", "relay", "tunnel", "provider"];
+const OTHERS: [&str; 10] =
+    ["paths", "node", "relay", "tunnel", "provider", "cluster", "controller", "csi", "secrets", "volumes"];
 
 fn main() -> ExitCode {
     if let Some(answer) = PROGRAM.answer(std::env::args().skip(1), settings) {
@@ -55,7 +56,7 @@ fn main() -> ExitCode {
 }
 
 fn load(sources: Sources) -> Result<(WebhookConfig, LogConfig, Printed), Mistakes> {
-    let mut reader = Reader::load(sources, &["webhook", "log"], &OTHERS)?;
+    let mut reader = Reader::load(sources, &["webhook", "kubernetes", "log"], &OTHERS)?;
     let config = WebhookConfig::read(&mut reader);
     let log = LogConfig::read(&mut reader);
     Ok((config, log, reader.finish()?))
