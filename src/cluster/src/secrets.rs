@@ -17,4 +17,4 @@ mod service;
 
 pub use config::SecretsConfig;
 pub use metrics::Metrics;
-pub use service::{Around, Bound, Error, build};
+pub use service::{Error, part};

@@ -2,11 +2,6 @@
 
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
-use kube::Client;
-use peerpod_base::{
-    admin::Ready,
-    lifecycle::{Drain, Shutdown},
-};
 use rustls::{
     RootCertStore, ServerConfig,
     crypto::CryptoProvider,
@@ -23,6 +18,7 @@ use crate::{
         keeper::{Authority, Current, Keeper, Published},
         served::Served,
     },
+    controller::{Context, Part},
     serve,
 };
 
@@ -52,122 +48,85 @@ pub enum Error {
     Ended(String),
 }
 
-/// What the process around it has for it.
-#[derive(Clone)]
-pub struct Around {
-    /// The API server.
-    pub client: Client,
-    /// Our own namespace.
-    pub namespace: String,
-    /// Not ready before the CA was read.
-    pub ready: Ready,
-    /// When to end.
-    pub shutdown: Shutdown,
-    /// Connections under way.
-    pub drain: Drain,
+/// The service as a part of the controller, in every replica.
+pub fn part(config: SecretsConfig, metrics: Metrics) -> Part {
+    Part::new(NAME, false, move |context| {
+        let (config, metrics) = (config.clone(), metrics.clone());
+        async move { Ok(run(config, metrics, context).await?) }
+    })
 }
 
-/// A service whose port is bound.
-pub struct Bound {
-    /// Where nodes ask, as bound.
-    pub address: SocketAddr,
-    listener: TcpListener,
-    config: SecretsConfig,
-    metrics: Metrics,
-    around: Around,
-}
-
-/// Binds the port; nothing is asked of the API server yet.
-///
-/// # Errors
-/// [`Error::Listen`].
-pub async fn build(config: SecretsConfig, metrics: Metrics, around: Around) -> Result<Bound, Error> {
+/// Binds the port, waits for the CA, answers until told to stop. What is under way then is the process's `drain`.
+async fn run(config: SecretsConfig, metrics: Metrics, context: Context) -> Result<(), Error> {
+    let Context { client, namespace, ready, shutdown, drain, .. } = context;
     let failed = |why| Error::Listen { address: config.listen, why };
     let listener = TcpListener::bind(config.listen).await.map_err(failed)?;
     let address = listener.local_addr().map_err(failed)?;
-    Ok(Bound { address, listener, config, metrics, around })
-}
-
-impl Bound {
-    /// Answers until told to stop. What is under way then is the caller's `drain`.
-    ///
-    /// # Errors
-    /// A part ended that never should.
-    pub async fn run(self) -> Result<(), Error> {
-        let Bound { address, listener, config, metrics, around } = self;
-        let Around { client, namespace, ready, shutdown, drain } = around;
-        let crypto = Arc::new(rustls::crypto::ring::default_provider());
-        let keeper = Keeper {
-            client: client.clone(),
-            namespace: namespace.clone(),
-            secret: config.ca_secret,
-            published: Published::ConfigMap(config.ca_config_map),
-            policy: config.policy.clone(),
-        };
-        let (sender, authority) = watch::channel(None);
-        let names = match config.names {
-            names if names.is_empty() => vec![format!("peerpod-secrets.{namespace}.svc")],
-            names => names,
-        };
-        let served = Served::new(names, config.policy.leaf, crypto.clone());
-        let mut parts: JoinSet<Result<(), Error>> = JoinSet::new();
+    let crypto = Arc::new(rustls::crypto::ring::default_provider());
+    let keeper = Keeper {
+        client: client.clone(),
+        namespace: namespace.clone(),
+        secret: config.ca_secret,
+        published: Published::ConfigMap(config.ca_config_map),
+        policy: config.policy.clone(),
+    };
+    let (sender, authority) = watch::channel(None);
+    let names = match config.names {
+        names if names.is_empty() => vec![format!("peerpod-secrets.{namespace}.svc")],
+        names => names,
+    };
+    let served = Served::new(names, config.policy.leaf, crypto.clone());
+    let mut parts: JoinSet<Result<(), Error>> = JoinSet::new();
+    parts.spawn(async move {
+        keeper.run(sender).await;
+        Ok(())
+    });
+    {
+        let (served, authority, made) = (served.clone(), authority.clone(), metrics.certificates.clone());
         parts.spawn(async move {
-            keeper.run(sender).await;
+            served
+                .follow(authority, move || {
+                    made.inc();
+                })
+                .await;
             Ok(())
         });
-        {
-            let (served, authority, made) = (served.clone(), authority.clone(), metrics.certificates.clone());
-            parts.spawn(async move {
-                served
-                    .follow(authority, move || {
-                        made.inc();
-                    })
-                    .await;
-                Ok(())
-            });
-        }
-        ready.not_ready(NAME, "the CA was not read yet");
-        let first = {
-            let mut authority = authority.clone();
-            tokio::select! {
-                first = async move { authority.wait_for(Option::is_some).await.ok().and_then(|first| first.clone()) } => first,
-                () = shutdown.wait() => return Ok(()),
-            }
-        };
-        let Some(first) = first else { return Err(Error::Ended("the CA's keeper".to_owned())) };
-        let resolver: Arc<dyn ResolvesServerCert> = Arc::new(served);
-        let tls = watch::Sender::new(Arc::new(configured(&first, resolver.clone(), crypto.clone())?));
-        let account = config.node_account.unwrap_or_else(|| format!("{namespace}:peerpod-node"));
-        let callers = Callers::new(client.clone(), config.audience, &account);
-        let desk = Desk::new(
-            client,
-            config.runtime_classes,
-            config.policy.leaf,
-            authority.clone(),
-            callers,
-            metrics,
-        );
-        parts.spawn({
-            let (tls, drain) = (tls.subscribe(), drain.clone());
-            async move {
-                serve::accept(listener, tls, Arc::new(desk), drain).await;
-                Ok(())
-            }
-        });
-        parts.spawn(follow(authority, tls, resolver, crypto));
-        ready.ready(NAME);
-        info!(%address, nodes = account, "pull secrets are given to nodes");
-        tokio::select! {
-            () = shutdown.wait() => {}
-            ended = parts.join_next() => return Err(match ended {
-                Some(Ok(Err(why))) => why,
-                other => Error::Ended(format!("{other:?}")),
-            }),
-        }
-        // Until nodes are not sent here any more.
-        tokio::time::sleep(LEAVE_AFTER).await;
-        Ok(())
     }
+    ready.not_ready(NAME, "the CA was not read yet");
+    let first = {
+        let mut authority = authority.clone();
+        tokio::select! {
+            first = async move { authority.wait_for(Option::is_some).await.ok().and_then(|first| first.clone()) } => first,
+            () = shutdown.wait() => return Ok(()),
+        }
+    };
+    let Some(first) = first else { return Err(Error::Ended("the CA's keeper".to_owned())) };
+    let resolver: Arc<dyn ResolvesServerCert> = Arc::new(served);
+    let tls = watch::Sender::new(Arc::new(configured(&first, resolver.clone(), crypto.clone())?));
+    let account = config.node_account.unwrap_or_else(|| format!("{namespace}:peerpod-node"));
+    let callers = Callers::new(client.clone(), config.audience, &account);
+    let desk =
+        Desk::new(client, config.runtime_classes, config.policy.leaf, authority.clone(), callers, metrics);
+    parts.spawn({
+        let (tls, drain) = (tls.subscribe(), drain.clone());
+        async move {
+            serve::accept(listener, tls, Arc::new(desk), drain).await;
+            Ok(())
+        }
+    });
+    parts.spawn(follow(authority, tls, resolver, crypto));
+    ready.ready(NAME);
+    info!(%address, nodes = account, "pull secrets are given to nodes");
+    tokio::select! {
+        () = shutdown.wait() => {}
+        ended = parts.join_next() => return Err(match ended {
+            Some(Ok(Err(why))) => why,
+            other => Error::Ended(format!("{other:?}")),
+        }),
+    }
+    // Until nodes are not sent here any more.
+    tokio::time::sleep(LEAVE_AFTER).await;
+    Ok(())
 }
 
 /// Lets those in whom the CAs of the moment name.

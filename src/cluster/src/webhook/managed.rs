@@ -51,7 +51,10 @@ impl Managed {
             reader.mistake("webhook.ca-settle", "more than a sixth of webhook.ca-validity; make it shorter");
         }
         Managed {
-            kubeconfig: crate::kubeconfig(reader),
+            kubeconfig: reader.optional(
+                "kubernetes.kubeconfig",
+                "how the API server is reached; the pod's service account when not set",
+            ),
             namespace: reader.optional(
                 "kubernetes.namespace",
                 "the namespace of our own Secrets; the service account's when not set",
