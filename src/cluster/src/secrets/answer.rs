@@ -36,7 +36,7 @@ const AT_ONCE: usize = 64;
 /// A node asks once per pod, and starts them in bursts.
 const NODE: Rate = Rate { burst: 250.0, per_second: 25.0, at_once: 16 };
 /// From one address, by whoever: a certificate is for hours, and each asks the API server about a token.
-const ADDRESS: Rate = Rate { burst: 20.0, per_second: 2.0, at_once: 4 };
+const ADDRESS: Rate = Rate { burst: 100.0, per_second: 10.0, at_once: 16 };
 /// So long a connection may be used. Its certificate was looked at when it began.
 const CONNECTION: Duration = Duration::from_secs(60);
 
