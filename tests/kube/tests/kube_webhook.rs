@@ -412,35 +412,44 @@ async fn rotated(webhook: &Webhook, authority: &Authority, pods: &Api<Pod>) {
         })
     });
     let load: Vec<_> = load.collect();
+    let certificates = Arc::new(AtomicUsize::new(0));
     let fresh = {
         let (address, ca, stop) = (webhook.address, authority.pem(), stop.clone());
+        let certificates = certificates.clone();
         tokio::spawn(async move {
             let mut seen = std::collections::BTreeSet::new();
             while !stop.load(Ordering::Relaxed) {
                 seen.insert(handshake(address, &ca).await);
+                certificates.store(seen.len(), Ordering::Relaxed);
+                // Not all of the machine's time: the load wants some.
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
-            seen.len()
         })
     };
+    wait_for("a connection with the first certificate", LIMIT, async || {
+        Ok((certificates.load(Ordering::Relaxed) > 0 || fresh.is_finished()).then_some(()))
+    })
+    .await
+    .unwrap();
     const ROTATIONS: usize = 5;
-    for _ in 0..ROTATIONS {
+    for rotation in 1..=ROTATIONS {
         let before = webhook.metric("peerpod_webhook_certificate_reloads_total").await;
         put(&webhook.files, authority);
-        wait_for("the new certificate", LIMIT, async || {
+        wait_for("the new certificate, and a connection with it", LIMIT, async || {
             let now = webhook.metric("peerpod_webhook_certificate_reloads_total").await;
-            Ok((now > before).then_some(()))
+            let seen = certificates.load(Ordering::Relaxed) > rotation || fresh.is_finished();
+            Ok((now > before && seen).then_some(()))
         })
         .await
         .unwrap();
     }
-    tokio::time::sleep(Duration::from_millis(100)).await; // for a last connection with the last one
     stop.store(true, Ordering::Relaxed);
     let mut done = 0;
     for worker in load {
         done += worker.await.unwrap();
     }
-    let certificates = fresh.await.unwrap();
+    fresh.await.unwrap();
+    let certificates = certificates.load(Ordering::Relaxed);
     println!(
         "{done} admissions over {ROTATIONS} new certificates, none failed; {certificates} certificates seen"
     );
