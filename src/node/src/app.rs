@@ -37,6 +37,7 @@ use crate::{
         Deaths, Reaper, Sandboxes,
         recover::{Kept, Orphans, recover},
     },
+    secrets::PullSecrets,
     trust::{self, Trust},
     tunnel::{self, Tunnel, TunnelConfig},
 };
@@ -196,6 +197,7 @@ pub async fn build(
         localhost: Localhost::new(config.localhost).await,
         boot_id,
         registries: config.registries.clone(),
+        pull_secrets: config.secrets.clone().map(PullSecrets::new),
         surroundings,
     });
     let mut settings = config.sandbox_settings();

@@ -17,6 +17,7 @@ use peerpod_providers::{Context, Purpose};
 use crate::{
     registries::Registries,
     sandbox,
+    secrets::SecretsConfig,
     spec::wishes::{self, Wishes},
     tunnel::{
         Classifier, Kind, Owner, TunnelConfig, Vnis, WireguardConfig,
@@ -26,8 +27,7 @@ use crate::{
 };
 
 /// Sections of the shared file that other binaries read; of `relay` we look at one key.
-const OTHERS: [&str; 8] =
-    ["cluster", "controller", "csi", "kubernetes", "relay", "secrets", "volumes", "webhook"];
+const OTHERS: [&str; 7] = ["cluster", "controller", "csi", "kubernetes", "relay", "volumes", "webhook"];
 /// More do not come within a window; each is a line of the batch's file.
 const MOST_BATCH: u32 = 1000;
 /// Of each list of networks; the guest takes no more.
@@ -92,6 +92,8 @@ pub struct NodeConfig {
     pub localhost: bool,
     /// What guests are told of registries.
     pub registries: Registries,
+    /// Section `secrets`: who is asked for pods' pull secrets; `None`: nobody.
+    pub secrets: Option<SecretsConfig>,
 }
 
 /// An address guests dial: with its port, or with the relay's.
@@ -230,6 +232,7 @@ impl NodeConfig {
                 "carry connections to 127.0.0.1 and ::1 of a pod's namespace (port-forward) into its VM",
             ),
             registries: Registries::read(reader),
+            secrets: SecretsConfig::read(reader),
         };
         if let Some(wireguard) = &mut config.tunnel.wireguard {
             wireguard.key_dir = config.state_dir.join("trust");
@@ -299,7 +302,7 @@ impl NodeConfig {
     pub fn load(
         sources: Sources,
     ) -> Result<(NodeConfig, peerpod_providers::Settings, LogConfig, Printed), Mistakes> {
-        let mine = ["paths", "node", "tunnel", "provider", "log"];
+        let mine = ["paths", "node", "tunnel", "provider", "secrets", "log"];
         let mut reader = Reader::load(sources, &mine, &OTHERS)?;
         let config = NodeConfig::read(&mut reader);
         let provider = peerpod_providers::read(&mut reader, &config.provider_context());

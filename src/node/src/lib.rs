@@ -15,6 +15,7 @@ pub mod roll_over;
 pub mod rpc;
 pub mod runtime;
 pub mod sandbox;
+pub mod secrets;
 pub mod spec;
 pub mod trust;
 pub mod tunnel;

@@ -6,6 +6,7 @@ use peerpod_providers::{Context, Purpose};
 use prometheus_client::registry::Registry;
 
 use super::{Part, config::ControllerConfig};
+use crate::secrets::{self, SecretsConfig};
 
 /// What all parts are told.
 pub struct Settings {
@@ -13,6 +14,8 @@ pub struct Settings {
     pub controller: ControllerConfig,
     /// Section `provider`: who has the VMs.
     pub provider: peerpod_providers::Settings,
+    /// Section `secrets`: nodes' pull secrets; `None`: not given here.
+    pub secrets: Option<SecretsConfig>,
 }
 
 impl Settings {
@@ -32,6 +35,7 @@ impl Settings {
         Settings {
             controller: ControllerConfig::read(reader),
             provider: peerpod_providers::read(reader, &context),
+            secrets: SecretsConfig::read(reader),
         }
     }
 
@@ -40,7 +44,11 @@ impl Settings {
     /// # Errors
     /// What a part needs and does not find.
     pub async fn parts(self, registry: &mut Registry) -> anyhow::Result<Vec<Part>> {
-        let _ = (registry, self.provider);
-        Ok(vec![])
+        let _ = self.provider;
+        let mut parts = Vec::new();
+        if let Some(config) = self.secrets {
+            parts.push(secrets::part(config, secrets::Metrics::register(registry)));
+        }
+        Ok(parts)
     }
 }
