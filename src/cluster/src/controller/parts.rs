@@ -5,7 +5,11 @@ use peerpod_base::config::Reader;
 use peerpod_providers::{Context, Purpose};
 use prometheus_client::registry::Registry;
 
-use super::{Part, config::ControllerConfig};
+use super::{
+    Part,
+    config::ControllerConfig,
+    vms::{Vms, VmsConfig, peerpods, sweep},
+};
 
 /// What all parts are told.
 pub struct Settings {
@@ -13,6 +17,8 @@ pub struct Settings {
     pub controller: ControllerConfig,
     /// Section `provider`: who has the VMs.
     pub provider: peerpod_providers::Settings,
+    /// How VMs are looked after.
+    pub vms: VmsConfig,
 }
 
 impl Settings {
@@ -31,6 +37,7 @@ impl Settings {
         };
         Settings {
             controller: ControllerConfig::read(reader),
+            vms: VmsConfig::read(reader, &context.cluster_id),
             provider: peerpod_providers::read(reader, &context),
         }
     }
@@ -40,7 +47,7 @@ impl Settings {
     /// # Errors
     /// What a part needs and does not find.
     pub async fn parts(self, registry: &mut Registry) -> anyhow::Result<Vec<Part>> {
-        let _ = (registry, self.provider);
-        Ok(vec![])
+        let vms = Vms::open(self.vms, self.provider, registry).await?;
+        Ok(vec![peerpods::part(vms.clone()), sweep::part(vms)])
     }
 }
