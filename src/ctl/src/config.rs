@@ -17,7 +17,11 @@ use peerpod_relay::config::RelayConfig;
 use crate::convert;
 
 /// Every section there is; no other binary has more.
-pub(crate) const SECTIONS: [&str; 6] = ["paths", "log", "node", "relay", "tunnel", "provider"];
+pub(crate) const SECTIONS: [&str; 8] =
+    ["paths", "log", "node", "relay", "tunnel", "provider", "cluster", "kubernetes"];
+
+/// Sections that programs of the cluster read, and nobody on a node.
+const OTHERS: [&str; 5] = ["controller", "secrets", "webhook", "csi", "volumes"];
 
 /// What `peerpod config` understands.
 pub(crate) const USAGE: &str =
@@ -72,7 +76,7 @@ fn check(sources: Sources) -> Result<String, Mistakes> {
 
 /// Reads all sections as the binaries do.
 fn read(sources: Sources) -> Result<Vec<Setting>, Mistakes> {
-    let mut reader = Reader::load(sources, &SECTIONS, &[])?;
+    let mut reader = Reader::load(sources, &SECTIONS, &OTHERS)?;
     ask(&mut reader);
     Ok(reader.finish()?.0)
 }
