@@ -75,7 +75,8 @@ impl Cluster {
         let ca = certificates(&folder)?;
         let port = free_port()?;
         let admin_token = random()?;
-        let mut cluster = Cluster { processes: Vec::new(), folder, port, ca, admin_token, api_server: Vec::new() };
+        let mut cluster =
+            Cluster { processes: Vec::new(), folder, port, ca, admin_token, api_server: Vec::new() };
         let etcd = cluster.start_etcd()?;
         secret(
             &cluster.path("tokens.csv"),

@@ -17,7 +17,10 @@ use peerpod_tests::{Dice, fresh_id, long, stop_in_time};
 use peerpod_world::{Settings, Sight};
 
 fn settings() -> Settings {
-    Settings::none().set("node.vm-gone-grace", "1s").set("node.slow-after", "3s").set("node.orphan-grace", "2s")
+    Settings::none()
+        .set("node.vm-gone-grace", "1s")
+        .set("node.slow-after", "3s")
+        .set("node.orphan-grace", "2s")
 }
 
 /// One cluster for all: its start is the dear part.
@@ -42,7 +45,8 @@ async fn a_user_sees_capacity_and_its_pods_vm(rig: &Rig) {
     let seen = rig.show(&["get", "node", NODE, columns]);
     assert!(seen.contains("50") && seen.contains("first-daemon"), "{seen}");
     let leases: Api<Lease> = Api::namespaced(rig.client.clone(), OWN);
-    let beat = async || Ok(leases.get_opt(&format!("peerpod-node-{NODE}")).await?.and_then(|lease| lease.spec));
+    let beat =
+        async || Ok(leases.get_opt(&format!("peerpod-node-{NODE}")).await?.and_then(|lease| lease.spec));
     let first = wait_for("a heartbeat", LIMIT, beat).await.unwrap();
     rig.show(&["get", "lease", "-n", OWN]);
 
@@ -58,7 +62,10 @@ async fn a_user_sees_capacity_and_its_pods_vm(rig: &Rig) {
     rig.show(&["get", "peerpod", "-n", "shop", "-o", "yaml"]);
     let object = rig.peerpod("web", &running.id).await.unwrap();
     let owners = object.metadata.owner_references.unwrap();
-    assert_eq!((owners[0].uid.as_str(), owners[0].kind.as_str(), owners[0].controller), (uid.as_str(), "Pod", Some(true)));
+    assert_eq!(
+        (owners[0].uid.as_str(), owners[0].kind.as_str(), owners[0].controller),
+        (uid.as_str(), "Pod", Some(true))
+    );
     assert_eq!(object.metadata.finalizers.unwrap(), [FINALIZER]);
     let status = object.status.unwrap();
     let stage = |name: &str| status.stages.iter().position(|stage| stage.name == name);
@@ -72,7 +79,10 @@ async fn a_user_sees_capacity_and_its_pods_vm(rig: &Rig) {
     rig.exactly(&[]).await;
     let seen = history.seen();
     let first_seen = &seen[0];
-    assert_eq!((first_seen.spec.instance_id.as_ref(), first_seen.metadata.finalizers.as_deref().map(<[_]>::len)), (None, Some(1)));
+    assert_eq!(
+        (first_seen.spec.instance_id.as_ref(), first_seen.metadata.finalizers.as_deref().map(<[_]>::len)),
+        (None, Some(1))
+    );
     assert!(first_seen.spec.idempotency_key.is_some(), "the intent can be found by its key");
     let phases: Vec<Phase> = seen.iter().filter_map(|object| object.status.as_ref()?.phase).collect();
     assert!(phases.contains(&Phase::Running) && phases.contains(&Phase::Leaving), "{phases:?}");
@@ -126,13 +136,17 @@ async fn capacity_that_is_lost_comes_back(rig: &Rig) {
     // A kubelet that registers anew sends a status of its own.
     let path = "/status/capacity/kata.peerpods.io~1vm";
     let lost = format!("[{{\"op\":\"remove\",\"path\":\"{path}\"}}]");
-    rig.cluster.kubectl(&["patch", "node", NODE, "--subresource=status", "--type=json", "-p", &lost]).unwrap();
+    rig.cluster
+        .kubectl(&["patch", "node", NODE, "--subresource=status", "--type=json", "-p", &lost])
+        .unwrap();
     let began = Instant::now();
     rig.wait_capacity(Some("50")).await;
     println!("capacity was back after {}", age(began));
     // Somebody wrote another number.
     let other = format!("[{{\"op\":\"add\",\"path\":\"{path}\",\"value\":\"7\"}}]");
-    rig.cluster.kubectl(&["patch", "node", NODE, "--subresource=status", "--type=json", "-p", &other]).unwrap();
+    rig.cluster
+        .kubectl(&["patch", "node", NODE, "--subresource=status", "--type=json", "-p", &other])
+        .unwrap();
     rig.wait_capacity(Some("50")).await;
     // The Node is another one, without even a status.
     rig.cluster.kubectl(&["delete", "node", NODE]).unwrap();
@@ -201,7 +215,9 @@ async fn kills_around_the_create_leave_nothing(rig: &mut Rig) {
             rig.stop(running).await;
         }
         rig.exactly(&[]).await;
-        wait_for("no VM is left", LIMIT, async || Ok(vms(&rig.daemons).is_empty().then_some(()))).await.unwrap();
+        wait_for("no VM is left", LIMIT, async || Ok(vms(&rig.daemons).is_empty().then_some(())))
+            .await
+            .unwrap();
         rig.delete_pod(&name);
     }
     a_record_that_nobody_speaks_for_goes(rig).await;
@@ -226,13 +242,23 @@ async fn a_record_that_nobody_speaks_for_goes(rig: &mut Rig) {
     wait_for("our finalizer to go, and no other", LIMIT, async || {
         let object = api.get("left").await?;
         let deleted = object.metadata.deletion_timestamp.is_some();
-        Ok((deleted && object.metadata.finalizers.as_deref() == Some(&["example.org/other".to_owned()])).then_some(()))
+        Ok((deleted && object.metadata.finalizers.as_deref() == Some(&["example.org/other".to_owned()]))
+            .then_some(()))
     })
     .await
     .unwrap();
     assert!(api.get("others").await.unwrap().metadata.deletion_timestamp.is_none());
     for name in ["left", "others"] {
-        let free = ["patch", "peerpod", "-n", "shop", name, "--type=merge", "-p", "{\"metadata\":{\"finalizers\":null}}"];
+        let free = [
+            "patch",
+            "peerpod",
+            "-n",
+            "shop",
+            name,
+            "--type=merge",
+            "-p",
+            "{\"metadata\":{\"finalizers\":null}}",
+        ];
         rig.cluster.kubectl(&free).unwrap();
     }
     rig.cluster.kubectl(&["delete", "peerpod", "-n", "shop", "--all"]).unwrap();
@@ -271,6 +297,7 @@ async fn rides_out_an_api_server_that_is_away() {
     let mut rig = Rig::start(settings()).await;
     rig.daemons().await;
     rig.wait_capacity(Some("50")).await;
+    readiness_says_what_is_wrong(&mut rig).await;
     slow_starts_are_said(&mut rig).await;
     for kill in [false, true] {
         away_in_the_middle(&mut rig, kill).await;
@@ -279,13 +306,38 @@ async fn rides_out_an_api_server_that_is_away() {
 }
 
 async fn slow_starts_are_said(rig: &mut Rig) {
+    let config = std::fs::read(rig.daemons.config()).unwrap();
+    let mut slow: serde_json::Value = serde_json::from_slice(&config).unwrap();
+    slow["provider"]["local"]["boot-delay"] = "5s".into();
+    rig.daemons.kill_node().unwrap();
+    std::fs::write(rig.daemons.config(), slow.to_string()).unwrap();
+    rig.daemons.start_node().unwrap();
+    rig.daemons.ready().await.unwrap();
+    let uid = rig.pod("slow");
+    let running = rig.run("slow").await;
+    let (text, _) = rig.event(&uid, "SlowStart").await;
+    assert!(text.contains("did not call this node within 3s"), "{text}");
+    rig.show(&["get", "events", "-n", "shop", "--field-selector", "involvedObject.name=slow"]);
+    rig.stop(running).await;
+    rig.delete_pod("slow");
+    rig.daemons.kill_node().unwrap();
+    std::fs::write(rig.daemons.config(), config).unwrap();
+    rig.daemons.start_node().unwrap();
+    rig.daemons.ready().await.unwrap();
+}
+
+async fn readiness_says_what_is_wrong(rig: &mut Rig) {
     rig.daemons.kill_relay().unwrap();
     let is_ready = async |expected: bool| {
         let what = format!("ready: {expected}");
         wait_for(&what, LIMIT, async || Ok((rig.readyz()["ready"] == expected).then_some(()))).await.unwrap();
     };
     is_ready(false).await;
-    assert!(rig.readyz()["waiting"]["relay"].as_str().unwrap().contains("no pod can start"), "{}", rig.readyz());
+    assert!(
+        rig.readyz()["waiting"]["relay"].as_str().unwrap().contains("no pod can start"),
+        "{}",
+        rig.readyz()
+    );
     rig.daemons.start_relay().unwrap();
     rig.daemons.ready().await.unwrap();
     wait_for("ready again", LIMIT, async || Ok((rig.readyz()["ready"] == true).then_some(()))).await.unwrap();
@@ -360,7 +412,9 @@ async fn away_in_the_middle(rig: &mut Rig, kill: bool) {
     let mut known: Vec<String> = new.iter().filter_map(|running| vm_in(&rig.daemons, &running.id)).collect();
     (there.sort(), known.sort());
     assert_eq!(there, known, "no VM too many, none too few");
-    wait_for("no warning any more", LIMIT, async || Ok(rig.readyz()["warnings"].is_null().then_some(()))).await.unwrap();
+    wait_for("no warning any more", LIMIT, async || Ok(rig.readyz()["warnings"].is_null().then_some(())))
+        .await
+        .unwrap();
     for running in new {
         rig.stop(running).await;
     }

@@ -4,7 +4,7 @@
 //! Whose it is stands in an annotation of the Node ([`OWNER`]): the newest daemon writes its pod's UID there when it
 //! starts, and the one that leaves removes the resource only together with a test of that annotation, in one patch.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use futures_util::StreamExt;
 use k8s_openapi::api::core::v1::Node;
@@ -15,7 +15,10 @@ use kube::{
 };
 use peerpod_kube::client::Error;
 use serde_json::{Value, json};
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::{
+    sync::Mutex,
+    time::{Instant, sleep, sleep_until},
+};
 use tracing::{debug, info, warn};
 
 use super::{calls::Calls, config::ClusterConfig};
@@ -36,6 +39,8 @@ pub(super) struct Capacity {
     /// `None`: nothing is advertised.
     amount: Option<u32>,
     owner: String,
+    /// Whether it is to be taken back; held while it is set or taken back, so that the two do not cross.
+    closed: Arc<Mutex<bool>>,
 }
 
 impl Capacity {
@@ -50,7 +55,7 @@ impl Capacity {
             }
         });
         let (node, resource) = (config.node_name.clone(), config.resource.clone());
-        Capacity { calls, nodes, node, resource, amount: config.capacity, owner }
+        Capacity { calls, nodes, node, resource, amount: config.capacity, owner, closed: Arc::default() }
     }
 
     fn what(&self, what: &str) -> String {
@@ -118,6 +123,10 @@ impl Capacity {
 
     /// Looks at the Node as it is and puts right what is missing.
     async fn assert(&self) -> Result<(), Error> {
+        let closed = self.closed.lock().await;
+        if *closed {
+            return Ok(());
+        }
         let node = self.calls.call("capacity", self.what("look at"), self.nodes.get(&self.node)).await?;
         let annotations = node.metadata.annotations.as_ref();
         // Another daemon's claim stands: it came after us.
@@ -166,6 +175,8 @@ impl Capacity {
         if self.amount.is_none() {
             return Ok(false);
         }
+        let mut closed = self.closed.lock().await;
+        *closed = true;
         let owner = format!("/metadata/annotations/{}", escaped(OWNER));
         let steps = vec![
             json!({"op": "test", "path": owner, "value": self.owner}),

@@ -104,8 +104,11 @@ impl Rig {
     /// As a kubelet registers.
     pub fn make_node(&self) {
         self.apply(&json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}}));
-        let status = json!({"status": {"capacity": {"cpu": "4", "memory": "8Gi", "pods": "110"}}}).to_string();
-        self.cluster.kubectl(&["patch", "node", NODE, "--subresource=status", "--type=merge", "-p", &status]).unwrap();
+        let status =
+            json!({"status": {"capacity": {"cpu": "4", "memory": "8Gi", "pods": "110"}}}).to_string();
+        self.cluster
+            .kubectl(&["patch", "node", NODE, "--subresource=status", "--type=merge", "-p", &status])
+            .unwrap();
     }
 
     pub async fn daemons(&mut self) {
@@ -117,8 +120,12 @@ impl Rig {
     /// One more node daemon beside, as a rolling update starts it.
     pub fn second_daemon(&self, pod_uid: &str) -> Child {
         let config = self.daemons.config();
-        let arguments =
-            [OsStr::new("--config"), config.as_os_str(), OsStr::new("--cluster.pod-uid"), OsStr::new(pod_uid)];
+        let arguments = [
+            OsStr::new("--config"),
+            config.as_os_str(),
+            OsStr::new("--cluster.pod-uid"),
+            OsStr::new(pod_uid),
+        ];
         self.world.spawn(&binary("peerpod-node").unwrap(), &arguments, &self.daemons.log("node")).unwrap()
     }
 
@@ -171,7 +178,11 @@ impl Rig {
         running
     }
 
-    pub async fn create_again(&self, running: &Running, name: &str) -> Result<PathBuf, peerpod_client::Error> {
+    pub async fn create_again(
+        &self,
+        running: &Running,
+        name: &str,
+    ) -> Result<PathBuf, peerpod_client::Error> {
         let netns = running.network.namespace().path();
         running.shim.create_vm(&running.id, Annotations::new("shop", name), &netns).await
     }
@@ -212,7 +223,8 @@ impl Rig {
             seen = objects
                 .into_iter()
                 .map(|object| {
-                    let phase = object.status.and_then(|status| status.phase).map(|phase| format!("{phase:?}"));
+                    let phase =
+                        object.status.and_then(|status| status.phase).map(|phase| format!("{phase:?}"));
                     (object.metadata.name.unwrap(), object.spec.instance_id, phase)
                 })
                 .collect();
@@ -235,9 +247,8 @@ impl Rig {
 
     pub async fn wait_capacity(&self, expected: Option<&str>) {
         let what = format!("capacity {expected:?}");
-        let waited = wait_for(&what, LIMIT, async || {
-            Ok((self.capacity().await.as_deref() == expected).then_some(()))
-        });
+        let waited =
+            wait_for(&what, LIMIT, async || Ok((self.capacity().await.as_deref() == expected).then_some(())));
         waited.await.unwrap_or_else(|error| panic!("{error}\n{}", self.daemons.log_tails()));
     }
 

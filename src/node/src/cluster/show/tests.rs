@@ -16,7 +16,7 @@ fn record(phase: Phase) -> Record {
 }
 
 fn vm() -> InstanceId {
-    InstanceId::parse("vm-1").unwrap()
+    InstanceId::new("vm-1").unwrap()
 }
 
 fn states(shown: &Shown) -> Vec<(String, String)> {
