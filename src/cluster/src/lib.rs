@@ -1,5 +1,6 @@
-//! The cluster's side of peer pods: the mutating webhook ([`webhook`]).
+//! The cluster's side of peer pods: the mutating webhook ([`webhook`]) and the controller ([`controller`]).
 //!
-//! Knows Kubernetes; knows no provider.
+//! The webhook knows Kubernetes and no provider; the controller knows that there are providers, by their table alone.
 
+pub mod controller;
 pub mod webhook;

@@ -26,7 +26,8 @@ use crate::{
 };
 
 /// Sections of the shared file that other binaries read; of `relay` we look at one key.
-const OTHERS: [&str; 2] = ["csi", "relay"];
+const OTHERS: [&str; 8] =
+    ["cluster", "controller", "csi", "kubernetes", "relay", "secrets", "volumes", "webhook"];
 /// More do not come within a window; each is a line of the batch's file.
 const MOST_BATCH: u32 = 1000;
 /// Of each list of networks; the guest takes no more.

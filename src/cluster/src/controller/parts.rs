@@ -1,0 +1,46 @@
+//! All parts of the controller, and their settings. The one place where a part is plugged in: a field, a line in
+//! [`Settings::read`], a line in [`Settings::parts`].
+
+use peerpod_base::config::Reader;
+use peerpod_providers::{Context, Purpose};
+use prometheus_client::registry::Registry;
+
+use super::{Part, config::ControllerConfig};
+
+/// What all parts are told.
+pub struct Settings {
+    /// The process as a whole.
+    pub controller: ControllerConfig,
+    /// Section `provider`: who has the VMs.
+    pub provider: peerpod_providers::Settings,
+}
+
+impl Settings {
+    /// Asks for all keys. Mistakes stay with the reader.
+    pub fn read(reader: &mut Reader) -> Settings {
+        let context = Context {
+            state_dir: reader.get("paths.state-dir", "/var/lib/peerpod", "folder of what a provider keeps"),
+            cluster_id: reader.get(
+                "node.cluster-id",
+                "peerpod",
+                "name of this cluster in the cloud's account: marks its VMs; the same as the nodes'",
+            ),
+            // The VMs of all nodes.
+            node_name: String::new(),
+            purpose: Purpose::Collect,
+        };
+        Settings {
+            controller: ControllerConfig::read(reader),
+            provider: peerpod_providers::read(reader, &context),
+        }
+    }
+
+    /// What runs. Metrics are registered here, once.
+    ///
+    /// # Errors
+    /// What a part needs and does not find.
+    pub async fn parts(self, registry: &mut Registry) -> anyhow::Result<Vec<Part>> {
+        let _ = (registry, self.provider);
+        Ok(vec![])
+    }
+}
