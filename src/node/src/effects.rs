@@ -27,6 +27,7 @@ use zeroize::Zeroizing;
 
 use crate::{
     birth,
+    cluster::{Cluster, Shown, show::About},
     ledger::{self, Batch, Ledger, NetnsRef, Network, Record},
     localhost::Localhost,
     registries::Registries,
@@ -35,7 +36,7 @@ use crate::{
     sandbox::{
         effects::{
             Certificate, CloudError, Effects, Followed, Guest, Made, NetworkError, PullSecretError,
-            RelayError, Trusted,
+            RelayError, Said, Trusted,
         },
         follow::{Heard, Homes},
     },
@@ -87,6 +88,8 @@ pub struct Real {
     pub pull_secrets: Option<PullSecrets>,
     /// What changes around the node.
     pub surroundings: Surroundings,
+    /// Kubernetes, and what all sandboxes have in common there; `None`: this node is in no cluster.
+    pub cluster: Option<(Cluster, About)>,
 }
 
 /// What the tunnel must know of a pod, in the ledger.
@@ -100,6 +103,12 @@ struct Woven {
 }
 
 impl Real {
+    /// What Kubernetes is to show of this record, and who sees to that.
+    fn shown(&self, record: &Record) -> Option<(&Cluster, Shown)> {
+        let (cluster, about) = self.cluster.as_ref()?;
+        Some((cluster, Shown::of(record, about, self.now_ms())?))
+    }
+
     async fn open(&self, netns: &NetnsRef) -> Result<Netns, NetworkError> {
         open(&self.boot_id, netns).await
     }
@@ -239,6 +248,27 @@ impl Effects for Real {
 
     async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, CloudError> {
         self.provider.place(request).await
+    }
+
+    fn is_in_cluster(&self) -> bool {
+        self.cluster.is_some()
+    }
+
+    async fn announce(&self, record: &Record) -> Option<String> {
+        let (cluster, shown) = self.shown(record)?;
+        cluster.announce(shown).await
+    }
+
+    fn show(&self, record: &Record) {
+        if let Some((cluster, shown)) = self.shown(record) {
+            cluster.show(shown);
+        }
+    }
+
+    fn tell(&self, pod: &PodRef, said: Said) {
+        if let Some((cluster, _)) = &self.cluster {
+            cluster.tell(pod, said);
+        }
     }
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError> {
