@@ -14,6 +14,7 @@ use zeroize::Zeroizing;
 use super::{
     effects::PullSecretError,
     outcomes::clip,
+    phase::Phase,
     slots::{Outcome, Which},
     task::Task,
 };
@@ -68,6 +69,11 @@ impl Task {
             return;
         }
         let Some(pod) = self.record.pod.clone() else { return };
+        // By its uid, where that will be known in a moment: a name may be another pod's by now.
+        let booting = matches!(self.record.phase, Phase::Created | Phase::Booting { .. });
+        if booting && pod.uid.is_none() && self.fx.is_in_cluster() && !self.announced {
+            return;
+        }
         match self.pull.next.filter(|next| *next > Instant::now()) {
             Some(next) => self.slots.secret.start(async move {
                 sleep_until(next).await;

@@ -9,5 +9,6 @@ mod deaths;
 mod failures;
 mod follow;
 mod node;
+mod pull;
 mod restart;
 mod world;

@@ -16,7 +16,7 @@ use async_trait::async_trait;
 use futures_util::stream::{self, BoxStream, StreamExt};
 use peerpod_link::birth::BirthData;
 use peerpod_proto::{
-    guest::{NetworkPlan, Reply, Request},
+    guest::{Images, NetworkPlan, Reply, Request},
     relay::PutSandboxRequest,
 };
 use peerpod_provider_api::{
@@ -28,11 +28,13 @@ use tokio::{
     sync::{broadcast, watch},
     time::Instant,
 };
+use zeroize::Zeroizing;
 
 use crate::{
     ledger::{Batch, Error as LedgerError, Ledger, NetnsRef, Network, Record},
     sandbox::effects::{
-        Certificate, CloudError, Effects, Followed, Guest, Made, NetworkError, RelayError, Said, Trusted,
+        Certificate, CloudError, Effects, Followed, Guest, Made, NetworkError, PullSecretError, RelayError,
+        Said, Trusted,
     },
     sandbox::follow::Homes,
     spec::{PodRef, SandboxId},
@@ -179,6 +181,8 @@ pub(super) struct World {
     /// Percent of effects that fail; of those, half fail after they worked.
     pub faults: AtomicU64,
     pub epoch: watch::Sender<u64>,
+    /// Who knows pull secrets.
+    pub secrets: super::pull::Service,
     pub trusted: watch::Sender<Arc<Trusted>>,
 }
 
@@ -266,6 +270,7 @@ impl World {
             obstacles: Mutex::default(),
             faults: AtomicU64::new(0),
             epoch: watch::Sender::new(1),
+            secrets: super::pull::Service::default(),
             trusted: watch::Sender::new(Arc::new(Trusted { id: "first".into(), cas: vec![b"ca".to_vec()] })),
         })
     }
@@ -922,6 +927,18 @@ impl Effects for Fake {
         }
     }
 
+    fn images(&self, pull_secret: &str) -> Option<Images> {
+        Some(Images { pull_secret: pull_secret.to_owned(), ..Images::default() })
+    }
+
+    fn pull_secrets_every(&self) -> Option<Duration> {
+        self.world.secrets.every()
+    }
+
+    async fn pull_secret(&self, _: &PodRef) -> Result<Zeroizing<String>, PullSecretError> {
+        self.world.secrets.ask().await
+    }
+
     fn relay_epoch(&self) -> watch::Receiver<u64> {
         self.world.epoch.subscribe()
     }
@@ -976,6 +993,9 @@ impl Effects for Fake {
             let to = &request.personalise().network.underlay.vm_address;
             state.tunnels.insert(id.to_string(), to.clone());
             state.greeted.push(id.to_string());
+            let images = &request.personalise().images;
+            let given = (images.pull_secret.clone(), images.keep_pull_secret);
+            self.world.secrets.given.lock().unwrap().push(given);
         }
         drop(state);
         Ok(Reply { error: self.world.guest_error.lock().unwrap().clone(), ..Reply::default() })

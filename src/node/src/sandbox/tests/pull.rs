@@ -1,0 +1,142 @@
+//! Pull secrets: asked for beside all else, waited for only so long, followed while the pod runs, in memory only.
+
+use std::{
+    sync::{Mutex, atomic::Ordering},
+    time::Duration,
+};
+
+use zeroize::Zeroizing;
+
+use super::{node::*, world::*};
+use crate::sandbox::effects::PullSecretError;
+
+const EVERY: Duration = Duration::from_secs(600);
+const DEADLINE: Duration = Duration::from_secs(5);
+
+/// Whoever knows the pods' secrets, and what the guests were given.
+#[derive(Default)]
+pub(super) struct Service {
+    /// There is one.
+    pub(super) asked: std::sync::atomic::AtomicBool,
+    pub(super) answer: Mutex<Option<String>>,
+    pub(super) refuses: std::sync::atomic::AtomicBool,
+    pub(super) questions: std::sync::atomic::AtomicUsize,
+    /// What each greeting had, and whether the guest was to keep what it had.
+    pub(super) given: Mutex<Vec<(String, bool)>>,
+}
+
+impl Service {
+    pub(super) fn every(&self) -> Option<Duration> {
+        self.asked.load(Ordering::Relaxed).then_some(EVERY)
+    }
+
+    pub(super) async fn ask(&self) -> Result<Zeroizing<String>, PullSecretError> {
+        self.questions.fetch_add(1, Ordering::Relaxed);
+        let refused = self.refuses.load(Ordering::Relaxed);
+        let answer = self.answer.lock().unwrap().clone();
+        match answer {
+            Some(answer) => Ok(Zeroizing::new(answer)),
+            None if refused => Err(PullSecretError { text: "not yours".into(), refused }),
+            None => {
+                tokio::time::sleep(DEADLINE).await;
+                Err(PullSecretError { text: "away".into(), refused })
+            }
+        }
+    }
+
+    fn is(&self, answer: Option<&str>) {
+        self.asked.store(true, Ordering::Relaxed);
+        *self.answer.lock().unwrap() = answer.map(str::to_owned);
+    }
+
+    fn last(&self) -> Option<(String, bool)> {
+        self.given.lock().unwrap().last().cloned()
+    }
+
+    fn questions(&self) -> usize {
+        self.questions.load(Ordering::Relaxed)
+    }
+}
+
+fn given(text: &str, keeps: bool) -> Option<(String, bool)> {
+    Some((text.to_owned(), keeps))
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_guest_has_its_secrets_from_the_first_word_on_and_hears_of_others() {
+    let (world, dir) = (World::new(1), Dir::new());
+    world.secrets.is(Some("one"));
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    assert_eq!((world.secrets.last(), world.greetings()), (given("one", false), 1));
+    tokio::time::sleep(3 * EVERY).await;
+    assert_eq!(world.greetings(), 1, "nothing was new");
+    assert!((3..=5).contains(&world.secrets.questions()), "{}", world.secrets.questions());
+    world.secrets.is(Some("two"));
+    node.until("told", |_| world.greetings() == 2).await;
+    assert_eq!(world.secrets.last(), given("two", false));
+    // The next life asks again and tells nothing that is known.
+    let asked = world.secrets.questions();
+    node.kill().await;
+    let node = Node::start(&world, &dir).await;
+    node.until("asked", |_| world.secrets.questions() > asked).await;
+    tokio::time::sleep(EVERY / 2).await;
+    assert_eq!(world.greetings(), 2);
+    // None any more is news, too.
+    world.secrets.is(Some(""));
+    node.until("told", |_| world.greetings() == 3).await;
+    assert_eq!(world.secrets.last(), given("", false));
+    let kept = std::fs::read_to_string(dir.0.join("sandboxes/a.json")).unwrap();
+    assert!(!kept.contains("\"one\"") && !kept.contains("\"two\""), "{kept}");
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_goes_on_without_an_answer_after_one_deadline_and_gets_its_secrets_later() {
+    let (world, dir) = (World::new(1), Dir::new());
+    world.secrets.is(None);
+    let node = Node::start(&world, &dir).await;
+    let began = tokio::time::Instant::now();
+    node.run("a").await;
+    assert!(began.elapsed() < 2 * DEADLINE, "{:?}", began.elapsed());
+    assert_eq!(world.secrets.last(), given("", true));
+    assert_eq!(node.metrics.pull_secrets_missed.get(), 1);
+    tokio::time::sleep(EVERY).await;
+    assert_eq!((world.greetings(), node.metrics.pull_secrets_missed.get()), (1, 1));
+    world.secrets.is(Some("one"));
+    node.until("told", |_| world.greetings() == 2).await;
+    assert_eq!(world.secrets.last(), given("one", false));
+    // Away again, and the node is another one: a guest that must hear something else keeps what it has.
+    world.secrets.is(None);
+    node.kill().await;
+    let node = Node::start(&world, &dir).await;
+    *world.network.lock().unwrap() = "eth1".into();
+    world.noise.send_modify(|heard| *heard += 1);
+    node.until("told", |_| world.greetings() == 3).await;
+    assert_eq!(world.secrets.last(), given("", true));
+    // The same secrets come back: the guest has them.
+    world.secrets.is(Some("one"));
+    tokio::time::sleep(2 * EVERY).await;
+    assert_eq!(world.greetings(), 3);
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refusal_holds_nobody_up_and_is_not_repeated_all_the_time() {
+    let (world, dir) = (World::new(1), Dir::new());
+    world.secrets.is(None);
+    world.secrets.refuses.store(true, Ordering::Relaxed);
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    assert_eq!(world.secrets.last(), given("", true));
+    let asked = world.secrets.questions();
+    tokio::time::sleep(Duration::from_secs(300)).await;
+    assert!(world.secrets.questions() - asked <= 6, "{} more questions", world.secrets.questions() - asked);
+    // What stops does not ask any more.
+    node.table.stop(&id("a"), crate::sandbox::Stop::Called).await.unwrap();
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    let asked = world.secrets.questions();
+    tokio::time::sleep(EVERY).await;
+    assert_eq!(world.secrets.questions(), asked);
+    node.kill().await;
+}
