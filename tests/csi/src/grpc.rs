@@ -1,6 +1,6 @@
 //! gRPC by hand: any method, any bytes, and all that comes back.
 
-use std::{path::Path, time::Duration};
+use std::path::Path;
 
 use anyhow::{Context, Result};
 use bytes::Bytes;
@@ -13,6 +13,8 @@ use hyper::{
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use protobuf::Message;
 use tokio::net::UnixStream;
+
+use crate::PATIENCE;
 
 /// A connection.
 #[derive(Clone)]
@@ -72,8 +74,13 @@ impl Client {
         for (name, value) in headers {
             request.headers_mut().insert(*name, HeaderValue::from_str(value)?);
         }
-        let (head, body) = self.0.send_request(request).await?.into_parts();
-        let collected = body.collect().await?;
+        let exchange = async {
+            let (head, body) = self.0.send_request(request).await?.into_parts();
+            Ok::<_, hyper::Error>((head, body.collect().await?))
+        };
+        let (head, collected) = tokio::time::timeout(PATIENCE, exchange)
+            .await
+            .with_context(|| format!("{path}: no answer"))??;
         let trailers = collected.trailers().cloned().unwrap_or_default();
         Ok(Answer { headers: head.headers, body: collected.to_bytes(), trailers })
     }
@@ -85,8 +92,7 @@ impl Client {
     pub async fn unary<A: Message>(&mut self, method: &str, request: &impl Message) -> Result<A> {
         let bytes = request.write_to_bytes()?;
         let (path, messages) = (format!("/csi.v1.{method}"), [bytes.as_slice()]);
-        let call = self.call(&path, &messages, &[]);
-        let answer = tokio::time::timeout(Duration::from_secs(60), call).await??;
+        let answer = self.call(&path, &messages, &[]).await?;
         anyhow::ensure!(answer.code() == 0, "{}: {}", answer.code(), answer.message());
         Ok(A::parse_from_bytes(answer.body.get(5..).unwrap_or_default())?)
     }
