@@ -1,12 +1,13 @@
 //! gRPC by hand: any method, any bytes, and all that comes back.
 
-use std::path::Path;
+use std::{convert::Infallible, path::Path, pin::Pin, task::Poll};
 
 use anyhow::{Context, Result};
 use bytes::Bytes;
-use http_body_util::{BodyExt, Full};
+use http_body_util::BodyExt;
 use hyper::{
     HeaderMap, Request,
+    body::{Body, Frame},
     client::conn::http2::{self, SendRequest},
     header::HeaderValue,
 };
@@ -18,7 +19,22 @@ use crate::PATIENCE;
 
 /// A connection.
 #[derive(Clone)]
-pub struct Client(SendRequest<Full<Bytes>>);
+pub struct Client(SendRequest<Pieces>);
+
+/// A body as gRPC's libraries send it: never over with the headers, and of no announced length.
+struct Pieces(Option<Bytes>);
+
+impl Body for Pieces {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut std::task::Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        Poll::Ready(self.0.take().filter(|all| !all.is_empty()).map(|all| Ok(Frame::data(all))))
+    }
+}
 
 /// What came back.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,7 +86,7 @@ impl Client {
         let mut request = Request::post(format!("http://localhost{path}"))
             .header("content-type", "application/grpc")
             .header("te", "trailers")
-            .body(Full::new(frames(messages)))?;
+            .body(Pieces(Some(frames(messages))))?;
         for (name, value) in headers {
             request.headers_mut().insert(*name, HeaderValue::from_str(value)?);
         }
