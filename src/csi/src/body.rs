@@ -22,8 +22,8 @@ pub struct Body(Kind);
 
 #[derive(Debug)]
 enum Kind {
-    /// From a caller, to the driver.
-    Request(Incoming),
+    /// From a caller, to the driver; whether a piece of it has come.
+    Request(Incoming, bool),
     /// From the driver, to a caller.
     Answer(Box<Answer>),
     /// Ours.
@@ -75,7 +75,7 @@ impl Body {
 
     /// A caller's.
     pub fn request(from: Incoming) -> Body {
-        Body(Kind::Request(from))
+        Body(Kind::Request(from, false))
     }
 
     /// The driver's. Where it breaks off or takes too long, the caller gets a status with words, not a reset.
@@ -94,7 +94,10 @@ impl hyper::body::Body for Body {
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
         match &mut self.0 {
-            Kind::Request(from) => Pin::new(from).poll_frame(context),
+            Kind::Request(from, begun) => {
+                *begun = true;
+                Pin::new(from).poll_frame(context)
+            }
             Kind::Answer(answer) => answer.poll(context),
             Kind::Whole(data, trailers) => {
                 let next = data.take().map(Frame::data).or_else(|| trailers.take().map(Frame::trailers));
@@ -105,7 +108,9 @@ impl hyper::body::Body for Body {
 
     fn is_end_stream(&self) -> bool {
         match &self.0 {
-            Kind::Request(from) => from.is_end_stream(),
+            // gRPC in Go waits for ever for the end of a stream that ends with its headers, so a stream without a message ends
+            // as its caller ended it: by an empty piece.
+            Kind::Request(from, begun) => *begun && from.is_end_stream(),
             Kind::Answer(answer) => answer.over || answer.from.is_end_stream(),
             Kind::Whole(data, trailers) => data.is_none() && trailers.is_none(),
         }

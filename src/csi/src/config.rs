@@ -43,6 +43,8 @@ pub struct CsiConfig {
     pub node_name: String,
     /// `csi.volumes-dir`: the records that peerpod-node reads.
     pub volumes_dir: PathBuf,
+    /// `csi.region`: of this node.
+    pub region: Option<String>,
     /// `csi.namespace`: of the Leases that say who has a disk.
     pub namespace: String,
     /// Whether there is an API server, and by which kubeconfig.
@@ -102,6 +104,8 @@ impl CsiConfig {
                 "the Kubernetes node's name, by the downward API (role node, with a cluster)",
             ),
             volumes_dir: volumes_dir.unwrap_or_else(|| state_dir.join("volumes")),
+            region: reader
+                .optional("csi.region", "this node's region, where a driver's volumes are named by it (EFS)"),
             namespace: reader.get(
                 "csi.namespace",
                 "peerpod-system",

@@ -6,7 +6,6 @@
 
 use std::{process::ExitCode, sync::Arc};
 
-use async_trait::async_trait;
 use peerpod_base::{
     config::{Setting, Sources},
     lifecycle,
@@ -15,10 +14,11 @@ use peerpod_base::{
 };
 use peerpod_csi::{
     app,
-    body::Body,
     config::CsiConfig,
-    grpc::Status,
-    proxy::{Call, Intercept},
+    controller::{self, Controller},
+    node::Node,
+    proxy::Intercept,
+    schema,
 };
 
 const PROGRAM: Program = Program {
@@ -29,18 +29,6 @@ const PROGRAM: Program = Program {
             JSON Schema of a volume's descriptor)",
 };
 
-struct Through;
-
-#[async_trait]
-impl Intercept for Through {
-    fn looks_into(&self, _path: &str) -> Option<&'static str> {
-        None
-    }
-    async fn handle(&self, call: Call) -> Result<hyper::Response<Body>, Status> {
-        call.pass(None).await
-    }
-}
-
 fn main() -> ExitCode {
     if let Some(answer) = PROGRAM.answer(std::env::args().skip(1), settings) {
         print!("{answer}");
@@ -49,13 +37,19 @@ fn main() -> ExitCode {
     let mut words = std::env::args().skip(1);
     let role = words.next();
     let ended = match role.as_deref() {
-        Some("controller" | "node") => match CsiConfig::load(Sources::from_process(words, environment())) {
-            Ok((config, log, _)) => serve(&config, &log),
-            Err(mistakes) => {
-                eprintln!("peerpod-csi: {mistakes}");
-                return ExitCode::from(2);
+        Some("schema") => {
+            print!("{}", schema::guest_volume());
+            return ExitCode::SUCCESS;
+        }
+        Some(role @ ("controller" | "node")) => {
+            match CsiConfig::load(Sources::from_process(words, environment())) {
+                Ok((config, log, _)) => serve(role, &config, &log),
+                Err(mistakes) => {
+                    eprintln!("peerpod-csi: {mistakes}");
+                    return ExitCode::from(2);
+                }
             }
-        },
+        }
         other => {
             let said = other.map_or_else(|| "no role".to_owned(), |role| format!("{role:?} is no role"));
             eprintln!("peerpod-csi: {said}; say controller, node or schema, or --help");
@@ -81,7 +75,7 @@ fn settings() -> Vec<Setting> {
     CsiConfig::load(Sources::from_process([], [])).map(|(.., printed)| printed.0).unwrap_or_default()
 }
 
-fn serve(config: &CsiConfig, log: &LogConfig) -> anyhow::Result<()> {
+fn serve(role: &str, config: &CsiConfig, log: &LogConfig) -> anyhow::Result<()> {
     telemetry::init(log)?;
     if let Err(error) = program::own_rights_and_limits() {
         tracing::warn!(%error, "the limit of open files stays as it is");
@@ -89,7 +83,13 @@ fn serve(config: &CsiConfig, log: &LogConfig) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let ended = runtime.block_on(async {
         let shutdown = lifecycle::signals()?;
-        app::run(config, &shutdown, async |_| Ok(Arc::new(Through) as Arc<dyn Intercept>)).await
+        app::run(config, &shutdown, async |parts| -> anyhow::Result<Arc<dyn Intercept>> {
+            Ok(match role {
+                "node" => Arc::new(Node::start(config, parts).await?),
+                _ => controller::role(Controller::start(config, parts).await?),
+            })
+        })
+        .await
     });
     // A mount may hang.
     runtime.shutdown_timeout(std::time::Duration::from_secs(2));

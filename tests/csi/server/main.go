@@ -31,6 +31,7 @@ import (
 
 var (
 	endpoint    = flag.String("endpoint", "", "unix socket")
+	name        = flag.String("name", "mock.csi.test", "the driver's name")
 	calls       = flag.String("calls", "", "file that gets one JSON line per call")
 	disable     = flag.Bool("disable-attach", false, "no ControllerPublishVolume")
 	attachLimit = flag.Int64("attach-limit", 0, "volumes per node")
@@ -83,6 +84,15 @@ func (d driver) CreateVolume(ctx context.Context, req *csi.CreateVolumeRequest) 
 		}
 	}
 	return d.Service.CreateVolume(ctx, req)
+}
+
+// ControllerPublishVolume says how the disk is recognised, as drivers of real disks do.
+func (d driver) ControllerPublishVolume(ctx context.Context, req *csi.ControllerPublishVolumeRequest) (*csi.ControllerPublishVolumeResponse, error) {
+	answer, err := d.Service.ControllerPublishVolume(ctx, req)
+	if err == nil {
+		answer.PublishContext["serial"] = req.GetVolumeId()
+	}
+	return answer, err
 }
 
 func (d driver) ControllerModifyVolume(ctx context.Context, req *csi.ControllerModifyVolumeRequest) (*csi.ControllerModifyVolumeResponse, error) {
@@ -191,7 +201,7 @@ func main() {
 		record.file = file
 	}
 	mock := driver{service.New(service.Config{
-		DriverName:               "mock.csi.test",
+		DriverName:               *name,
 		DisableAttach:            *disable,
 		AttachLimit:              *attachLimit,
 		NodeExpansionRequired:    *expand,

@@ -1,12 +1,13 @@
 //! gRPC by hand: any method, any bytes, and all that comes back.
 
-use std::{path::Path, time::Duration};
+use std::{convert::Infallible, path::Path, pin::Pin, task::Poll};
 
 use anyhow::{Context, Result};
 use bytes::Bytes;
-use http_body_util::{BodyExt, Full};
+use http_body_util::BodyExt;
 use hyper::{
     HeaderMap, Request,
+    body::{Body, Frame},
     client::conn::http2::{self, SendRequest},
     header::HeaderValue,
 };
@@ -14,9 +15,26 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use protobuf::Message;
 use tokio::net::UnixStream;
 
+use crate::PATIENCE;
+
 /// A connection.
 #[derive(Clone)]
-pub struct Client(SendRequest<Full<Bytes>>);
+pub struct Client(SendRequest<Pieces>);
+
+/// A body as gRPC's libraries send it: never over with the headers, and of no announced length.
+struct Pieces(Option<Bytes>);
+
+impl Body for Pieces {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut std::task::Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        Poll::Ready(self.0.take().filter(|all| !all.is_empty()).map(|all| Ok(Frame::data(all))))
+    }
+}
 
 /// What came back.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,12 +86,17 @@ impl Client {
         let mut request = Request::post(format!("http://localhost{path}"))
             .header("content-type", "application/grpc")
             .header("te", "trailers")
-            .body(Full::new(frames(messages)))?;
+            .body(Pieces(Some(frames(messages))))?;
         for (name, value) in headers {
             request.headers_mut().insert(*name, HeaderValue::from_str(value)?);
         }
-        let (head, body) = self.0.send_request(request).await?.into_parts();
-        let collected = body.collect().await?;
+        let exchange = async {
+            let (head, body) = self.0.send_request(request).await?.into_parts();
+            Ok::<_, hyper::Error>((head, body.collect().await?))
+        };
+        let (head, collected) = tokio::time::timeout(PATIENCE, exchange)
+            .await
+            .with_context(|| format!("{path}: no answer"))??;
         let trailers = collected.trailers().cloned().unwrap_or_default();
         Ok(Answer { headers: head.headers, body: collected.to_bytes(), trailers })
     }
@@ -85,8 +108,7 @@ impl Client {
     pub async fn unary<A: Message>(&mut self, method: &str, request: &impl Message) -> Result<A> {
         let bytes = request.write_to_bytes()?;
         let (path, messages) = (format!("/csi.v1.{method}"), [bytes.as_slice()]);
-        let call = self.call(&path, &messages, &[]);
-        let answer = tokio::time::timeout(Duration::from_secs(60), call).await??;
+        let answer = self.call(&path, &messages, &[]).await?;
         anyhow::ensure!(answer.code() == 0, "{}: {}", answer.code(), answer.message());
         Ok(A::parse_from_bytes(answer.body.get(5..).unwrap_or_default())?)
     }

@@ -7,6 +7,7 @@ pub mod process;
 pub mod sanity;
 
 use std::{
+    os::unix::net::UnixStream,
     path::{Path, PathBuf},
     sync::atomic::{AtomicU32, Ordering},
     time::{Duration, Instant},
@@ -92,7 +93,8 @@ impl Folder {
 impl Drop for Folder {
     fn drop(&mut self) {
         for point in self.mounts().unwrap_or_default() {
-            drop(nix::mount::umount(&point));
+            // What stays mounted stays visible, too: the folder cannot be removed then.
+            nix::mount::umount(&point).ok();
         }
         if !std::thread::panicking() {
             drop(std::fs::remove_dir_all(&self.0));
@@ -122,7 +124,7 @@ impl Driver {
         ];
         words.extend(flags.iter().map(|flag| (*flag).to_owned()));
         let process = Process::start("driver", &process::tool("csi-driver")?, &words, folder.root())?;
-        eventually("the driver's socket", || socket.exists())?;
+        eventually("the driver's socket", || UnixStream::connect(&socket).is_ok())?;
         Ok(Driver { process, socket })
     }
 }
@@ -156,7 +158,7 @@ impl Wrapper {
         let mut ended = Ok(());
         eventually("the wrapper's socket", || {
             ended = process.check();
-            ended.is_err() || socket.exists()
+            ended.is_err() || UnixStream::connect(&socket).is_ok()
         })?;
         ended?;
         Ok(Wrapper { process, socket })

@@ -1,0 +1,89 @@
+//! What a CSI volume capability says, in our words. May touch: nothing.
+
+use peerpod_proto::csi::{VolumeCapability, volume_capability::Access_type};
+use peerpod_volume::Source;
+use serde::{Deserialize, Serialize};
+
+/// CSI's access modes, by number.
+pub const SINGLE_NODE_READER_ONLY: i32 = 2;
+/// Many nodes read.
+pub const MULTI_NODE_READER_ONLY: i32 = 3;
+/// One node writes, many read.
+pub const MULTI_NODE_SINGLE_WRITER: i32 = 4;
+/// Many nodes write.
+pub const MULTI_NODE_MULTI_WRITER: i32 = 5;
+/// One node, and on it one target.
+pub const SINGLE_NODE_SINGLE_WRITER: i32 = 6;
+
+/// A capability.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Wanted {
+    /// A raw device.
+    pub block: bool,
+    /// The file system, where one is named.
+    pub fs_type: Option<String>,
+    /// As mount(8) has them after `-o`.
+    pub mount_options: Vec<String>,
+    /// The pod's group, where the driver is to apply it.
+    pub group: Option<u32>,
+    /// CSI's number.
+    pub access_mode: i32,
+}
+
+/// Reads one; none when it says neither block nor mount.
+///
+/// # Errors
+/// The group is no number.
+pub fn wanted(capability: Option<&VolumeCapability>) -> Result<Option<Wanted>, String> {
+    let Some(capability) = capability else { return Ok(None) };
+    let access_mode = capability.access_mode.as_ref().map_or(0, |mode| mode.mode);
+    match &capability.access_type {
+        Some(Access_type::Block(_)) => Ok(Some(Wanted { block: true, access_mode, ..Wanted::default() })),
+        Some(Access_type::Mount(mount)) => {
+            let group = match mount.volume_mount_group.as_str() {
+                "" => None,
+                text => Some(
+                    text.parse().map_err(|_| format!("volume_mount_group {text:?} is no group's number"))?,
+                ),
+            };
+            let fs_type = Some(mount.fs_type.clone()).filter(|kind| !kind.is_empty());
+            let mount_options = mount.mount_flags.clone();
+            Ok(Some(Wanted { block: false, fs_type, mount_options, group, access_mode }))
+        }
+        _ => Ok(None),
+    }
+}
+
+impl Wanted {
+    /// The same as a CSI message.
+    pub fn capability(&self) -> VolumeCapability {
+        let mut capability = VolumeCapability::new();
+        capability.access_mode.mut_or_insert_default().mode = self.access_mode;
+        if self.block {
+            capability.set_block(Default::default());
+        } else {
+            let mount = capability.mut_mount();
+            mount.fs_type = self.fs_type.clone().unwrap_or_default();
+            mount.mount_flags.clone_from(&self.mount_options);
+        }
+        capability
+    }
+
+    /// Nobody may write to it.
+    pub fn reads_only(&self) -> bool {
+        matches!(self.access_mode, SINGLE_NODE_READER_ONLY | MULTI_NODE_READER_ONLY)
+    }
+
+    /// Whether one pod at a time may have it: a disk that is not made for several machines. Two pods of one worker are two
+    /// machines.
+    pub fn exclusive(&self, source: &Source, read_only: bool) -> bool {
+        let disk = matches!(source, Source::AttachedBlock { .. } | Source::Iscsi { .. } | Source::Nbd { .. });
+        let shared = match self.access_mode {
+            MULTI_NODE_READER_ONLY | MULTI_NODE_MULTI_WRITER => true,
+            MULTI_NODE_SINGLE_WRITER => read_only,
+            _ => false,
+        };
+        disk && !shared
+    }
+}

@@ -1,0 +1,288 @@
+//! What the node's role asks the API server: the pod's class and group, the volume's topology and secret's name, and the
+//! PeerpodVolume object of each published volume. Every call has a deadline; none is made where nothing needs one. May
+//! touch: those objects.
+
+use std::path::Path;
+
+use k8s_openapi::api::{
+    coordination::v1::Lease,
+    core::v1::{PersistentVolume, Pod as KubePod},
+    storage::v1::CSIDriver,
+};
+use kube::{Api, Client, Resource};
+use peerpod_kube::{
+    client::{self, Error, within},
+    crds::PeerpodVolumeSpec,
+};
+use peerpod_volume::{Identity, SecretRef, descriptor::FsGroupPolicy, records::Pod};
+use serde_json::json;
+
+use crate::{
+    capability::{MULTI_NODE_MULTI_WRITER, MULTI_NODE_READER_ONLY, Wanted},
+    config::CsiConfig,
+    grpc::{Code, Status},
+    identity,
+    node::publications::Publication,
+    objects::{self, ATTACHED, RELEASED},
+};
+
+/// The API server, for one node.
+#[derive(Clone)]
+pub struct NodeCluster {
+    client: Client,
+    node: String,
+}
+
+/// What a pod says.
+#[derive(Clone, Debug, Default)]
+pub struct PodFacts {
+    /// Its RuntimeClass.
+    pub runtime_class: Option<String>,
+    /// Its fsGroup.
+    pub fs_group: Option<u32>,
+    /// When files are given to it.
+    pub policy: FsGroupPolicy,
+    /// The driver's CSIDriver object: whether kubelet would apply the group.
+    pub kubelet_applies: KubeletApplies,
+}
+
+/// CSIDriver's `fsGroupPolicy`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KubeletApplies {
+    /// `ReadWriteOnceWithFSType`.
+    #[default]
+    OnceWithType,
+    /// `File`.
+    Always,
+    /// `None`.
+    Never,
+}
+
+/// What a PersistentVolume says.
+#[derive(Clone, Debug, Default)]
+pub struct Claim {
+    /// The zone that it is in.
+    pub zone: Option<String>,
+    /// The secret for mounting it.
+    pub secret: Option<SecretRef>,
+}
+
+impl PodFacts {
+    /// The group that kubelet would give the files of a volume mounted in this way.
+    pub fn group(&self, wanted: &Wanted) -> Option<u32> {
+        let once = ![MULTI_NODE_READER_ONLY, MULTI_NODE_MULTI_WRITER].contains(&wanted.access_mode);
+        let applies = match self.kubelet_applies {
+            KubeletApplies::Always => true,
+            KubeletApplies::Never => false,
+            KubeletApplies::OnceWithType => once && wanted.fs_type.is_some(),
+        };
+        self.fs_group.filter(|_| applies)
+    }
+}
+
+impl NodeCluster {
+    /// Nothing is asked of the server yet.
+    ///
+    /// # Errors
+    /// No credentials, or no node's name.
+    pub async fn connect(config: &CsiConfig, kubeconfig: Option<&Path>) -> anyhow::Result<NodeCluster> {
+        if config.node_name.is_empty() {
+            anyhow::bail!(
+                "csi.node-name is missing; set PEERPOD_CSI_NODE_NAME from the downward API (spec.nodeName)"
+            );
+        }
+        Ok(NodeCluster { client: client::connect(kubeconfig).await?, node: config.node_name.clone() })
+    }
+
+    /// Leases of a namespace.
+    pub fn leases(&self, namespace: &str) -> Api<Lease> {
+        Api::namespaced(self.client.clone(), namespace)
+    }
+
+    /// A pod's facts; none when there is no such pod. A pod known by UID alone has none.
+    ///
+    /// # Errors
+    /// It cannot be asked now.
+    pub async fn pod(&self, pod: &Pod, driver: &str) -> Result<Option<PodFacts>, Status> {
+        if pod.name.is_empty() || pod.namespace.is_empty() {
+            return Ok(None);
+        }
+        let pods: Api<KubePod> = Api::namespaced(self.client.clone(), &pod.namespace);
+        let what = format!("read pod {}/{}", pod.namespace, pod.name);
+        let found = within(what, pods.get_opt(&pod.name)).await.map_err(away)?;
+        let Some(spec) =
+            found.filter(|found| found.metadata.uid.as_deref() == Some(&pod.uid)).and_then(|pod| pod.spec)
+        else {
+            return Ok(None);
+        };
+        let security = spec.security_context.unwrap_or_default();
+        let fs_group = security.fs_group.and_then(|group| u32::try_from(group).ok());
+        let policy = match security.fs_group_change_policy.as_deref() {
+            Some("OnRootMismatch") => FsGroupPolicy::OnRootMismatch,
+            _ => FsGroupPolicy::Always,
+        };
+        let kubelet_applies =
+            if fs_group.is_some() { self.applies(driver).await? } else { KubeletApplies::default() };
+        Ok(Some(PodFacts { runtime_class: spec.runtime_class_name, fs_group, policy, kubelet_applies }))
+    }
+
+    async fn applies(&self, driver: &str) -> Result<KubeletApplies, Status> {
+        let drivers: Api<CSIDriver> = Api::all(self.client.clone());
+        let found =
+            within(format!("read CSIDriver {driver}"), drivers.get_opt(driver)).await.map_err(away)?;
+        let policy = found.and_then(|driver| driver.spec.fs_group_policy);
+        Ok(match policy.as_deref() {
+            Some("File") => KubeletApplies::Always,
+            Some("None") => KubeletApplies::Never,
+            _ => KubeletApplies::OnceWithType,
+        })
+    }
+
+    /// What the PersistentVolume of this name says, if it is this volume.
+    ///
+    /// # Errors
+    /// It cannot be asked now.
+    pub async fn claim(&self, name: &str, handle: &str) -> Result<Option<Claim>, Status> {
+        let volumes: Api<PersistentVolume> = Api::all(self.client.clone());
+        let found =
+            within(format!("read PersistentVolume {name}"), volumes.get_opt(name)).await.map_err(away)?;
+        let Some(spec) = found.and_then(|volume| volume.spec) else { return Ok(None) };
+        let Some(csi) = spec.csi.filter(|csi| csi.volume_handle == handle) else { return Ok(None) };
+        let secret = csi.node_stage_secret_ref.or(csi.node_publish_secret_ref);
+        let secret =
+            secret.and_then(|secret| Some(SecretRef { namespace: secret.namespace?, name: secret.name? }));
+        let terms =
+            spec.node_affinity.and_then(|affinity| affinity.required).map(|all| all.node_selector_terms);
+        let zone =
+            terms.unwrap_or_default().into_iter().flat_map(|term| term.match_expressions.unwrap_or_default());
+        let zone = zone
+            .filter(|rule| rule.key.ends_with("/zone") && rule.operator == "In")
+            .find_map(|rule| rule.values.unwrap_or_default().into_iter().next());
+        Ok(Some(Claim { zone, secret }))
+    }
+
+    /// Makes the object of a published volume, or finds it.
+    ///
+    /// # Errors
+    /// UNAVAILABLE: the API server cannot be asked, or an earlier object of the pair is on its way out.
+    pub async fn put_object(&self, publication: &Publication) -> Result<(), Status> {
+        if !publication.of_kubernetes() {
+            return Ok(());
+        }
+        let pod = &publication.pod;
+        let api = objects::api(&self.client, &pod.namespace);
+        let spec = PeerpodVolumeSpec {
+            pod_name: Some(pod.name.clone()),
+            pod_namespace: Some(pod.namespace.clone()),
+            pod_uid: Some(pod.uid.clone()),
+            node_name: Some(self.node.clone()),
+            volume_id: Some(publication.handle.clone()),
+            volume_name: Some(publication.name.clone()),
+            target_path: Some(publication.target.display().to_string()),
+            wrapper_node_publish_volume_req: Some(publication.request().to_string()),
+            ..PeerpodVolumeSpec::default()
+        };
+        let by_driver = publication.driver_attached;
+        let wanted = objects::new(&publication.volume, &publication.driver, pod, by_driver, spec);
+        let found = objects::make(&api, &wanted).await.map_err(away)?;
+        let ours =
+            found.spec.pod_uid.as_deref() == Some(&pod.uid) && found.spec.volume_id == wanted.spec.volume_id;
+        if !ours {
+            let name = wanted.metadata.name.unwrap_or_default();
+            let text = format!("PeerpodVolume {}/{name} is another pod's or volume's", pod.namespace);
+            return Err(Status::new(Code::AlreadyExists, text));
+        }
+        if found.meta().deletion_timestamp.is_some() || objects::holds(&found, RELEASED) {
+            let text = format!(
+                "volume {} is still being detached from the pod's earlier VM; this waits",
+                publication.name
+            );
+            return Err(Status::new(Code::Unavailable, text));
+        }
+        Ok(())
+    }
+
+    /// Tells of the pod's VM, and asks how the disk that the driver attached to it is recognised; none: not yet.
+    ///
+    /// # Errors
+    /// It cannot be asked now, or the driver's answer does not identify the disk.
+    pub async fn attached(&self, publication: &Publication, vm: &str) -> Result<Option<Identity>, Status> {
+        let api = objects::api(&self.client, &publication.pod.namespace);
+        let name = objects::name(&publication.volume, &publication.pod.uid);
+        let found = within(format!("read PeerpodVolume {name}"), api.get_opt(&name)).await.map_err(away)?;
+        let Some(object) = found else { return Ok(None) };
+        if object.spec.vm_id.as_deref() != Some(vm) {
+            objects::set_spec(&api, &object, json!({"vmID": vm})).await.map_err(away)?;
+            return Ok(None);
+        }
+        let answered = objects::holds(&object, ATTACHED)
+            .then(|| object.spec.wrapper_controller_publish_volume_res.as_deref());
+        let Some(Some(answer)) = answered else { return Ok(None) };
+        let answer: Published = serde_json::from_str(answer).map_err(|why| {
+            Status::new(Code::Internal, format!("PeerpodVolume {name}: the driver's answer: {why}"))
+        })?;
+        if answer.vm != vm {
+            return Ok(None);
+        }
+        let identity = identity::identity(&publication.driver, &publication.handle, &answer.publish_context);
+        let unknown = || {
+            let keys: Vec<&str> = answer.publish_context.keys().map(String::as_str).collect();
+            Status::new(
+                Code::FailedPrecondition,
+                format!(
+                    "{} attached volume {} and does not say how it is recognised (keys {keys:?})",
+                    publication.driver, publication.name
+                ),
+            )
+        };
+        identity.map(Some).ok_or_else(unknown)
+    }
+
+    /// Says that nothing of the pod's is left, and lets the object go. True: it is gone; a driver's disk is detached then.
+    ///
+    /// # Errors
+    /// It cannot be asked now.
+    pub async fn finish_object(&self, publication: &Publication) -> Result<bool, Status> {
+        if !publication.of_kubernetes() {
+            return Ok(true);
+        }
+        let api = objects::api(&self.client, &publication.pod.namespace);
+        let name = objects::name(&publication.volume, &publication.pod.uid);
+        let found = within(format!("read PeerpodVolume {name}"), api.get_opt(&name)).await.map_err(away)?;
+        let Some(mut object) =
+            found.filter(|found| found.spec.pod_uid.as_deref() == Some(&publication.pod.uid))
+        else {
+            return Ok(true);
+        };
+        if !objects::holds(&object, RELEASED) {
+            let why = ("VMGone", "the volume is unpublished and the pod's VM is gone or never was");
+            let state = "nodeUnpublishVolumeApplied";
+            object = objects::set_condition(&api, &object, state, RELEASED, true, why).await.map_err(away)?;
+        }
+        objects::delete(&api, &object).await.map_err(away)?;
+        if publication.driver_attached {
+            // The controller's role detaches, and takes the finalizer.
+            return Ok(false);
+        }
+        let object = within(format!("read PeerpodVolume {name}"), api.get_opt(&name)).await.map_err(away)?;
+        if let Some(object) = object {
+            objects::let_go(&api, &object).await.map_err(away)?;
+        }
+        Ok(true)
+    }
+}
+
+/// The driver's answer, as it stands in the object.
+#[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Published {
+    /// The VM that the disk is attached to.
+    pub vm: String,
+    /// The driver's answer.
+    pub publish_context: std::collections::HashMap<String, String>,
+}
+
+/// The API server's refusals and silences are for the caller to repeat.
+pub fn away(why: Error) -> Status {
+    Status::new(Code::Unavailable, why.to_string())
+}

@@ -1,0 +1,241 @@
+//! The role beside the driver's sidecars: takes our word out of what the driver sees and gives it to the PersistentVolume;
+//! for a peer pod's volume attaches nothing to the worker, and later, where the driver is to attach, asks it with the VM as
+//! the node. May touch: the driver's socket, the API server.
+
+mod lookup;
+mod replay;
+
+use std::{path::Path, sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use hyper::Response;
+use peerpod_proto::csi::{
+    ControllerPublishVolumeRequest, ControllerPublishVolumeResponse, ControllerUnpublishVolumeRequest,
+    CreateVolumeRequest, CreateVolumeResponse, DeleteVolumeRequest, Empty, ValidateVolumeCapabilitiesRequest,
+    ValidateVolumeCapabilitiesResponse,
+};
+use peerpod_volume::VolumeId;
+use protobuf::Message;
+
+use crate::{
+    app::Parts,
+    body::Body,
+    config::{Attacher, CsiConfig},
+    driver::Driver,
+    grpc::{self, Code, Status},
+    node::INTERCEPTED,
+    optin::{self, Said},
+    proxy::{Call, Intercept},
+};
+use lookup::Lookup;
+
+/// For questions of our own to the driver, which may ask its cloud.
+const ASK: Duration = Duration::from_secs(30);
+
+/// The role.
+pub struct Controller {
+    driver: Driver,
+    lookup: Option<Lookup>,
+    classes: Vec<String>,
+}
+
+impl Controller {
+    /// Makes the role; where the driver attaches, begins to follow the objects.
+    ///
+    /// # Errors
+    /// The cluster's client cannot be made.
+    pub async fn start(config: &CsiConfig, parts: &Parts) -> anyhow::Result<Controller> {
+        let driver = Driver::new(parts.upstream.clone());
+        let lookup = match &config.cluster {
+            None => None,
+            Some(kubeconfig) => Some(Lookup::connect(kubeconfig.as_deref().map(Path::new)).await?),
+        };
+        match &lookup {
+            None if config.attach == Attacher::Driver => {
+                anyhow::bail!(
+                    "csi.attach: driver needs a cluster, whose PeerpodVolumes say which VM a disk goes to"
+                );
+            }
+            None if !config.runtime_classes.is_empty() => {
+                anyhow::bail!("csi.runtime-classes needs a cluster, which knows the pods' classes");
+            }
+            None => {}
+            Some(lookup) => replay::start(config, lookup.client(), driver.clone(), parts.metrics.clone()),
+        }
+        Ok(Controller { driver, lookup, classes: config.runtime_classes.clone() })
+    }
+
+    async fn create(&self, call: Call) -> Result<Response<Body>, Status> {
+        let Ok(mut request) = CreateVolumeRequest::parse_from_bytes(&call.message) else {
+            return call.pass(None).await;
+        };
+        let said = optin::said(&request.parameters)?;
+        if said == Said::Nothing {
+            return call.pass(None).await;
+        }
+        request.parameters.remove(optin::KEY);
+        let message = grpc::encode(&request)?;
+        if said == Said::No {
+            return call.pass(Some(message)).await;
+        }
+        let mut answer = call.exchange(message).await?;
+        if answer.status().is_ok()
+            && let Some(message) = &answer.message
+        {
+            let mut created =
+                CreateVolumeResponse::parse_from_bytes(message).map_err(|why| unreadable(&why))?;
+            if let Some(volume) = created.volume.as_mut() {
+                // The provisioner puts it into the PersistentVolume: from there on every call carries it.
+                volume.volume_context.insert(optin::KEY.to_owned(), "true".to_owned());
+                answer.message = Some(grpc::encode(&created)?);
+            }
+        }
+        Ok(answer.pass())
+    }
+
+    /// A volume that is still a VM's is not deleted under it.
+    async fn delete(&self, call: Call) -> Result<Response<Body>, Status> {
+        let (Ok(request), Some(lookup)) =
+            (DeleteVolumeRequest::parse_from_bytes(&call.message), &self.lookup)
+        else {
+            return call.pass(None).await;
+        };
+        if !request.volume_id.is_empty() {
+            let volume = VolumeId::of(self.driver.name().await?, &request.volume_id);
+            if let Some(user) = lookup.user(&volume).await? {
+                let text = format!("volume {} is still attached to the VM of pod {user}", request.volume_id);
+                return Err(Status::new(Code::FailedPrecondition, text));
+            }
+        }
+        call.pass(None).await
+    }
+
+    async fn validate(&self, call: Call) -> Result<Response<Body>, Status> {
+        let Ok(mut request) = ValidateVolumeCapabilitiesRequest::parse_from_bytes(&call.message) else {
+            return call.pass(None).await;
+        };
+        let (in_context, in_parameters) =
+            (optin::said(&request.volume_context)?, optin::said(&request.parameters)?);
+        if (in_context, in_parameters) == (Said::Nothing, Said::Nothing) {
+            return call.pass(None).await;
+        }
+        let context = request.volume_context.remove(optin::KEY);
+        let parameter = request.parameters.remove(optin::KEY);
+        let mut answer = call.exchange(grpc::encode(&request)?).await?;
+        if answer.status().is_ok()
+            && let Some(message) = &answer.message
+        {
+            let parsed = ValidateVolumeCapabilitiesResponse::parse_from_bytes(message);
+            let mut validated = parsed.map_err(|why| unreadable(&why))?;
+            // What is confirmed is what was asked.
+            if let Some(confirmed) = validated.confirmed.as_mut() {
+                if let Some(word) = context.filter(|_| !confirmed.volume_context.is_empty()) {
+                    confirmed.volume_context.insert(optin::KEY.to_owned(), word);
+                }
+                if let Some(word) = parameter.filter(|_| !confirmed.parameters.is_empty()) {
+                    confirmed.parameters.insert(optin::KEY.to_owned(), word);
+                }
+                answer.message = Some(grpc::encode(&validated)?);
+            }
+        }
+        Ok(answer.pass())
+    }
+
+    async fn publish(&self, call: Call) -> Result<Response<Body>, Status> {
+        let Ok(mut request) = ControllerPublishVolumeRequest::parse_from_bytes(&call.message) else {
+            return call.pass(None).await;
+        };
+        match optin::said(&request.volume_context)? {
+            Said::Yes => {}
+            Said::No => {
+                request.volume_context.remove(optin::KEY);
+                return call.pass(Some(grpc::encode(&request)?)).await;
+            }
+            Said::Nothing if self.by_class(&request).await? => {}
+            Said::Nothing => return call.pass(None).await,
+        }
+        if request.volume_id.is_empty() || request.node_id.is_empty() || request.volume_capability.is_none() {
+            let text = "the request needs volume_id, node_id and volume_capability";
+            return Err(Status::new(Code::InvalidArgument, text));
+        }
+        request.volume_context.remove(optin::KEY);
+        self.must_exist(&request).await?;
+        let mut answer = ControllerPublishVolumeResponse::new();
+        answer.publish_context.insert(INTERCEPTED.to_owned(), "true".to_owned());
+        Ok(grpc::success(&grpc::encode(&answer)?))
+    }
+
+    /// Whether the pods of that node for which it is attached are all peer pods.
+    async fn by_class(&self, request: &ControllerPublishVolumeRequest) -> Result<bool, Status> {
+        match &self.lookup {
+            Some(lookup) if !self.classes.is_empty() && !request.volume_id.is_empty() => {
+                let driver = self.driver.name().await?;
+                lookup.all_of_class(driver, &request.volume_id, &request.node_id, &self.classes).await
+            }
+            _ => Ok(false),
+        }
+    }
+
+    /// The driver is not asked to attach; so that a volume or node that is not there is refused all the same, it is asked
+    /// for the volume, and the cluster (without one: the driver, to detach what never was attached) for the node.
+    async fn must_exist(&self, request: &ControllerPublishVolumeRequest) -> Result<(), Status> {
+        let upstream = &self.driver.upstream;
+        let volume = ValidateVolumeCapabilitiesRequest {
+            volume_id: request.volume_id.clone(),
+            volume_context: request.volume_context.clone(),
+            volume_capabilities: request.volume_capability.iter().cloned().collect(),
+            secrets: request.secrets.clone(),
+            ..Default::default()
+        };
+        let _: ValidateVolumeCapabilitiesResponse =
+            upstream.call("/csi.v1.Controller/ValidateVolumeCapabilities", &volume, ASK).await?;
+        if let Some(lookup) = &self.lookup {
+            let driver = self.driver.name().await?;
+            return match lookup.node_of(driver, &request.node_id).await? {
+                Some(_) => Ok(()),
+                None => {
+                    let text = format!("no node has the id {:?} for {driver}", request.node_id);
+                    Err(Status::new(Code::NotFound, text))
+                }
+            };
+        }
+        let node = ControllerUnpublishVolumeRequest {
+            volume_id: request.volume_id.clone(),
+            node_id: request.node_id.clone(),
+            secrets: request.secrets.clone(),
+            ..Default::default()
+        };
+        let _: Empty = upstream.call("/csi.v1.Controller/ControllerUnpublishVolume", &node, ASK).await?;
+        Ok(())
+    }
+}
+
+#[async_trait]
+impl Intercept for Controller {
+    fn looks_into(&self, path: &str) -> Option<&'static str> {
+        // ControllerUnpublishVolume of a worker that has nothing is the driver's to answer, and is idempotent there.
+        const METHODS: [&str; 4] =
+            ["CreateVolume", "DeleteVolume", "ControllerPublishVolume", "ValidateVolumeCapabilities"];
+        let name = path.strip_prefix("/csi.v1.Controller/")?;
+        METHODS.into_iter().find(|method| *method == name)
+    }
+
+    async fn handle(&self, call: Call) -> Result<Response<Body>, Status> {
+        match call.method {
+            "CreateVolume" => self.create(call).await,
+            "DeleteVolume" => self.delete(call).await,
+            "ControllerPublishVolume" => self.publish(call).await,
+            "ValidateVolumeCapabilities" => self.validate(call).await,
+            _ => call.pass(None).await,
+        }
+    }
+}
+
+/// As what a role is held.
+pub fn role(controller: Controller) -> Arc<dyn Intercept> {
+    Arc::new(controller)
+}
+
+fn unreadable(why: &protobuf::Error) -> Status {
+    Status::new(Code::Internal, format!("the CSI driver's answer: {why}"))
+}

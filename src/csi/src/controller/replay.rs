@@ -1,0 +1,326 @@
+//! Follows the PeerpodVolume objects of this driver: attaches a disk to the VM that the object names, by the driver's own
+//! ControllerPublishVolume, and detaches it when the object is released. One replica at a time. Intent stands in the object
+//! before the driver is asked; a step that fails is repeated until it holds, and the finalizer stays as long.
+
+use std::{collections::HashMap, sync::Arc, time::Duration};
+
+use futures_util::StreamExt;
+use k8s_openapi::api::{
+    coordination::v1::Lease,
+    core::v1::{PersistentVolume, Secret},
+};
+use kube::{
+    Api, Client, Resource, ResourceExt,
+    runtime::{
+        Controller as Runtime,
+        controller::{Action, Config},
+        watcher,
+    },
+};
+use peerpod_kube::{
+    client::within,
+    crds::PeerpodVolume,
+    lease::{Election, ElectionConfig, Term},
+};
+use peerpod_proto::csi::{
+    ControllerPublishVolumeRequest, ControllerPublishVolumeResponse, ControllerUnpublishVolumeRequest, Empty,
+};
+use peerpod_volume::VolumeId;
+use serde::Deserialize;
+use serde_json::json;
+use tracing::{info, warn};
+
+use crate::{
+    capability::Wanted,
+    cluster::{Published, away},
+    config::CsiConfig,
+    driver::Driver,
+    grpc::{Code, Status},
+    metrics::Metrics,
+    node::ownership::release_lease,
+    objects::{self, ATTACH, ATTACHED, DRIVER, RELEASED},
+    optin,
+};
+
+/// For the driver, which asks its cloud. Sidecars wait as long.
+const ATTACH_WITHIN: Duration = Duration::from_secs(180);
+/// Objects worked on at once.
+const CONCURRENCY: u16 = 16;
+/// After a failure; doubled each time, to the longest.
+const RETRY: Duration = Duration::from_millis(500);
+const LONGEST_RETRY: Duration = Duration::from_secs(60);
+/// Until a released object's node says so.
+const LOOK_AGAIN: Duration = Duration::from_secs(30);
+
+struct Context {
+    client: Client,
+    driver: Driver,
+    node_id: String,
+    leases: Api<Lease>,
+    metrics: Metrics,
+    term: Term,
+    failures: std::sync::Mutex<HashMap<String, u32>>,
+}
+
+/// What csi-node wrote into the object.
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Asked {
+    readonly: bool,
+    capability: Wanted,
+}
+
+/// What the PersistentVolume says now.
+#[derive(Default)]
+struct Volume {
+    context: HashMap<String, String>,
+    secrets: HashMap<String, String>,
+}
+
+/// Begins, in the background.
+pub(super) fn start(config: &CsiConfig, client: Client, driver: Driver, metrics: Metrics) {
+    let (namespace, node_id) = (config.namespace.clone(), config.node_id.clone());
+    tokio::spawn(async move {
+        let name = loop {
+            match driver.name().await {
+                Ok(name) => break name.to_owned(),
+                Err(why) => warn!(error = %why, "waiting for the CSI driver"),
+            }
+            tokio::time::sleep(RETRY * 4).await;
+        };
+        let identity = std::env::var("POD_NAME")
+            .or_else(|_| std::env::var("HOSTNAME"))
+            .unwrap_or_else(|_| format!("pid-{}", std::process::id()));
+        let election = Election::new(
+            client.clone(),
+            ElectionConfig {
+                namespace: namespace.clone(),
+                name: format!("peerpod-csi-{}", VolumeId::of(&name, "")),
+                identity,
+                duration: Duration::from_secs(15),
+                renew_deadline: Duration::from_secs(10),
+                retry: Duration::from_secs(2),
+            },
+        );
+        loop {
+            let leader = election.lead().await;
+            info!(driver = name, token = leader.term().token(), "attaching and detaching for VMs");
+            let context = Context {
+                client: client.clone(),
+                driver: driver.clone(),
+                node_id: node_id.clone(),
+                leases: Api::namespaced(client.clone(), &namespace),
+                metrics: metrics.clone(),
+                term: leader.term().clone(),
+                failures: std::sync::Mutex::default(),
+            };
+            let term = leader.term().clone();
+            tokio::select! {
+                () = follow(&name, context) => {}
+                () = term.lost() => {}
+            }
+            warn!(driver = name, "another replica attaches and detaches now");
+        }
+    });
+}
+
+async fn follow(driver: &str, context: Context) {
+    let objects: Api<PeerpodVolume> = Api::all(context.client.clone());
+    let ours = watcher::Config::default().labels(&format!("{DRIVER}={driver},{ATTACH}=driver"));
+    Runtime::new(objects, ours)
+        .with_config(Config::default().concurrency(CONCURRENCY))
+        .run(reconcile, again, Arc::new(context))
+        .for_each(|_| async {})
+        .await;
+}
+
+async fn reconcile(object: Arc<PeerpodVolume>, context: Arc<Context>) -> Result<Action, Status> {
+    context.term.check().map_err(|why| Status::new(Code::Aborted, why.to_string()))?;
+    let namespace = object.namespace().unwrap_or_default();
+    let api = objects::api(&context.client, &namespace);
+    let next = if object.meta().deletion_timestamp.is_some() || objects::holds(&object, RELEASED) {
+        context.detach(&api, &object).await
+    } else {
+        context.attach(&api, &object).await
+    }?;
+    if let Ok(mut failures) = context.failures.lock() {
+        failures.remove(&object.name_any());
+    }
+    Ok(next)
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "the runtime hands it over")]
+fn again(object: Arc<PeerpodVolume>, why: &Status, context: Arc<Context>) -> Action {
+    let name = object.name_any();
+    context.metrics.retries.inc();
+    let count = context.failures.lock().map_or(0, |mut failures| {
+        let count = failures.entry(name.clone()).or_default();
+        *count = (*count + 1).min(10);
+        *count
+    });
+    let pause = (RETRY * 2_u32.pow(count)).min(LONGEST_RETRY);
+    warn!(object = name, error = %why, ?pause, "tried again");
+    Action::requeue(pause)
+}
+
+impl Context {
+    async fn attach(&self, api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<Action, Status> {
+        let Some(vm) = object.spec.vm_id.as_deref().filter(|vm| !vm.is_empty()) else {
+            return Ok(Action::await_change());
+        };
+        let node_id = self.node_id(vm, object.spec.node_name.as_deref().unwrap_or_default());
+        if let Some(before) = object.spec.node_id.as_deref().filter(|before| *before != node_id) {
+            // The pod's sandbox was made again, in another VM.
+            self.unpublish(object, before).await?;
+            let cleared =
+                json!({"nodeID": null, "devicePath": null, "wrapperControllerPublishVolumeRes": null});
+            objects::set_spec(api, object, cleared).await.map_err(away)?;
+            return Ok(Action::requeue(Duration::ZERO));
+        }
+        if objects::holds(object, ATTACHED) && object.spec.wrapper_controller_publish_volume_res.is_some() {
+            return Ok(Action::await_change());
+        }
+        let object = if object.spec.node_id.is_none() {
+            objects::set_spec(api, object, json!({"nodeID": node_id})).await.map_err(away)?
+        } else {
+            object.clone()
+        };
+        let answer = match self.publish(&object, &node_id).await {
+            Ok(answer) => answer,
+            Err(why) => {
+                let text = why.to_string();
+                let state = "peerPodVSIIDReady";
+                let noted =
+                    objects::set_condition(api, &object, state, ATTACHED, false, ("AttachFailed", &text))
+                        .await;
+                // Only for people.
+                if let Err(also) = noted {
+                    warn!(error = %also, "no condition set");
+                }
+                return Err(why);
+            }
+        };
+        let device =
+            ["devicePath", "device-path", "LUN"].iter().find_map(|key| answer.publish_context.get(*key));
+        let published = Published { vm: vm.to_owned(), publish_context: answer.publish_context.clone() };
+        let fields = json!({
+            "devicePath": device,
+            "wrapperControllerPublishVolumeRes": serde_json::to_string(&published).unwrap_or_default(),
+        });
+        let object = objects::set_spec(api, &object, fields).await.map_err(away)?;
+        let text = format!("attached to {node_id}");
+        let state = "controllerPublishVolumeApplied";
+        objects::set_condition(api, &object, state, ATTACHED, true, ("Attached", &text))
+            .await
+            .map_err(away)?;
+        info!(object = object.name_any(), node_id, "attached by the driver");
+        Ok(Action::await_change())
+    }
+
+    async fn detach(&self, api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<Action, Status> {
+        if !objects::holds(object, RELEASED) {
+            // The pod's object is gone, its VM perhaps not: the node says when.
+            return Ok(Action::requeue(LOOK_AGAIN));
+        }
+        if let Some(node_id) = &object.spec.node_id {
+            self.unpublish(object, node_id).await?;
+            let why = ("Detached", "the driver detached it");
+            let state = "controllerUnpublishVolumeApplied";
+            let object =
+                objects::set_condition(api, object, state, ATTACHED, false, why).await.map_err(away)?;
+            let object = objects::set_spec(api, &object, json!({"nodeID": null})).await.map_err(away)?;
+            info!(object = object.name_any(), node_id, "detached by the driver");
+            return self.leave(api, &object).await;
+        }
+        self.leave(api, object).await
+    }
+
+    async fn leave(&self, api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<Action, Status> {
+        let volume = self.volume_id(object).await?;
+        release_lease(&self.leases, &volume, object.spec.pod_uid.as_deref().unwrap_or_default()).await?;
+        objects::delete(api, object).await.map_err(away)?;
+        let name = object.name_any();
+        let found = within(format!("read PeerpodVolume {name}"), api.get_opt(&name)).await.map_err(away)?;
+        if let Some(found) = found {
+            objects::let_go(api, &found).await.map_err(away)?;
+        }
+        Ok(Action::await_change())
+    }
+
+    async fn publish(
+        &self,
+        object: &PeerpodVolume,
+        node_id: &str,
+    ) -> Result<ControllerPublishVolumeResponse, Status> {
+        let asked = object.spec.wrapper_node_publish_volume_req.as_deref().unwrap_or("{}");
+        let asked: Asked = serde_json::from_str(asked).map_err(|why| {
+            Status::new(Code::Internal, format!("{}: the request in it: {why}", object.name_any()))
+        })?;
+        let volume = self.volume(object).await?;
+        let mut request = ControllerPublishVolumeRequest {
+            volume_id: object.spec.volume_id.clone().unwrap_or_default(),
+            node_id: node_id.to_owned(),
+            readonly: asked.readonly,
+            secrets: volume.secrets,
+            volume_context: volume.context,
+            ..Default::default()
+        };
+        request.volume_capability = Some(asked.capability.capability()).into();
+        // Late, it could take a disk away from the next pod.
+        self.term.confirm().await.map_err(|why| Status::new(Code::Aborted, why.to_string()))?;
+        self.driver.upstream.call("/csi.v1.Controller/ControllerPublishVolume", &request, ATTACH_WITHIN).await
+    }
+
+    async fn unpublish(&self, object: &PeerpodVolume, node_id: &str) -> Result<(), Status> {
+        let request = ControllerUnpublishVolumeRequest {
+            volume_id: object.spec.volume_id.clone().unwrap_or_default(),
+            node_id: node_id.to_owned(),
+            secrets: self.volume(object).await?.secrets,
+            ..Default::default()
+        };
+        self.term.confirm().await.map_err(|why| Status::new(Code::Aborted, why.to_string()))?;
+        let upstream = &self.driver.upstream;
+        let done: Result<Empty, Status> =
+            upstream.call("/csi.v1.Controller/ControllerUnpublishVolume", &request, ATTACH_WITHIN).await;
+        match done {
+            // The volume or the VM is gone: so is what held them together.
+            Err(why) if why.code == Code::NotFound => Ok(()),
+            done => done.map(drop),
+        }
+    }
+
+    /// What the PersistentVolume and its secret say now. Secrets are held only as long as the call.
+    async fn volume(&self, object: &PeerpodVolume) -> Result<Volume, Status> {
+        let name = object.spec.volume_name.clone().unwrap_or_default();
+        let volumes: Api<PersistentVolume> = Api::all(self.client.clone());
+        let found =
+            within(format!("read PersistentVolume {name}"), volumes.get_opt(&name)).await.map_err(away)?;
+        let csi = found.and_then(|volume| volume.spec?.csi);
+        let Some(csi) = csi.filter(|csi| Some(&csi.volume_handle) == object.spec.volume_id.as_ref()) else {
+            return Ok(Volume::default());
+        };
+        let mut context: HashMap<String, String> =
+            csi.volume_attributes.unwrap_or_default().into_iter().collect();
+        context.remove(optin::KEY);
+        let secret =
+            csi.controller_publish_secret_ref.and_then(|secret| Some((secret.namespace?, secret.name?)));
+        let Some((namespace, name)) = secret else { return Ok(Volume { context, secrets: HashMap::new() }) };
+        let api: Api<Secret> = Api::namespaced(self.client.clone(), &namespace);
+        let secret = within(format!("read secret {namespace}/{name}"), api.get(&name)).await.map_err(away)?;
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).ok();
+        let data = secret.data.unwrap_or_default().into_iter();
+        let secrets = data.filter_map(|(key, value)| Some((key, text(value.0)?))).collect();
+        Ok(Volume { context, secrets })
+    }
+
+    async fn volume_id(&self, object: &PeerpodVolume) -> Result<VolumeId, Status> {
+        let handle = object.spec.volume_id.as_deref().unwrap_or_default();
+        Ok(VolumeId::of(self.driver.name().await?, handle))
+    }
+
+    /// The VM as the driver names nodes.
+    fn node_id(&self, vm: &str, node: &str) -> String {
+        let name = vm.rsplit('/').next().unwrap_or(vm);
+        self.node_id.replace("{vm}", vm).replace("{name}", name).replace("{node}", node)
+    }
+}

@@ -1,0 +1,46 @@
+//! What is asked of the driver itself. May touch: its socket.
+
+use std::{sync::Arc, time::Duration};
+
+use peerpod_proto::csi::{GetPluginInfoRequest, GetPluginInfoResponse};
+use tokio::sync::OnceCell;
+
+use crate::{
+    grpc::{Code, Status},
+    upstream::Upstream,
+};
+
+/// For calls of our own that a driver answers by itself.
+const ANSWER: Duration = Duration::from_secs(10);
+
+/// The driver behind us, by its name once that is known.
+#[derive(Clone, Debug)]
+pub struct Driver {
+    /// The way to it.
+    pub upstream: Arc<Upstream>,
+    name: Arc<OnceCell<String>>,
+}
+
+impl Driver {
+    /// Nothing is asked yet.
+    pub fn new(upstream: Arc<Upstream>) -> Driver {
+        Driver { upstream, name: Arc::default() }
+    }
+
+    /// Its name, asked once.
+    ///
+    /// # Errors
+    /// It cannot be asked now.
+    pub async fn name(&self) -> Result<&str, Status> {
+        let ask = async || -> Result<String, Status> {
+            const INFO: &str = "/csi.v1.Identity/GetPluginInfo";
+            let answer: GetPluginInfoResponse =
+                self.upstream.call(INFO, &GetPluginInfoRequest::new(), ANSWER).await?;
+            if answer.name.is_empty() {
+                return Err(Status::new(Code::Internal, "the CSI driver has no name"));
+            }
+            Ok(answer.name)
+        };
+        self.name.get_or_try_init(ask).await.map(String::as_str)
+    }
+}

@@ -1,0 +1,31 @@
+//! One at a time per key. May touch: nothing.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError, Weak},
+};
+
+use tokio::sync::{Mutex as Turn, OwnedMutexGuard};
+
+/// The turns under way.
+#[derive(Debug, Default)]
+pub struct Locks(Mutex<HashMap<String, Weak<Turn<()>>>>);
+
+impl Locks {
+    /// Waits for this key's turn, which lasts until the result is dropped.
+    pub async fn turn(&self, key: &str) -> OwnedMutexGuard<()> {
+        let turn = {
+            let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            all.retain(|_, turn| turn.strong_count() > 0);
+            match all.get(key).and_then(Weak::upgrade) {
+                Some(turn) => turn,
+                None => {
+                    let turn = Arc::new(Turn::new(()));
+                    all.insert(key.to_owned(), Arc::downgrade(&turn));
+                    turn
+                }
+            }
+        };
+        turn.lock_owned().await
+    }
+}

@@ -1,0 +1,315 @@
+//! The role beside kubelet: a peer pod's volume gets a target with a marker in it and a record that peerpod-node reads when
+//! it makes the VM; the driver is not asked. May touch: targets, the records' folder, API server, peerpod-node's socket.
+
+mod guest;
+pub mod ownership;
+mod pending;
+pub mod publications;
+mod publish;
+pub mod target;
+
+use std::{sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use hyper::Response;
+use peerpod_proto::csi::{
+    Empty, NodeExpandVolumeRequest, NodeExpandVolumeResponse, NodeGetVolumeStatsRequest,
+    NodeGetVolumeStatsResponse, NodeStageVolumeRequest, NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest,
+    VolumeUsage,
+};
+use peerpod_volume::{VolumeId, descriptor::Attach, records::Records};
+use protobuf::Message;
+use tokio::time::Instant;
+
+use crate::{
+    app::Parts,
+    body::Body,
+    cluster::NodeCluster,
+    config::{Attacher, CsiConfig},
+    driver::Driver,
+    grpc::{self, Code, Status},
+    locks::Locks,
+    metrics::Metrics,
+    optin::{self, Said},
+    proxy::{Call, Intercept},
+};
+use guest::Guest;
+use ownership::Ownership;
+use pending::Pending;
+use publications::{Publication, Publications};
+
+/// In the answer to ControllerPublishVolume: the controller's role decided that the volume goes to a VM.
+pub const INTERCEPTED: &str = "peerpod.io/intercepted";
+
+/// The role.
+#[derive(Clone)]
+pub struct Node(Arc<Inner>);
+
+struct Inner {
+    driver: Driver,
+    records: Records,
+    files: Publications,
+    owners: Ownership,
+    cluster: Option<NodeCluster>,
+    guest: Guest,
+    classes: Vec<String>,
+    attach: Attach,
+    region: Option<String>,
+    turns: Locks,
+    pending: Pending,
+    metrics: Metrics,
+}
+
+/// Whose a volume is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Whose {
+    /// Not a peer pod's, and nothing says so in it.
+    Drivers,
+    /// Not a peer pod's; the word that says so is for us.
+    DriversSaidSo,
+    /// A peer pod's: its StorageClass or PersistentVolume says so, or the controller's role.
+    Ours,
+    /// A peer pod's: by its RuntimeClass alone.
+    OursByClass,
+}
+
+impl Node {
+    /// Makes the role; goes on with what was begun before.
+    ///
+    /// # Errors
+    /// The cluster's client, or what is on disk, cannot be used.
+    pub async fn start(config: &CsiConfig, parts: &Parts) -> anyhow::Result<Node> {
+        let files = Publications::new(config.volumes_dir.clone());
+        let cluster = match &config.cluster {
+            None => None,
+            Some(kubeconfig) => Some(NodeCluster::connect(config, kubeconfig.as_deref()).await?),
+        };
+        let owners = match &cluster {
+            Some(cluster) => Ownership::Cluster(cluster.leases(&config.namespace)),
+            None => Ownership::Node(files.clone()),
+        };
+        if cluster.is_none() && config.attach == Attacher::Driver {
+            anyhow::bail!(
+                "csi.attach: driver needs a cluster, through which the controller's role is told of VMs"
+            );
+        }
+        if cluster.is_none() && !config.runtime_classes.is_empty() {
+            anyhow::bail!("csi.runtime-classes needs a cluster, which knows the pods' classes");
+        }
+        let node = Node(Arc::new(Inner {
+            driver: Driver::new(parts.upstream.clone()),
+            records: Records::new(&config.volumes_dir),
+            files,
+            owners,
+            cluster,
+            guest: Guest::new(config.volumes_socket.clone()),
+            classes: config.runtime_classes.clone(),
+            attach: match config.attach {
+                Attacher::Provider => Attach::Provider,
+                Attacher::Driver => Attach::Driver,
+            },
+            region: config.region.clone(),
+            turns: Locks::default(),
+            pending: Pending::default(),
+            metrics: parts.metrics.clone(),
+        }));
+        tokio::spawn(node.clone().follow());
+        Ok(node)
+    }
+
+    async fn volume(&self, handle: &str) -> Result<VolumeId, Status> {
+        Ok(VolumeId::of(self.0.driver.name().await?, handle))
+    }
+
+    async fn stage(self, call: Call) -> Result<Response<Body>, Status> {
+        let Ok(mut request) = NodeStageVolumeRequest::parse_from_bytes(&call.message) else {
+            return call.pass(None).await;
+        };
+        match whose(&request.volume_context, &request.publish_context)? {
+            Whose::Drivers => return call.pass(None).await,
+            Whose::DriversSaidSo => {
+                request.volume_context.remove(optin::KEY);
+                return call.pass(Some(grpc::encode(&request)?)).await;
+            }
+            Whose::Ours | Whose::OursByClass => {}
+        }
+        if request.volume_id.is_empty()
+            || request.staging_target_path.is_empty()
+            || request.volume_capability.is_none()
+        {
+            return Err(missing("volume_id, staging_target_path and volume_capability"));
+        }
+        let volume = self.volume(&request.volume_id).await?;
+        let done = self.0.files.put_staged(&volume, request.staging_target_path.as_ref());
+        done.map_err(|why| disk("note that a volume is staged", &why))?;
+        empty()
+    }
+
+    async fn unstage(self, call: Call) -> Result<Response<Body>, Status> {
+        let Ok(request) = NodeUnstageVolumeRequest::parse_from_bytes(&call.message) else {
+            return call.pass(None).await;
+        };
+        if request.volume_id.is_empty() || request.staging_target_path.is_empty() {
+            return call.pass(None).await;
+        }
+        let volume = self.volume(&request.volume_id).await?;
+        let path = request.staging_target_path.as_ref();
+        if !self.0.files.is_staged(&volume, path) {
+            return call.pass(None).await;
+        }
+        self.0
+            .files
+            .remove_staged(&volume, path)
+            .map_err(|why| disk("forget that a volume is staged", &why))?;
+        empty()
+    }
+
+    async fn unpublish(self, call: Call) -> Result<Response<Body>, Status> {
+        let Ok(request) = NodeUnpublishVolumeRequest::parse_from_bytes(&call.message) else {
+            return call.pass(None).await;
+        };
+        if request.volume_id.is_empty() || request.target_path.is_empty() {
+            return call.pass(None).await;
+        }
+        let volume = self.volume(&request.volume_id).await?;
+        let turn = self.0.turns.turn(volume.as_str()).await;
+        let found = self.0.files.get(&volume, request.target_path.as_ref());
+        let Some(publication) = found.map_err(|why| disk("read what is published", &why))? else {
+            drop(turn);
+            return call.pass(None).await;
+        };
+        // Not cut off when the caller leaves.
+        let work = tokio::spawn(async move {
+            let _turn = turn;
+            self.take_down(publication).await
+        });
+        work.await.map_err(|why| Status::new(Code::Internal, format!("unpublish: {why}")))??;
+        empty()
+    }
+
+    async fn stats(self, call: Call) -> Result<Response<Body>, Status> {
+        let Ok(request) = NodeGetVolumeStatsRequest::parse_from_bytes(&call.message) else {
+            return call.pass(None).await;
+        };
+        let (handle, path) = (request.volume_id, request.volume_path);
+        let Some(publication) = self.published(&handle, &path).await? else { return call.pass(None).await };
+        let within = left(call.until);
+        let stats = self.0.guest.stats(&publication.pod.uid, &publication.volume, within).await?;
+        let usage = |total: u64, available: u64, used: u64, unit| {
+            let number = |value| i64::try_from(value).unwrap_or(i64::MAX);
+            let (total, available, used) = (number(total), number(available), number(used));
+            VolumeUsage { total, available, used, unit, ..VolumeUsage::default() }
+        };
+        let mut answer = NodeGetVolumeStatsResponse::new();
+        answer.usage.push(usage(stats.total_bytes, stats.available_bytes, stats.used_bytes, 1));
+        if !stats.block && stats.total_inodes > 0 {
+            answer.usage.push(usage(stats.total_inodes, stats.free_inodes, stats.used_inodes, 2));
+        }
+        Ok(grpc::success(&grpc::encode(&answer)?))
+    }
+
+    async fn expand(self, call: Call) -> Result<Response<Body>, Status> {
+        let Ok(request) = NodeExpandVolumeRequest::parse_from_bytes(&call.message) else {
+            return call.pass(None).await;
+        };
+        let bytes = request.capacity_range.as_ref().map_or(0, |range| range.required_bytes.max(0));
+        let (handle, path) = (request.volume_id, request.volume_path);
+        if !handle.is_empty() && self.0.files.is_staged(&self.volume(&handle).await?, path.as_ref()) {
+            // Before it is published: there is no VM. It grows when the VM mounts it.
+            return expanded(bytes);
+        }
+        let Some(publication) = self.published(&handle, &path).await? else { return call.pass(None).await };
+        let vm = self.0.records.vm(&publication.pod.uid).map_err(|why| disk("read the pod's VM", &why))?;
+        if vm.is_none_or(|vm| vm.gone) {
+            return expanded(bytes);
+        }
+        let within = left(call.until);
+        let wanted = u64::try_from(bytes).unwrap_or_default();
+        let answer = self.0.guest.expand(&publication.pod.uid, &publication.volume, wanted, within).await?;
+        expanded(i64::try_from(answer.capacity_bytes).unwrap_or(i64::MAX))
+    }
+
+    /// The publication that a volume and a path name; none: not ours.
+    async fn published(&self, handle: &str, path: &str) -> Result<Option<Publication>, Status> {
+        if handle.is_empty() || path.is_empty() {
+            return Ok(None);
+        }
+        let volume = self.volume(handle).await?;
+        let read = |why| disk("read what is published", &why);
+        if let Some(found) = self.0.files.get(&volume, path.as_ref()).map_err(read)? {
+            return Ok(Some(found));
+        }
+        let elsewhere = !self.0.files.of(&volume).map_err(read)?.is_empty();
+        if elsewhere {
+            return Err(Status::new(Code::NotFound, format!("volume {handle} is not published at {path}")));
+        }
+        Ok(None)
+    }
+}
+
+#[async_trait]
+impl Intercept for Node {
+    fn looks_into(&self, path: &str) -> Option<&'static str> {
+        const METHODS: [&str; 6] = [
+            "NodeStageVolume",
+            "NodeUnstageVolume",
+            "NodePublishVolume",
+            "NodeUnpublishVolume",
+            "NodeGetVolumeStats",
+            "NodeExpandVolume",
+        ];
+        let name = path.strip_prefix("/csi.v1.Node/")?;
+        METHODS.into_iter().find(|method| *method == name)
+    }
+
+    async fn handle(&self, call: Call) -> Result<Response<Body>, Status> {
+        let node = self.clone();
+        match call.method {
+            "NodeStageVolume" => node.stage(call).await,
+            "NodeUnstageVolume" => node.unstage(call).await,
+            "NodePublishVolume" => node.publish(call).await,
+            "NodeUnpublishVolume" => node.unpublish(call).await,
+            "NodeGetVolumeStats" => node.stats(call).await,
+            "NodeExpandVolume" => node.expand(call).await,
+            _ => call.pass(None).await,
+        }
+    }
+}
+
+/// What the volume itself says.
+fn whose(
+    context: &std::collections::HashMap<String, String>,
+    published: &std::collections::HashMap<String, String>,
+) -> Result<Whose, Status> {
+    Ok(match optin::said(context)? {
+        Said::Yes => Whose::Ours,
+        Said::No => Whose::DriversSaidSo,
+        Said::Nothing if published.contains_key(INTERCEPTED) => Whose::Ours,
+        Said::Nothing => Whose::Drivers,
+    })
+}
+
+fn expanded(bytes: i64) -> Result<Response<Body>, Status> {
+    let answer = NodeExpandVolumeResponse { capacity_bytes: bytes, ..Default::default() };
+    Ok(grpc::success(&grpc::encode(&answer)?))
+}
+
+fn empty() -> Result<Response<Body>, Status> {
+    Ok(grpc::success(&grpc::encode(&Empty::new())?))
+}
+
+fn missing(what: &str) -> Status {
+    Status::new(Code::InvalidArgument, format!("the request needs {what}"))
+}
+
+fn disk(what: &str, why: &std::io::Error) -> Status {
+    Status::new(Code::Internal, format!("{what}: {why}"))
+}
+
+/// What is left of a caller's time, less a moment for the answer.
+fn left(until: Instant) -> Duration {
+    until
+        .saturating_duration_since(Instant::now())
+        .saturating_sub(Duration::from_secs(1))
+        .clamp(Duration::from_secs(1), Duration::from_secs(120))
+}

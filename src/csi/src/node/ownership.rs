@@ -1,0 +1,115 @@
+//! Whose a disk is that has one writer: the VolumeAttachment guards it per worker only, and two pods of one worker are two
+//! VMs. In a cluster a Lease per volume says so, else a file on this node. Given back only when the holder's VM is gone.
+//! May touch: Leases in one namespace, the records' folder.
+
+use k8s_openapi::api::coordination::v1::Lease;
+use kube::Api;
+use peerpod_kube::lease::{self, Owner, Taken};
+use peerpod_volume::{VolumeId, records::Pod};
+
+use super::publications::{self, Publications};
+use crate::grpc::{Code, Status};
+
+/// Where it is written.
+#[derive(Clone, Debug)]
+pub enum Ownership {
+    /// Leases of this namespace.
+    Cluster(Api<Lease>),
+    /// Files on this node.
+    Node(Publications),
+}
+
+/// A volume's Lease.
+pub fn lease_name(volume: &VolumeId) -> String {
+    format!("peerpod-volume-{volume}")
+}
+
+impl Ownership {
+    /// Takes a volume for a pod; the fencing token. Taking what one has gives a token, too.
+    ///
+    /// # Errors
+    /// FAILED_PRECONDITION: it is another pod's; UNAVAILABLE: it cannot be known now.
+    pub async fn take(&self, volume: &VolumeId, name: &str, pod: &Pod) -> Result<u64, Status> {
+        match self {
+            Ownership::Cluster(leases) => {
+                let owner = Owner::only(&pod.uid);
+                let taken = lease::take(leases, &lease_name(volume), &owner, None).await;
+                match taken.map_err(|why| unknown(name, &why))? {
+                    Taken::Ours(held) => Ok(u64::try_from(held.token()).unwrap_or_default()),
+                    Taken::Others { holder, .. } => Err(taken_by(name, &holder)),
+                }
+            }
+            Ownership::Node(files) => {
+                let found = files.owner(volume).map_err(|why| unknown(name, &why))?;
+                let (holder, fence) = found.map_or((None, 0), |owner| (owner.holder, owner.fence));
+                match holder {
+                    Some(holder) if holder == pod.uid => Ok(fence),
+                    Some(holder) => Err(taken_by(name, &holder)),
+                    None => {
+                        let owner = publications::Owner {
+                            version: publications::VERSION,
+                            holder: Some(pod.uid.clone()),
+                            fence: fence + 1,
+                        };
+                        files.put_owner(volume, &owner).map_err(|why| unknown(name, &why))?;
+                        Ok(fence + 1)
+                    }
+                }
+            }
+        }
+    }
+
+    /// Gives a pod's volume back. Not its any more is fine.
+    ///
+    /// # Errors
+    /// UNAVAILABLE: ask again.
+    pub async fn release(&self, volume: &VolumeId, name: &str, pod: &Pod) -> Result<(), Status> {
+        match self {
+            Ownership::Cluster(leases) => release_lease(leases, volume, &pod.uid).await,
+            Ownership::Node(files) => {
+                let found = files.owner(volume).map_err(|why| unknown(name, &why))?;
+                match found {
+                    Some(owner) if owner.holder.as_deref() == Some(&pod.uid) => {
+                        let free = publications::Owner { holder: None, ..owner };
+                        files.put_owner(volume, &free).map_err(|why| unknown(name, &why))
+                    }
+                    _ => Ok(()),
+                }
+            }
+        }
+    }
+}
+
+/// Gives back what this holder has of a volume, from wherever.
+///
+/// # Errors
+/// UNAVAILABLE: ask again.
+pub async fn release_lease(leases: &Api<Lease>, volume: &VolumeId, holder: &str) -> Result<(), Status> {
+    let lease_name = lease_name(volume);
+    let found = peerpod_kube::client::within(format!("read lease {lease_name}"), leases.get_opt(&lease_name));
+    let found = found.await.map_err(|why| unknown(volume.as_str(), &why))?;
+    if found.as_ref().and_then(lease::holder) != Some(holder) {
+        return Ok(());
+    }
+    let taken = lease::take(leases, &lease_name, &Owner::only(holder), None).await;
+    match taken.map_err(|why| unknown(volume.as_str(), &why))? {
+        Taken::Ours(held) => {
+            lease::release(leases, &held).await.map_err(|why| unknown(volume.as_str(), &why))
+        }
+        Taken::Others { .. } => Ok(()),
+    }
+}
+
+fn taken_by(name: &str, holder: &str) -> Status {
+    Status::new(
+        Code::FailedPrecondition,
+        format!(
+            "volume {name} has one user at a time and belongs to the pod with UID {holder} until that pod's VM is gone; \
+             this one waits. A volume for several pods needs ReadWriteMany and a driver that can do it"
+        ),
+    )
+}
+
+fn unknown(name: &str, why: &dyn std::fmt::Display) -> Status {
+    Status::new(Code::Unavailable, format!("whose volume {name} is: {why}"))
+}

@@ -1,0 +1,186 @@
+//! The PeerpodVolume objects: their names and labels, what is read from them and how their conditions are set. One per
+//! (volume, pod); no secrets. May touch: those objects.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::{
+    apimachinery::pkg::apis::meta::v1::{Condition, OwnerReference, Time},
+    jiff::Timestamp,
+};
+use kube::{
+    Api, Client, Resource, ResourceExt,
+    api::{ObjectMeta, Patch, PatchParams, PostParams},
+};
+use peerpod_kube::{
+    client::{Error, within},
+    crds::{PeerpodVolume, PeerpodVolumeSpec, PeerpodVolumeStatus},
+};
+use peerpod_volume::{VolumeId, records::Pod};
+use serde_json::json;
+
+/// On each object: it goes when the disk is detached and the VM gone.
+pub const FINALIZER: &str = "peerpod.io/detach";
+/// Label: the CSI driver's name.
+pub const DRIVER: &str = "peerpod.io/csi-driver";
+/// Label: the volume's id.
+pub const VOLUME: &str = "peerpod.io/volume";
+/// Label: who attaches the disk, `driver` or `provider`.
+pub const ATTACH: &str = "peerpod.io/attach";
+/// Condition: the driver attached the disk to the VM in `spec.vmID`.
+pub const ATTACHED: &str = "Attached";
+/// Condition: the pod has nothing of the volume any more and its VM is gone, or never was.
+pub const RELEASED: &str = "Released";
+
+/// The name of a (volume, pod)'s object.
+pub fn name(volume: &VolumeId, uid: &str) -> String {
+    let plain: String = uid.to_lowercase().chars().filter(char::is_ascii_alphanumeric).collect();
+    format!("{volume}-{}", &plain[plain.len().saturating_sub(12)..])
+}
+
+/// A new object.
+pub fn new(
+    volume: &VolumeId,
+    driver: &str,
+    pod: &Pod,
+    by_driver: bool,
+    spec: PeerpodVolumeSpec,
+) -> PeerpodVolume {
+    let labels = BTreeMap::from([
+        (DRIVER.to_owned(), driver.to_owned()),
+        (VOLUME.to_owned(), volume.to_string()),
+        (ATTACH.to_owned(), if by_driver { "driver" } else { "provider" }.to_owned()),
+    ]);
+    let owner = OwnerReference {
+        api_version: "v1".to_owned(),
+        kind: "Pod".to_owned(),
+        name: pod.name.clone(),
+        uid: pod.uid.clone(),
+        ..OwnerReference::default()
+    };
+    let metadata = ObjectMeta {
+        name: Some(name(volume, &pod.uid)),
+        namespace: Some(pod.namespace.clone()),
+        labels: Some(labels),
+        owner_references: Some(vec![owner]),
+        finalizers: Some(vec![FINALIZER.to_owned()]),
+        ..ObjectMeta::default()
+    };
+    PeerpodVolume { metadata, spec, status: None }
+}
+
+/// The objects of a namespace.
+pub fn api(client: &Client, namespace: &str) -> Api<PeerpodVolume> {
+    Api::namespaced(client.clone(), namespace)
+}
+
+/// Makes it, or finds it.
+///
+/// # Errors
+/// The API server refused or did not answer.
+pub async fn make(api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<PeerpodVolume, Error> {
+    let name = object.name_any();
+    if let Some(found) = within(format!("read PeerpodVolume {name}"), api.get_opt(&name)).await? {
+        return Ok(found);
+    }
+    match within(format!("make PeerpodVolume {name}"), api.create(&PostParams::default(), object)).await {
+        Err(error) if error.is_conflict() => {
+            within(format!("read PeerpodVolume {name}"), api.get(&name)).await
+        }
+        made => made,
+    }
+}
+
+/// Sets fields of the spec, if nobody changed the object since it was read.
+///
+/// # Errors
+/// A conflict, or as [`make`].
+pub async fn set_spec(
+    api: &Api<PeerpodVolume>,
+    object: &PeerpodVolume,
+    fields: serde_json::Value,
+) -> Result<PeerpodVolume, Error> {
+    let name = object.name_any();
+    let patch = json!({"metadata": {"resourceVersion": object.resource_version()}, "spec": fields});
+    within(
+        format!("patch PeerpodVolume {name}"),
+        api.patch(&name, &PatchParams::default(), &Patch::Merge(patch)),
+    )
+    .await
+}
+
+/// Sets a condition and the state's word, if nobody changed the object since it was read.
+///
+/// # Errors
+/// A conflict, or as [`make`].
+pub async fn set_condition(
+    api: &Api<PeerpodVolume>,
+    object: &PeerpodVolume,
+    state: &str,
+    kind: &str,
+    holds: bool,
+    (reason, message): (&str, &str),
+) -> Result<PeerpodVolume, Error> {
+    let name = object.name_any();
+    let mut status: PeerpodVolumeStatus = object.status.clone().unwrap_or_default();
+    let word = if holds { "True" } else { "False" };
+    let since = status.conditions.iter().find(|old| old.type_ == kind && old.status == word);
+    let since = since.map_or_else(|| Time(Timestamp::now()), |old| old.last_transition_time.clone());
+    status.conditions.retain(|old| old.type_ != kind);
+    status.conditions.push(Condition {
+        type_: kind.to_owned(),
+        status: word.to_owned(),
+        reason: reason.to_owned(),
+        message: message.chars().take(1024).collect(),
+        last_transition_time: since,
+        observed_generation: object.metadata.generation,
+    });
+    status.state = Some(state.to_owned());
+    status.observed_generation = object.metadata.generation;
+    let patch = json!({"metadata": {"resourceVersion": object.resource_version()}, "status": status});
+    within(
+        format!("patch status of PeerpodVolume {name}"),
+        api.patch_status(&name, &PatchParams::default(), &Patch::Merge(patch)),
+    )
+    .await
+}
+
+/// Whether a condition holds.
+pub fn holds(object: &PeerpodVolume, kind: &str) -> bool {
+    let conditions = object.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
+    conditions.iter().any(|condition| condition.type_ == kind && condition.status == "True")
+}
+
+/// Takes the finalizer away, if it is there.
+///
+/// # Errors
+/// A conflict, or as [`make`]. Gone already is fine.
+pub async fn let_go(api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<(), Error> {
+    let name = object.name_any();
+    let left: Vec<&String> = object.finalizers().iter().filter(|one| *one != FINALIZER).collect();
+    if left.len() == object.finalizers().len() {
+        return Ok(());
+    }
+    let patch =
+        Patch::Merge(json!({"metadata": {"resourceVersion": object.resource_version(), "finalizers": left}}));
+    let how = PatchParams::default();
+    let done = within(format!("let PeerpodVolume {name} go"), api.patch(&name, &how, &patch));
+    match done.await {
+        Err(error) if error.is_not_found() => Ok(()),
+        done => done.map(drop),
+    }
+}
+
+/// Asks for its deletion. Gone already is fine.
+///
+/// # Errors
+/// As [`make`].
+pub async fn delete(api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<(), Error> {
+    if object.meta().deletion_timestamp.is_some() {
+        return Ok(());
+    }
+    let name = object.name_any();
+    match within(format!("delete PeerpodVolume {name}"), api.delete(&name, &Default::default())).await {
+        Err(error) if error.is_not_found() => Ok(()),
+        done => done.map(drop),
+    }
+}

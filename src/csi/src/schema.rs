@@ -1,0 +1,25 @@
+//! The published form of a volume's descriptor. May touch: nothing.
+
+use peerpod_volume::GuestVolume;
+
+/// The JSON Schema, as `deploy/schemas/guest-volume.json` has it.
+pub fn guest_volume() -> String {
+    let schema = schemars::schema_for!(GuestVolume);
+    // A schema of ours is JSON.
+    let mut text = serde_json::to_string_pretty(&schema).unwrap_or_default();
+    text.push('\n');
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_published_one_is_this_one() {
+        let published = include_str!("../../../deploy/schemas/guest-volume.json");
+        assert_eq!(
+            published,
+            super::guest_volume(),
+            "write it anew: peerpod-csi schema >deploy/schemas/guest-volume.json"
+        );
+    }
+}

@@ -1,0 +1,438 @@
+//! A volume for peer pods: recorded, not published; given back in any order, twice, after a kill.
+
+#![cfg(test)]
+
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use anyhow::{Context, Result, ensure};
+use async_trait::async_trait;
+use peerpod_proto::{
+    csi::{
+        ControllerPublishVolumeRequest, ControllerPublishVolumeResponse, CreateVolumeRequest,
+        CreateVolumeResponse, Empty, NodeExpandVolumeRequest, NodeExpandVolumeResponse,
+        NodeGetVolumeStatsRequest, NodeGetVolumeStatsResponse, NodePublishVolumeRequest,
+        NodeUnpublishVolumeRequest, VolumeCapability,
+    },
+    volumes::{ExpandRequest, ExpandResponse, StatsRequest, StatsResponse},
+    volumes_ttrpc::{Volumes, create_volumes},
+};
+use peerpod_test_csi::{Driver, Folder, Wrapper, calls, eventually, grpc::Client, long, report, sanity};
+use peerpod_volume::{
+    Mode, Source, VolumeId,
+    records::{MARKER, Records, Vm},
+};
+
+const DRIVER: &str = "mock.csi.test";
+
+/// What peerpod-node would answer of the guest's volumes: every volume has a gibibyte.
+struct Guest;
+
+#[async_trait]
+impl Volumes for Guest {
+    async fn stats(
+        &self,
+        _: &ttrpc::r#async::TtrpcContext,
+        asked: StatsRequest,
+    ) -> ttrpc::Result<StatsResponse> {
+        if asked.volume_id.parse::<VolumeId>().is_err() || asked.pod_uid.is_empty() {
+            return Err(ttrpc::Error::RpcStatus(ttrpc::get_status(ttrpc::Code::INVALID_ARGUMENT, "who?")));
+        }
+        Ok(StatsResponse {
+            total_bytes: 1 << 30,
+            available_bytes: 1 << 29,
+            used_bytes: 1 << 29,
+            total_inodes: 100,
+            free_inodes: 60,
+            used_inodes: 40,
+            ..StatsResponse::default()
+        })
+    }
+
+    async fn expand(
+        &self,
+        _: &ttrpc::r#async::TtrpcContext,
+        asked: ExpandRequest,
+    ) -> ttrpc::Result<ExpandResponse> {
+        Ok(ExpandResponse { capacity_bytes: asked.capacity_bytes + 512, ..ExpandResponse::default() })
+    }
+}
+
+/// Driver, both roles and the guest's side, in a folder.
+struct Setup {
+    folder: Folder,
+    _driver: Driver,
+    controller: Wrapper,
+    node: Option<Wrapper>,
+    _guest: ttrpc::asynchronous::Server,
+}
+
+impl Setup {
+    async fn new(name: &str, driver_flags: &[&str]) -> Result<Setup> {
+        let folder = Folder::new(name)?;
+        let mut flags = vec!["--name=mock.csi.test"];
+        flags.extend(driver_flags);
+        let driver = Driver::start(&folder, &flags)?;
+        std::fs::create_dir(folder.path("run"))?;
+        let address = format!("unix://{}", folder.path("run/volumes.sock").display());
+        let mut guest = ttrpc::asynchronous::Server::new()
+            .bind(&address)?
+            .register_service(create_volumes(Arc::new(Guest)));
+        guest.start().await?;
+        let controller = Wrapper::start("controller", &folder, &[])?;
+        let node = Some(Wrapper::start("node", &folder, &[])?);
+        Ok(Setup { folder, _driver: driver, controller, node, _guest: guest })
+    }
+
+    async fn node(&self) -> Result<Client> {
+        Client::connect(&self.folder.path("node.sock")).await
+    }
+
+    fn records(&self) -> Records {
+        Records::new(self.folder.path("state/volumes"))
+    }
+
+    /// What is left on the node of all volumes.
+    fn left(&self) -> Result<Vec<PathBuf>> {
+        let mut left = self.folder.mounts()?;
+        let root = self.folder.path("state/volumes");
+        for folder in ["pods", "targets", "staged"] {
+            let found = std::fs::read_dir(root.join(folder)).into_iter().flatten();
+            left.extend(found.filter_map(|entry| Some(entry.ok()?.path())));
+        }
+        Ok(left)
+    }
+
+    async fn create(&self, name: &str, parameter: Option<&str>) -> Result<(String, HashMap<String, String>)> {
+        let mut request = CreateVolumeRequest { name: name.to_owned(), ..Default::default() };
+        request.parameters.extend(parameter.map(|value| ("peerpod".to_owned(), value.to_owned())));
+        // Field 3, volume_capabilities, which our form of the message does not know and carries along.
+        let capability = protobuf::Message::write_to_bytes(&capability(false, 1))?;
+        request.special_fields.mut_unknown_fields().add_length_delimited(3, capability);
+        let mut client = Client::connect(&self.controller.socket).await?;
+        let answer: CreateVolumeResponse = client.unary("Controller/CreateVolume", &request).await?;
+        let volume = answer.volume.into_option().context("no volume")?;
+        Ok((volume.volume_id, volume.volume_context))
+    }
+}
+
+fn capability(block: bool, access_mode: i32) -> VolumeCapability {
+    let mut capability = VolumeCapability::new();
+    capability.access_mode.mut_or_insert_default().mode = access_mode;
+    if block {
+        capability.set_block(Default::default());
+    } else {
+        let mount = capability.mut_mount();
+        mount.fs_type = "xfs".to_owned();
+        mount.mount_flags = vec!["noatime".to_owned()];
+        mount.volume_mount_group = "2000".to_owned();
+    }
+    capability
+}
+
+/// As kubelet asks for a pod, below this folder.
+fn publish(
+    root: &Path,
+    id: &str,
+    context: &HashMap<String, String>,
+    pod: &str,
+    block: bool,
+) -> NodePublishVolumeRequest {
+    let target = if block {
+        root.join(format!("kubelet/plugins/kubernetes.io/csi/volumeDevices/publish/pv-{id}/{pod}"))
+    } else {
+        root.join(format!("kubelet/pods/{pod}/volumes/kubernetes.io~csi/pv-{id}/mount"))
+    };
+    let mut request = NodePublishVolumeRequest {
+        volume_id: id.to_owned(),
+        staging_target_path: root.join("staging").display().to_string(),
+        target_path: target.display().to_string(),
+        volume_context: context.clone(),
+        ..Default::default()
+    };
+    request.volume_capability = Some(capability(block, 1)).into();
+    for (key, value) in [("uid", pod), ("name", "web-0"), ("namespace", "shop")] {
+        request.volume_context.insert(format!("csi.storage.k8s.io/pod.{key}"), value.to_owned());
+    }
+    request
+}
+
+async fn unpublish(client: &mut Client, request: &NodePublishVolumeRequest) -> Result<Empty> {
+    let request = NodeUnpublishVolumeRequest {
+        volume_id: request.volume_id.clone(),
+        target_path: request.target_path.clone(),
+        ..Default::default()
+    };
+    client.unary("Node/NodeUnpublishVolume", &request).await
+}
+
+const PUBLISH: &str = "Node/NodePublishVolume";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn csi_sanity_passes_for_volumes_of_peer_pods() -> Result<()> {
+    let setup = Setup::new("intercept", &["--attach-limit=3", "--topology"]).await?;
+    let parameters = setup.folder.path("parameters.yaml");
+    std::fs::write(&parameters, "peerpod: \"true\"\n")?;
+    let flags = [format!("--csi.testvolumeparameters={}", parameters.display())];
+    let (node, controller) = (setup.folder.path("node.sock"), setup.controller.socket.clone());
+    let cases = {
+        let folder = &setup.folder;
+        tokio::task::block_in_place(|| sanity::run(folder, "peerpod", &node, Some(&controller), &flags))?
+    };
+    println!(
+        "{} passed, {} failed, {} skipped",
+        cases.count("passed"),
+        cases.count("failed"),
+        cases.count("skipped")
+    );
+    report("csi_sanity_peerpod_passed", cases.count("passed") as f64);
+    report("csi_sanity_peerpod_failed", cases.count("failed") as f64);
+    assert_eq!(cases.which("failed"), Vec::<&str>::new());
+    assert!(cases.count("passed") > 60);
+    assert_eq!(setup.left()?, Vec::<PathBuf>::new());
+    for call in calls::of(&setup.folder, "")? {
+        assert!(!call.to_string().contains("\"peerpod\""), "our word reached the driver: {call}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_peer_pods_volume_is_recorded_and_the_driver_is_not_asked() -> Result<()> {
+    let setup = Setup::new("record", &[]).await?;
+    let (id, context) = setup.create("one", Some("true")).await?;
+    assert_eq!(context.get("peerpod").map(String::as_str), Some("true"));
+    let mut controller = Client::connect(&setup.controller.socket).await?;
+    let mut attach = ControllerPublishVolumeRequest {
+        volume_id: id.clone(),
+        node_id: DRIVER.to_owned(),
+        volume_context: context.clone(),
+        ..Default::default()
+    };
+    attach.volume_capability = Some(capability(false, 1)).into();
+    let answer: ControllerPublishVolumeResponse =
+        controller.unary("Controller/ControllerPublishVolume", &attach).await?;
+    assert_eq!(answer.publish_context.keys().collect::<Vec<_>>(), ["peerpod.io/intercepted"]);
+    attach.node_id = "no-such-node".to_owned();
+    let refused = controller.unary::<Empty>("Controller/ControllerPublishVolume", &attach).await.unwrap_err();
+    assert!(refused.to_string().starts_with("5:"), "{refused}");
+
+    let mut client = setup.node().await?;
+    for block in [false, true] {
+        let request = publish(setup.folder.root(), &id, &context, "uid-1", block);
+        let target = PathBuf::from(&request.target_path);
+        for _ in 0..2 {
+            let _: Empty = client.unary(PUBLISH, &request).await?;
+        }
+        let records = setup.records().of_pod("uid-1")?;
+        let [record] = records.as_slice() else { panic!("{records:?}") };
+        assert_eq!((record.driver.as_str(), record.handle.as_str()), (DRIVER, id.as_str()));
+        assert_eq!(record.volume.id, VolumeId::of(DRIVER, &id));
+        assert_eq!(record.volume.name, format!("pv-{id}"));
+        assert_eq!((record.pod.namespace.as_str(), record.pod.name.as_str()), ("shop", "web-0"));
+        assert!(matches!(&record.volume.source, Source::AttachedBlock { volume, .. } if *volume == id));
+        assert_eq!(record.target_path, target);
+        assert_eq!(record.fence, Some(1 + u64::from(block)));
+        assert_eq!(setup.records().uids("shop", "web-0")?, ["uid-1"]);
+        if block {
+            assert_eq!(record.volume.mode, Mode::Block);
+            let there = std::fs::read(&target)?;
+            assert!(there.starts_with(record.marker.as_bytes()) && there.len() == 4096);
+            assert!(setup.folder.mounts()?.is_empty());
+        } else {
+            let Mode::Filesystem { fs_type, mount_options, fs_group } = &record.volume.mode else { panic!() };
+            assert_eq!(
+                (fs_type.as_deref(), mount_options.as_slice()),
+                (Some("xfs"), &["noatime".to_owned()][..])
+            );
+            assert_eq!(fs_group.map(|group| group.gid), Some(2000));
+            assert_eq!(std::fs::read_to_string(target.join(MARKER))?, record.marker);
+            assert_eq!(std::fs::read_dir(&target)?.count(), 1, "nothing but the marker");
+            assert_eq!(setup.folder.mounts()?, [target.clone()]);
+        }
+        assert_eq!(record.marker.len(), 64);
+        let mut asked = NodeGetVolumeStatsRequest { volume_id: id.clone(), ..Default::default() };
+        asked.volume_path.clone_from(&request.target_path);
+        let stats: NodeGetVolumeStatsResponse = client.unary("Node/NodeGetVolumeStats", &asked).await?;
+        assert_eq!((stats.usage[0].total, stats.usage[0].unit, stats.usage[1].available), (1 << 30, 1, 60));
+        let mut grow = NodeExpandVolumeRequest { volume_id: id.clone(), ..Default::default() };
+        grow.volume_path.clone_from(&request.target_path);
+        grow.capacity_range.mut_or_insert_default().required_bytes = 1 << 20;
+        let grown: NodeExpandVolumeResponse = client.unary("Node/NodeExpandVolume", &grow).await?;
+        assert_eq!(grown.capacity_bytes, 1 << 20, "no VM yet: it grows when it is mounted");
+        for _ in 0..2 {
+            unpublish(&mut client, &request).await?;
+        }
+        assert!(!target.exists());
+        assert_eq!(setup.left()?, Vec::<PathBuf>::new());
+    }
+    assert!(calls::of(&setup.folder, "NodePublishVolume")?.is_empty());
+    assert!(calls::of(&setup.folder, "ControllerPublishVolume")?.is_empty());
+    Ok(())
+}
+
+#[tokio::test]
+async fn only_yes_is_yes_and_what_is_not_ours_reaches_the_driver_as_it_was_sent() -> Result<()> {
+    let setup = Setup::new("optin", &["--disable-attach"]).await?;
+    for bad in ["", "True", "yes"] {
+        let refused = setup.create("bad", Some(bad)).await.unwrap_err().to_string();
+        assert!(refused.starts_with("3:") && refused.contains("peerpod"), "{refused}");
+    }
+    let mut client = setup.node().await?;
+    for (name, parameter) in [("no", Some("false")), ("nil", Some("0")), ("nothing", None)] {
+        let (id, context) = setup.create(name, parameter).await?;
+        assert!(!context.contains_key("peerpod"));
+        std::fs::create_dir_all(
+            setup.folder.path(&format!("kubelet/pods/uid-1/volumes/kubernetes.io~csi/pv-{id}")),
+        )?;
+        let mut request = publish(setup.folder.root(), &id, &context, "uid-1", false);
+        request.volume_context.insert("other".to_owned(), "kept".to_owned());
+        if parameter.is_some() {
+            request.volume_context.insert("peerpod".to_owned(), "false".to_owned());
+        }
+        let _: Empty = client.unary(PUBLISH, &request).await?;
+        let calls = calls::of(&setup.folder, "NodePublishVolume")?;
+        let seen = &calls.last().context("not asked")?["request"];
+        assert_eq!(seen["volumeId"], id.as_str());
+        assert_eq!(seen["volumeContext"]["other"], "kept");
+        assert!(seen["volumeContext"].get("peerpod").is_none());
+        assert_eq!(seen["volumeCapability"]["mount"]["volumeMountGroup"], "2000");
+        unpublish(&mut client, &request).await?;
+    }
+    assert_eq!(setup.left()?, Vec::<PathBuf>::new());
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_disk_is_one_pods_until_its_vm_is_gone() -> Result<()> {
+    let mut setup = Setup::new("owner", &[]).await?;
+    let (id, context) = setup.create("one", Some("1")).await?;
+    let mut client = setup.node().await?;
+    let (first, second) = (
+        publish(setup.folder.root(), &id, &context, "uid-1", false),
+        publish(setup.folder.root(), &id, &context, "uid-2", false),
+    );
+    let _: Empty = client.unary(PUBLISH, &first).await?;
+    let refused = |answer: Result<Empty>| {
+        let why = answer.unwrap_err().to_string();
+        assert!(why.starts_with("9:") && why.contains("uid-1"), "{why}");
+    };
+    refused(client.unary(PUBLISH, &second).await);
+    assert!(setup.records().of_pod("uid-2")?.is_empty() && !Path::new(&second.target_path).exists());
+    let vm = |gone| Vm { version: 1, sandbox: "s".into(), instance: Some("i-1".into()), gone };
+    setup.records().put_vm("uid-1", &vm(false))?;
+    // The pod is over, its VM is not.
+    unpublish(&mut client, &first).await?;
+    assert!(!Path::new(&first.target_path).exists());
+    refused(client.unary(PUBLISH, &second).await);
+    // Neither is it forgotten by a restart.
+    drop(setup.node.take());
+    setup.node = Some(Wrapper::start("node", &setup.folder, &[])?);
+    let mut client = setup.node().await?;
+    refused(client.unary(PUBLISH, &second).await);
+    setup.records().put_vm("uid-1", &vm(true))?;
+    eventually("the first pod's record is gone", || {
+        setup.records().of_pod("uid-1").is_ok_and(|records| records.is_empty())
+    })?;
+    let _: Empty = client.unary(PUBLISH, &second).await?;
+    let records = setup.records().of_pod("uid-2")?;
+    assert_eq!(records[0].fence, Some(2), "a later owner has a greater token");
+    unpublish(&mut client, &second).await?;
+    assert_eq!(setup.left()?, Vec::<PathBuf>::new());
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_is_in_a_target_is_never_removed() -> Result<()> {
+    let setup = Setup::new("careful", &[]).await?;
+    let (id, context) = setup.create("one", Some("true")).await?;
+    let mut client = setup.node().await?;
+    let request = publish(setup.folder.root(), &id, &context, "uid-1", false);
+    let target = PathBuf::from(&request.target_path);
+    std::fs::create_dir_all(&target)?;
+    std::fs::write(target.join("precious"), "data")?;
+    let _: Empty = client.unary(PUBLISH, &request).await?;
+    assert!(!target.join("precious").exists(), "hidden below the tmpfs");
+    let why = unpublish(&mut client, &request).await.unwrap_err().to_string();
+    assert!(why.contains("not empty") || why.contains("ENOTEMPTY"), "{why}");
+    assert_eq!(std::fs::read_to_string(target.join("precious"))?, "data");
+    std::fs::remove_file(target.join("precious"))?;
+    unpublish(&mut client, &request).await?;
+    assert_eq!(setup.left()?, Vec::<PathBuf>::new());
+    // Pods whose driver does not tell their names cannot be found by peerpod-node.
+    let mut nameless = publish(setup.folder.root(), &id, &context, "uid-1", false);
+    nameless.volume_context.retain(|key, _| !key.starts_with("csi.storage"));
+    let why = client.unary::<Empty>(PUBLISH, &nameless).await.unwrap_err().to_string();
+    assert!(why.starts_with("9:") && why.contains("podInfoOnMount"), "{why}");
+    Ok(())
+}
+
+/// Both wrappers are killed at random instants; kubelet repeats what was not answered. In the end everything is exact.
+#[tokio::test(flavor = "multi_thread")]
+async fn killed_at_random_nothing_is_lost_or_left() -> Result<()> {
+    let rounds = if long() { 200 } else { 20 };
+    let mut setup = Setup::new("killed", &[]).await?;
+    let mut volumes = Vec::new();
+    for number in 0..3 {
+        volumes.push(setup.create(&format!("v{number}"), Some("true")).await?);
+    }
+    let mut kills = 0;
+    for round in 0..rounds {
+        let requests: Vec<NodePublishVolumeRequest> = volumes
+            .iter()
+            .enumerate()
+            .map(|(number, (id, context))| {
+                publish(setup.folder.root(), id, context, &format!("uid-{round}"), number == 2)
+            })
+            .collect();
+        for up in [true, false] {
+            // A prime number of microseconds, more each round: every instant of the work is met.
+            let delay = std::time::Duration::from_micros(211 * (round % 40) + 97 * u64::from(up));
+            let socket = setup.folder.path("node.sock");
+            let work = requests.clone();
+            let before = tokio::spawn(async move {
+                let Ok(mut client) = Client::connect(&socket).await else { return };
+                for request in &work {
+                    // Whether it was answered, nobody knows.
+                    if up {
+                        drop(client.unary::<Empty>(PUBLISH, request).await);
+                    } else {
+                        drop(unpublish(&mut client, request).await);
+                    }
+                }
+            });
+            tokio::time::sleep(delay).await;
+            drop(setup.node.take());
+            kills += 1;
+            before.await?;
+            setup.node = Some(Wrapper::start("node", &setup.folder, &[])?);
+            let mut client = setup.node().await?;
+            for request in &requests {
+                let answer = if up {
+                    client.unary(PUBLISH, request).await
+                } else {
+                    unpublish(&mut client, request).await
+                };
+                let _: Empty = answer.with_context(|| format!("round {round}, up {up}"))?;
+            }
+            if up {
+                let records = setup.records().of_pod(&format!("uid-{round}"))?;
+                ensure!(records.len() == 3, "round {round}: {records:?}");
+                for record in &records {
+                    let file = match record.volume.mode {
+                        Mode::Block => record.target_path.clone(),
+                        Mode::Filesystem { .. } => record.target_path.join(MARKER),
+                    };
+                    ensure!(std::fs::read(file)?.starts_with(record.marker.as_bytes()), "round {round}");
+                }
+                ensure!(setup.folder.mounts()?.len() == 2, "round {round}: {:?}", setup.folder.mounts()?);
+            } else {
+                ensure!(setup.left()?.is_empty(), "round {round}: {:?}", setup.left()?);
+            }
+        }
+    }
+    println!("{kills} kills, {} publications exact after each", rounds * 3);
+    Ok(())
+}
