@@ -82,12 +82,15 @@ impl Dialler {
         }
     }
 
-    /// Connects and shakes hands, once: after a failure the caller lets a beat pass.
+    /// Connects and shakes hands, once: after a failure the caller lets a beat pass. `connected` is told before the first
+    /// byte is sent; whoever waits for it runs after.
     pub(crate) async fn secure(
         &mut self,
         config: std::sync::Arc<rustls::ClientConfig>,
+        connected: impl FnOnce(),
     ) -> Result<TlsStream<TcpStream>, Error> {
         let (tcp, address) = self.connect().await;
+        connected();
         let connecting = TlsConnector::from(config).connect(tls::server_name(), tcp);
         let failed = |source| Error { address, source };
         let result = match timeout(HANDSHAKE, connecting).await {

@@ -24,6 +24,11 @@ pub(crate) enum Error {
     Kernel(#[from] Errno),
 }
 
+/// Whether asking would not block.
+pub(crate) fn is_there() -> bool {
+    getrandom(&mut [0_u8], GetRandomFlags::NONBLOCK).is_ok()
+}
+
 /// Returns as soon as asking cannot block.
 pub(crate) fn wait() -> Result<(), Error> {
     let began = Instant::now();

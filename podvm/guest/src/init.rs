@@ -7,7 +7,10 @@
 
 use std::{
     fs,
-    os::{fd::AsFd, unix::process::CommandExt},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::process::CommandExt,
+    },
     path::Path,
     process::{Command, ExitCode, Stdio},
     time::{Duration, Instant},
@@ -30,7 +33,7 @@ use nix::{
 
 use crate::{
     config::Settings,
-    files, power,
+    entropy, files, power,
     status::{self, Past},
 };
 
@@ -59,19 +62,22 @@ const GRACE: Duration = Duration::from_secs(2);
 const LIST: &str = "/etc/peerpod/modules";
 /// A driver announces devices whose drivers announce devices: PCI, virtio, SCSI, disk.
 const ROUNDS: u32 = 16;
+/// What says that home was called; and how long pid 1 waits for that before it loads what nothing waits for.
+const GO_ON: Signal = Signal::SIGUSR1;
+const GOES_ON: Duration = Duration::from_secs(3);
 /// The priority at which drivers are loaded that nothing waits for.
 const LATE: i32 = 19;
 
 /// Runs until the machine is to go off. Its end is the end of the VM.
 pub(crate) fn run(settings: &Settings) -> anyhow::Result<ExitCode> {
     let began = status::since_boot();
-    root::build();
+    let first_root = root::build();
     settle::settle();
     if let Err(error) = loopback_up() {
         tracing::warn!(error, "cannot bring lo up");
     }
     let mut signals = SigSet::empty();
-    for signal in [Signal::SIGCHLD, Signal::SIGTERM, Signal::SIGINT, Signal::SIGPWR] {
+    for signal in [Signal::SIGCHLD, Signal::SIGTERM, Signal::SIGINT, Signal::SIGPWR, GO_ON] {
         signals.add(signal);
     }
     signals.thread_block()?; // `serve` inherits that, and undoes it for all that it starts
@@ -79,7 +85,7 @@ pub(crate) fn run(settings: &Settings) -> anyhow::Result<ExitCode> {
     let mut stages = vec![Past::new("init", began)];
     let machine = status::in_first_pid_namespace().then(|| {
         let began = status::since_boot();
-        let machine = Machine::new();
+        let machine = Machine::new(first_root);
         stages.push(Past::new("modules", began));
         machine
     });
@@ -91,7 +97,17 @@ pub(crate) fn run(settings: &Settings) -> anyhow::Result<ExitCode> {
     let patience = Duration::from_secs(settings.hang_seconds.into());
     let pulse = Pulse::new(settings.state_dir.join(power::FILE), patience);
     let now = Instant::now();
-    let keeper = Keeper { signals, serve: None, begun: now, due: now, pause: PAUSE, pulse, machine };
+    let keeper = Keeper {
+        signals,
+        serve: None,
+        begun: now,
+        due: now,
+        pause: PAUSE,
+        pulse,
+        machine,
+        started: now,
+        goes_on: false,
+    };
     keeper.keep(&settings.state_dir)
 }
 
@@ -101,18 +117,29 @@ pub(crate) fn is_ours() -> bool {
     nix::unistd::getppid().as_raw() == 1 && exe("1").is_some_and(|init| Some(init) == exe("self"))
 }
 
+/// Tells pid 1, if it is ours, that home was called: what was put off for that may begin.
+pub(crate) fn go_on() {
+    if is_ours()
+        && let Err(error) = kill(nix::unistd::getppid(), GO_ON)
+    {
+        tracing::warn!(%error, "cannot tell pid 1 to go on");
+    }
+}
+
 /// What only a machine of its own has.
 struct Machine {
     /// Until all drivers are loaded.
     modules: Option<Modules>,
+    first_root: Option<OwnedFd>,
     uevents: Option<Uevents>,
     buttons: Buttons,
     watchdog: Option<Watchdog>,
 }
 
 impl Machine {
-    /// Loads the drivers that it takes to call home. The others are loaded by [`Machine::complete`].
-    fn new() -> Machine {
+    /// Loads the drivers that it takes to call home. The others are loaded by [`Machine::complete`], at once if that
+    /// does not suffice.
+    fn new(first_root: Option<OwnedFd>) -> Machine {
         let modules = Modules::open();
         if modules.is_empty() {
             tracing::warn!("the image has no modules for this kernel; what is built in must do");
@@ -121,18 +148,30 @@ impl Machine {
         let uevents = Uevents::listen();
         let uevents =
             uevents.inspect_err(|error| tracing::error!(%error, "cannot hear of devices that come")).ok();
-        modules.cold_plug(false);
+        let mut all_here = modules.plug_first();
+        for _ in 0..ROUNDS {
+            let came = uevents.as_ref().map(Uevents::take).unwrap_or_default();
+            if came.is_empty() {
+                break;
+            }
+            let aliases = came.iter().filter_map(|added| added.alias.as_deref());
+            all_here &= aliases.fold(true, |all, alias| modules.load_first(alias) && all);
+        }
         let modules = Some(modules);
-        let mut machine = Machine { modules, uevents, buttons: Buttons::default(), watchdog: None };
-        machine.hear_all(false);
+        let mut machine =
+            Machine { modules, first_root, uevents, buttons: Buttons::default(), watchdog: None };
+        if !all_here || !entropy::is_there() {
+            machine.complete();
+        }
         machine
     }
 
-    /// Loads all other drivers, while `serve` runs already and comes first.
+    /// Mounts what is left to be mounted and loads all other drivers.
     fn complete(&mut self) {
-        let Some(modules) = &self.modules else { return };
+        let Some(modules) = self.modules.take() else { return };
+        usr::mount_file(&modules, self.first_root.take().as_ref());
         nice(LATE);
-        modules.cold_plug(true);
+        modules.cold_plug();
         modules.load_list(Path::new(LIST));
         // Where there is no device for it, the kernel's own: that sees at least that this program hangs.
         if !Path::new(watchdog::FIRST).exists()
@@ -140,32 +179,23 @@ impl Machine {
         {
             tracing::info!(%error, "no watchdog");
         }
-        self.hear_all(true);
-        self.modules = None; // its megabytes
+        for _ in 0..ROUNDS {
+            if !self.hear(Some(&modules)) {
+                break;
+            }
+        }
         self.buttons.look();
         self.watchdog = Watchdog::open();
         nice(0);
     }
 
-    fn hear_all(&mut self, late: bool) {
-        for _ in 0..ROUNDS {
-            if !self.hear(late) {
-                break;
-            }
-        }
-    }
-
-    /// Loads what devices that came announce; whether any came. Once all drivers are loaded the index is read anew: a
-    /// device that comes later is rare, and the index's megabytes would stay.
-    fn hear(&mut self, late: bool) -> bool {
+    /// Loads what devices that came announce; whether any came. Without an index it is read anew: a device that comes
+    /// later is rare, and its memory would stay.
+    fn hear(&mut self, modules: Option<&Modules>) -> bool {
         let came = self.uevents.as_ref().map(Uevents::take).unwrap_or_default();
         let mut read = None;
         for alias in came.iter().filter_map(|added| added.alias.as_deref()) {
-            let modules = self.modules.as_ref().unwrap_or_else(|| read.get_or_insert_with(Modules::open));
-            // The look at all devices comes by those that are left out here.
-            if late || !modules::can_wait(alias) {
-                modules.load_for_device(alias);
-            }
+            modules.unwrap_or_else(|| read.get_or_insert_with(Modules::open)).load_for_device(alias);
         }
         if came.iter().any(|added| added.is_input) {
             self.buttons.look();
@@ -189,6 +219,9 @@ struct Keeper {
     pause: Duration,
     pulse: Pulse,
     machine: Option<Machine>,
+    started: Instant,
+    /// `serve` says that what was put off may begin.
+    goes_on: bool,
 }
 
 enum Turn {
@@ -208,11 +241,15 @@ impl Keeper {
                     self.start();
                 }
             }
-            if let Some(machine) = &mut self.machine {
+            if let Some(machine) = &mut self.machine
+                && (self.goes_on || self.started.elapsed() > GOES_ON)
+            {
                 machine.complete();
             }
             // A pause of `serve` is also the moment to look at the lease and at its pulse.
-            self.wait(MEAL)?;
+            let is_complete = self.machine.as_ref().is_none_or(|machine| machine.modules.is_none());
+            let until = GOES_ON.saturating_sub(self.started.elapsed());
+            self.wait(if is_complete { MEAL } else { MEAL.min(until) })?;
             if let Turn::Off = self.signals_and_children()? {
                 break;
             }
@@ -242,7 +279,7 @@ impl Keeper {
             }
         }
         let Some(machine) = &mut self.machine else { return false };
-        machine.hear(true);
+        machine.hear(None);
         match &mut machine.watchdog {
             Some(_) if verdict == Verdict::Lost => tracing::error!("the watchdog is not fed any more"),
             Some(watchdog) => watchdog.feed(),
@@ -295,7 +332,9 @@ impl Keeper {
     fn signals_and_children(&mut self) -> anyhow::Result<Turn> {
         let mut turn = Turn::On;
         while let Some(signal) = self.signals.read_signal()? {
-            if signal.ssi_signo != Signal::SIGCHLD as u32 {
+            if signal.ssi_signo == GO_ON as u32 {
+                self.goes_on = true;
+            } else if signal.ssi_signo != Signal::SIGCHLD as u32 {
                 tracing::info!(signal = signal.ssi_signo, "asked to power off");
                 turn = Turn::Off;
             }
@@ -363,8 +402,17 @@ mod tests {
         let signals = SignalFd::with_flags(&SigSet::empty(), SfdFlags::SFD_CLOEXEC).unwrap();
         let now = Instant::now();
         let pulse = Pulse::new("/nonexistent".into(), STABLE);
-        let mut keeper =
-            Keeper { signals, serve: None, begun: now, due: now, pause: PAUSE, pulse, machine: None };
+        let mut keeper = Keeper {
+            signals,
+            serve: None,
+            begun: now,
+            due: now,
+            pause: PAUSE,
+            pulse,
+            machine: None,
+            started: now,
+            goes_on: false,
+        };
         for expected in [100, 200, 400, 800, 1600, 3200, 5000, 5000] {
             assert_eq!(keeper.pause.as_millis(), expected);
             keeper.back_off();

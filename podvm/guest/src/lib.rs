@@ -7,7 +7,7 @@
 
 use std::{path::Path, process::ExitCode};
 
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::Targets;
 
 mod agent;
 mod birth;
@@ -64,7 +64,7 @@ pub fn run() -> ExitCode {
     let settings = config::Settings::load(Path::new(config::PATH));
     let (log, over_link) =
         settings.as_ref().map_or(("info", true), |settings| (settings.log.as_str(), settings.log_over_link));
-    let filter = EnvFilter::try_new(log).unwrap_or_else(|_| EnvFilter::new("info"));
+    let filter = log.parse().unwrap_or_else(|_| Targets::new().with_default(tracing::Level::INFO));
     let ring = log::Ring::new(over_link);
     log::init(filter, matches!(run, Run::Serve).then(|| ring.clone()));
     tracing::info!(version = env!("CARGO_PKG_VERSION"), pid = std::process::id(), "peerpod-guest");

@@ -188,6 +188,7 @@ impl Keeper {
             config.inspect_err(|error| tracing::error!(%error, "cannot greet whoever dials")).ok()
         };
         let mut way = Way::Wait(Waiter::new(port, Arc::new(greeting)));
+        self.status.calls();
         let mut said = Said::default();
         if !self.identity().is_granted() {
             self.claim(&mut way, &mut said).await;
@@ -379,7 +380,10 @@ impl Keeper {
         with_certificate: bool,
     ) -> Result<TlsStream<TcpStream>, ClaimError> {
         match way {
-            Way::Dial(dialler) => Ok(dialler.secure(self.tls(with_certificate)?).await?),
+            Way::Dial(dialler) => {
+                let config = self.tls(with_certificate)?;
+                Ok(dialler.secure(config, || self.status.calls()).await?)
+            }
             Way::Wait(waiter) => Ok(waiter.next(with_certificate).await),
         }
     }

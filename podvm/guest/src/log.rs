@@ -16,7 +16,8 @@ use std::{
 use peerpod_link::record::{Level, Line, MAX_TARGET, MAX_TEXT, cut};
 use tracing::{Event, Metadata, Subscriber, field::Field};
 use tracing_subscriber::{
-    EnvFilter, Layer,
+    Layer,
+    filter::Targets,
     layer::{self, SubscriberExt},
     util::SubscriberInitExt,
 };
@@ -105,7 +106,7 @@ impl Ring {
 }
 
 /// Begins to log: to the console, and into the ring when there is one.
-pub(crate) fn init(filter: EnvFilter, ring: Option<Ring>) {
+pub(crate) fn init(filter: Targets, ring: Option<Ring>) {
     let console = tracing_subscriber::fmt::layer().with_ansi(false).with_writer(std::io::stderr);
     tracing_subscriber::registry().with(filter).with(console).with(ring.map(ToRing)).init();
 }

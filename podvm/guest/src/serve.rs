@@ -1,6 +1,6 @@
 //! `peerpod-guest serve`: puts the parts together and lives until the lease ends or somebody stops it.
 //!
-//! Everything that does not need the other runs beside it: the agent starts while home is dialled. When this program
+//! Everything that does not need the other runs beside it: the agent starts while home answers. When this program
 //! dies, agent, containers and network stay; its next run reads back who it was, finds them and dials again.
 
 use std::{
@@ -35,6 +35,12 @@ use crate::{
     uplink::{self, Watcher},
 };
 
+/// The agent, and all that can wait, wait so long for home to be called: with one processor they would come before it.
+const FIRST_WORD: Duration = Duration::from_secs(3);
+/// And so long for the agent's program, which is where pid 1 has yet to mount something.
+const MOUNTED: Duration = Duration::from_secs(10);
+const LOOK: Duration = Duration::from_millis(10);
+
 /// Runs the guest.
 pub(crate) fn run(settings: &Settings, ring: &Ring) -> anyhow::Result<ExitCode> {
     // Pid 1 hears of signals by a descriptor and blocks them: agent and containers must not inherit that, or nothing
@@ -53,6 +59,15 @@ pub(crate) fn run(settings: &Settings, ring: &Ring) -> anyhow::Result<ExitCode> 
             power::have_ended();
             Ok(ExitCode::from(power::POWER_OFF))
         }
+    }
+}
+
+/// Until pid 1 has mounted what the agent's program is in.
+async fn there(program: Option<&str>) {
+    let Some(program) = program.map(Path::new).filter(|program| program.is_absolute()) else { return };
+    let deadline = tokio::time::Instant::now() + MOUNTED;
+    while init::is_ours() && !program.exists() && tokio::time::Instant::now() < deadline {
+        tokio::time::sleep(LOOK).await;
     }
 }
 
@@ -78,16 +93,9 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     let encrypted = Arc::new(Encrypted::load_or_make(&settings.state_dir)?);
     let tunnel_key = encrypted.public_key();
     let images = Images::new(&settings.images);
-    // Before the agent: it looks for the socket once, at its start.
-    let _images = images.serve().await.unwrap_or_else(|error| {
-        // Pods whose images come otherwise must run.
-        let text = format!("images cannot be pulled in this VM: {error:#}");
-        status.note("images", Some(text));
-        None
-    });
     let components = Components::new(settings, status.clone());
     let person = Person::load(settings, status.clone(), agent.clone(), lease.clone(), encrypted)
-        .with_images(images, components.clone());
+        .with_images(images.clone(), components.clone());
     let flushing = tokio::sync::Mutex::new(());
     let control = Arc::new(Control { identity: identity.clone(), status: status.clone(), person, flushing });
 
@@ -98,8 +106,21 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     };
     let cards_task = keeps_cards.then(|| tokio::spawn(cards::keep(status.clone())));
     let agent_task = tokio::spawn({
-        let agent = agent.clone();
+        let (agent, status) = (agent.clone(), status.clone());
+        let program = settings.agent.first().cloned();
         async move {
+            if !restarted {
+                status.called(FIRST_WORD).await;
+                init::go_on();
+                there(program.as_deref()).await;
+            }
+            // Before the agent: it looks for the socket once, at its start.
+            let _images = images.serve().await.unwrap_or_else(|error| {
+                // Pods whose images come otherwise must run.
+                let text = format!("images cannot be pulled in this VM: {error:#}");
+                status.note("images", Some(text));
+                None
+            });
             components.wait().await;
             agent.run().await;
         }

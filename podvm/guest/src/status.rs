@@ -69,6 +69,8 @@ pub(crate) struct Status {
     inner: Mutex<guest::Status>,
     /// What is to be said about each subject.
     notes: Mutex<BTreeMap<&'static str, String>>,
+    /// Whether home was called.
+    called: tokio::sync::watch::Sender<bool>,
 }
 
 /// A stage under way.
@@ -78,6 +80,18 @@ pub(crate) struct Stage {
 }
 
 impl Status {
+    /// Home is being called, or may call: what was put off for that may begin.
+    pub(crate) fn calls(&self) {
+        self.called.send_replace(true);
+    }
+
+    /// Waits for that, but not for ever: a home that cannot be reached holds up nothing.
+    pub(crate) async fn called(&self, limit: Duration) {
+        let mut called = self.called.subscribe();
+        let called = tokio::time::timeout(limit, called.wait_for(|called| *called)).await;
+        drop(called); // late is fine, too
+    }
+
     /// With the stages that lie behind us: the time before this program, if it is the first of its kind.
     pub(crate) fn new(state_dir: &Path, restarted: bool) -> Status {
         let zero = birth_of_vm();
@@ -86,7 +100,8 @@ impl Status {
         inner.boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
             .map(|id| id.trim().to_owned())
             .unwrap_or_default();
-        let status = Status { zero, inner: Mutex::new(inner), notes: Mutex::default() };
+        let called = tokio::sync::watch::Sender::new(restarted);
+        let status = Status { zero, inner: Mutex::new(inner), notes: Mutex::default(), called };
         let own_start = || proc::started(std::process::id()).unwrap_or_else(since_boot);
         status.done(match restarted {
             false => Stage { name: "boot", began: zero },

@@ -25,8 +25,10 @@ const KERNEL: &str = "vmlinuz";
 const INITRD: &str = "initrd.img";
 /// Everything below /usr; the guest program mounts it there.
 const USR: &str = "usr.squashfs";
-/// What mounting it takes; with depmod's tables the only part of /usr that is in the archive, too.
-const USR_MODULES: [&str; 2] = ["loop", "squashfs"];
+/// What is in the archive itself of /usr, besides depmod's tables: modules for what mounting the rest takes, and for the
+/// first word home of a machine of QEMU's, which then comes before the mount. Others mount first.
+const FIRST_MODULES: [&str; 6] =
+    ["virtio_pci", "virtio_net", "virtio_blk", "qemu_fw_cfg", "loop", "squashfs"];
 /// Mount points and places that are written to.
 const FOLDERS: [&str; 7] = ["dev", "etc", "proc", "root", "run", "sys", "var/lib/peerpod"];
 
@@ -80,7 +82,7 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, out: &Path) -> anyhow::Resul
 /// The archive, which is not compressed: nearly all of it is a program that is read at once, and a file that is.
 fn initramfs(inputs: &Inputs, tree: &Tree, release: &str) -> anyhow::Result<Vec<u8>> {
     let mut early = Tree::merged();
-    modules::in_order(&mut early, &inputs.packages, release, USR_MODULES.into_iter())?;
+    modules::in_order(&mut early, &inputs.packages, release, FIRST_MODULES.into_iter())?;
     let tables = format!("usr/lib/modules/{release}/modules.");
     for (path, node) in tree.iter().filter(|(path, _)| !path.starts_with("usr/") || path.starts_with(&tables))
     {

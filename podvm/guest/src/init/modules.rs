@@ -175,6 +175,9 @@ impl Modules {
     }
 
     fn insert(&self, file: &str) -> Result<(), Error> {
+        if is_loaded(&name_of(file)) {
+            return Ok(()); // its file need not be read again
+        }
         let path = self.folder.join(file);
         let failed = |source| Error::Load { path: path.clone(), source };
         let options = options(&self.command_line, &name_of(file));
@@ -188,16 +191,46 @@ impl Modules {
         }
     }
 
-    /// Loads what devices that there are announce: first those that the way home may need, then (`late`) the rest. Loading
-    /// announces more, which comes as events.
-    pub(crate) fn cold_plug(&self, late: bool) {
+    /// Loads what devices announce that the way home may need: those on buses of cards and disks. Whether the image has
+    /// all of that here. Loading announces more, which comes as events.
+    pub(crate) fn plug_first(&self) -> bool {
+        let mut all_here = true;
+        for bus in FIRST_BUSES {
+            let devices = fs::read_dir(Path::new("/sys/bus").join(bus).join("devices"));
+            for device in devices.into_iter().flatten().filter_map(Result::ok) {
+                let is_first = bus != "acpi" || is_first_of_acpi(&device.file_name().to_string_lossy());
+                let alias =
+                    is_first.then(|| fs::read_to_string(device.path().join("modalias")).ok()).flatten();
+                all_here &= alias.is_none_or(|alias| self.load_first(alias.trim()));
+            }
+        }
+        all_here
+    }
+
+    /// Loads what an announced device needs, if that is of those that the way home may need; whether it is here.
+    pub(crate) fn load_first(&self, alias: &str) -> bool {
+        if can_wait(alias) {
+            return true;
+        }
+        match self.load(alias) {
+            Err(Error::Load { source, .. }) if source.kind() == io::ErrorKind::NotFound => false,
+            Err(error @ Error::Load { .. }) => {
+                tracing::warn!(%error, alias, "kernel module");
+                true
+            }
+            _ => true,
+        }
+    }
+
+    /// Loads what all devices that there are announce.
+    pub(crate) fn cold_plug(&self) {
         let mut aliases = Vec::new();
         collect_aliases(Path::new("/sys/devices"), 0, &mut aliases);
         aliases.sort_unstable();
         aliases.dedup();
         // What a processor can do is of use to ciphers alone; who wants one of these asks the kernel for it by name, and
         // their self-tests take longer than all drivers.
-        for alias in aliases.iter().filter(|alias| !alias.starts_with("cpu:") && can_wait(alias) == late) {
+        for alias in aliases.iter().filter(|alias| !alias.starts_with("cpu:")) {
             self.load_for_device(alias);
         }
     }
@@ -221,12 +254,21 @@ pub(crate) fn requested(name: &str) -> bool {
     Modules::open().load(name).is_ok()
 }
 
+/// Where cards, disks and user-data are found.
+const FIRST_BUSES: [&str; 5] = ["pci", "virtio", "vmbus", "xen", "acpi"];
+
+/// Of devices that ACPI knows: user-data (fw_cfg), and virtio without PCI.
+fn is_first_of_acpi(device: &str) -> bool {
+    device.starts_with("QEMU0002") || device.starts_with("LNRO0005")
+}
+
 /// Whether a device is of no use for the first word home: buttons, clocks, and those of virtio that are neither card nor
 /// disk (console, entropy, balloon). Loading a module takes some ten milliseconds where the processor is emulated.
-pub(crate) fn can_wait(alias: &str) -> bool {
-    const LATER: [&str; 9] = [
+fn can_wait(alias: &str) -> bool {
+    const LATER: [&str; 10] = [
         "acpi:LNX",
         "acpi:PNP",
+        "cpu:",
         "dmi:",
         "input:",
         "platform:",

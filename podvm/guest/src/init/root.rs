@@ -8,7 +8,7 @@
 use std::{
     fs::{self, File},
     io,
-    os::unix::fs::symlink,
+    os::{fd::OwnedFd, unix::fs::symlink},
 };
 
 use nix::{
@@ -16,7 +16,6 @@ use nix::{
     unistd::{chdir, chroot, dup2_stderr, dup2_stdin, dup2_stdout},
 };
 
-use super::usr;
 use crate::status;
 
 /// Source, target, type, flags, data.
@@ -24,10 +23,9 @@ type Mount = (&'static str, &'static str, &'static str, MsFlags, Option<&'static
 
 const SAFE: MsFlags = MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOEXEC);
 const PROC: Mount = ("proc", "/proc", "proc", SAFE, None);
-const DEV: Mount = ("devtmpfs", "/dev", "devtmpfs", MsFlags::MS_NOSUID, Some("mode=0755"));
 const MOUNTS: &[Mount] = &[
     ("sysfs", "/sys", "sysfs", SAFE, None),
-    DEV,
+    ("devtmpfs", "/dev", "devtmpfs", MsFlags::MS_NOSUID, Some("mode=0755")),
     (
         "devpts",
         "/dev/pts",
@@ -56,15 +54,13 @@ const LINKS: [(&str, &str); 4] = [
 /// Where the copy of the root is moved from.
 const STAGE: &str = "/.root";
 
-/// Mounts what is missing, and moves off the kernel's first root.
-pub(super) fn build() {
+/// Mounts what is missing, and moves off the kernel's first root; that one, where there is one.
+pub(super) fn build() -> Option<OwnedFd> {
+    let mut first = None;
     mount_missing(&PROC);
     if status::in_first_pid_namespace() && is_first_root() {
-        // On the first root, too: there the kernel's own helpers look for modules.
-        mount_missing(&DEV);
-        usr::mount_file();
         match leave_first_root() {
-            Ok(()) => {}
+            Ok(root) => first = Some(root),
             Err(error) => {
                 tracing::error!(%error, "cannot leave the initramfs as root: no container will start")
             }
@@ -88,6 +84,7 @@ pub(super) fn build() {
             _ => {}
         }
     }
+    first
 }
 
 /// Whether the root is what the kernel began with: it has no mount below it.
@@ -101,15 +98,17 @@ fn root_type(mountinfo: &str) -> Option<&str> {
     root.split(" - ").nth(1)?.split(' ').next()
 }
 
-fn leave_first_root() -> io::Result<()> {
+fn leave_first_root() -> io::Result<OwnedFd> {
     let none: Option<&str> = None;
+    let first = File::open("/")?;
     fs::create_dir_all(STAGE)?;
     mount(Some("/"), STAGE, none, MsFlags::MS_BIND | MsFlags::MS_REC, none)?;
     chdir(STAGE)?;
     mount(Some("."), "/", none, MsFlags::MS_MOVE, none)?;
     chroot(".")?;
     chdir("/")?;
-    fs::remove_dir(STAGE)
+    fs::remove_dir(STAGE)?;
+    Ok(first.into())
 }
 
 /// An initramfs without /dev/console leaves us without a voice.

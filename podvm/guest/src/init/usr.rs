@@ -1,16 +1,20 @@
 //! The image's /usr, which an initramfs carries as one compressed file: it is mounted, not unpacked. Unpacked it would cost
 //! each boot, and each VM's memory, megabytes that most pods never read.
 //!
+//! That comes after the first word home: the few drivers which that takes are in the archive itself.
 //! A disk image has a /usr of its own, and no such file.
 
 use std::{
     fs::File,
     io,
-    os::fd::{AsRawFd, RawFd},
+    os::fd::{AsRawFd, OwnedFd, RawFd},
     path::Path,
 };
 
-use nix::mount::{MsFlags, mount};
+use nix::{
+    mount::{MsFlags, mount},
+    unistd::{chdir, fchdir},
+};
 
 use super::modules::Modules;
 
@@ -28,18 +32,17 @@ mod ioctls {
     );
 }
 
-/// Mounts it, if there is one. `/dev` must be there.
-pub(super) fn mount_file() {
+/// Mounts it, if there is one, on this root and on the kernel's first, where the kernel's own helpers look for modules.
+pub(super) fn mount_file(modules: &Modules, first_root: Option<&OwnedFd>) {
     if !Path::new(FILE).exists() {
         return;
     }
-    if let Err(error) = try_mount() {
+    if let Err(error) = try_mount(modules, first_root) {
         tracing::error!(%error, "cannot mount {FILE} on /usr: drivers and the agent are in it");
     }
 }
 
-fn try_mount() -> io::Result<()> {
-    let modules = Modules::open();
+fn try_mount(modules: &Modules, first_root: Option<&OwnedFd>) -> io::Result<()> {
     for name in MODULES {
         modules.load(name).map_err(io::Error::other)?;
     }
@@ -48,7 +51,14 @@ fn try_mount() -> io::Result<()> {
     give(&device, file.as_raw_fd())?;
     let flags = MsFlags::MS_RDONLY.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOSUID);
     let none: Option<&str> = None;
-    Ok(mount(Some(DEVICE), "/usr", Some("squashfs"), flags, none)?)
+    mount(Some(DEVICE), "/usr", Some("squashfs"), flags, none)?;
+    if let Some(first_root) = first_root {
+        fchdir(first_root)?;
+        let mounted = mount(Some(DEVICE), "usr", Some("squashfs"), flags, none);
+        chdir("/")?;
+        mounted?;
+    }
+    Ok(())
 }
 
 #[expect(unsafe_code, reason = "a loop device gets its file by an ioctl and by nothing else")]
