@@ -1,0 +1,108 @@
+{{- define "peerpod.labels" -}}
+app.kubernetes.io/name: peerpod
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+{{- with .root.Values.labels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- /* Never changes: a DaemonSet's and a Deployment's selector cannot. */ -}}
+{{- define "peerpod.selector" -}}
+app.kubernetes.io/name: peerpod
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{- define "peerpod.image" -}}
+{{- $image := .root.Values.image -}}
+{{- if $image.digest -}}
+{{ $image.repository }}@{{ $image.digest }}
+{{- else -}}
+{{ $image.repository }}:{{ default (default .root.Chart.AppVersion $image.tag) .tag }}
+{{- end -}}
+{{- end }}
+
+{{- /* The shared file: what the chart must say, and over it what the user says. */ -}}
+{{- define "peerpod.config" -}}
+{{- $v := .Values -}}
+{{- $classes := list $v.runtimeClass.name -}}
+{{- $paths := dict "run-dir" $v.paths.run "state-dir" $v.paths.state -}}
+{{- $webhook := dict "runtime-classes" $classes "exclude-namespaces" (include "peerpod.excluded" . | fromJsonArray) -}}
+{{- $ours := dict "paths" $paths "webhook" $webhook -}}
+{{- toYaml (mergeOverwrite $ours (deepCopy $v.config)) -}}
+{{- end }}
+
+{{- define "peerpod.excluded" -}}
+{{- concat (list "kube-system" .Release.Namespace) .Values.webhook.excludeNamespaces | uniq | toJson -}}
+{{- end }}
+
+{{- /* Settings as variables. Both may be missing. */ -}}
+{{- define "peerpod.envFrom" -}}
+- configMapRef:
+    name: {{ .Values.provider.configMapName }}
+    optional: true
+- secretRef:
+    name: {{ .Values.provider.secretName }}
+    optional: true
+{{- end }}
+
+{{- define "peerpod.providerMount" -}}
+{{- if .Values.provider.filesSecretName }}
+- name: provider
+  mountPath: /etc/peerpod/provider
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{- define "peerpod.providerVolume" -}}
+{{- with .Values.provider.filesSecretName }}
+- name: provider
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0400
+{{- end }}
+{{- end }}
+
+{{- define "peerpod.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+{{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- /* Of containers that need nothing of the node. */ -}}
+{{- define "peerpod.confined" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities:
+    drop: [ALL]
+{{- end }}
+
+{{- define "peerpod.unprivilegedPod" -}}
+securityContext:
+  {{- if eq (int .user) 0 }}
+  runAsUser: 0
+  {{- else }}
+  runAsNonRoot: true
+  runAsUser: {{ .user }}
+  runAsGroup: {{ .user }}
+  fsGroup: {{ .user }}
+  {{- end }}
+  seccompProfile:
+    type: RuntimeDefault
+{{- end }}
+
+{{- define "peerpod.spread" -}}
+affinity:
+  podAntiAffinity:
+    preferredDuringSchedulingIgnoredDuringExecution:
+      - weight: 100
+        podAffinityTerm:
+          topologyKey: kubernetes.io/hostname
+          labelSelector:
+            matchLabels:
+              {{- include "peerpod.selector" . | nindent 14 }}
+{{- end }}
