@@ -6,6 +6,7 @@ use peerpod_providers::{Context, Purpose};
 use prometheus_client::registry::Registry;
 
 use super::{Part, config::ControllerConfig};
+use crate::rollout::{self, RolloutConfig};
 
 /// What all parts are told.
 pub struct Settings {
@@ -13,6 +14,8 @@ pub struct Settings {
     pub controller: ControllerConfig,
     /// Section `provider`: who has the VMs.
     pub provider: peerpod_providers::Settings,
+    /// What is rolled out; `None`: the chart does it.
+    pub rollout: Option<RolloutConfig>,
 }
 
 impl Settings {
@@ -29,9 +32,11 @@ impl Settings {
             node_name: String::new(),
             purpose: Purpose::Collect,
         };
+        let provider = peerpod_providers::read(reader, &context);
         Settings {
             controller: ControllerConfig::read(reader),
-            provider: peerpod_providers::read(reader, &context),
+            rollout: RolloutConfig::read(reader, provider.kind()),
+            provider,
         }
     }
 
@@ -41,6 +46,6 @@ impl Settings {
     /// What a part needs and does not find.
     pub async fn parts(self, registry: &mut Registry) -> anyhow::Result<Vec<Part>> {
         let _ = (registry, self.provider);
-        Ok(vec![])
+        Ok(self.rollout.map(rollout::part).into_iter().collect())
     }
 }
