@@ -30,7 +30,12 @@ app.kubernetes.io/component: {{ .component }}
 {{- $classes := list $v.runtimeClass.name -}}
 {{- $paths := dict "run-dir" $v.paths.run "state-dir" $v.paths.state -}}
 {{- $webhook := dict "runtime-classes" $classes "exclude-namespaces" (include "peerpod.excluded" . | fromJsonArray) -}}
-{{- $ours := dict "paths" $paths "webhook" $webhook -}}
+{{- $controller := dict -}}
+{{- if eq $v.rollout.mode "config" -}}
+{{- $hook := ternary (printf "%s-webhook" $v.name) "" $v.webhook.enabled -}}
+{{- $controller = dict "rollout-config-map" (printf "%s-rollout" $v.name) "rollout-webhook" $hook -}}
+{{- end -}}
+{{- $ours := dict "paths" $paths "webhook" $webhook "controller" $controller -}}
 {{- toYaml (mergeOverwrite $ours (deepCopy $v.config)) -}}
 {{- end }}
 
@@ -61,7 +66,7 @@ app.kubernetes.io/component: {{ .component }}
 - name: provider
   secret:
     secretName: {{ . }}
-    defaultMode: 0400
+    defaultMode: 256 # 0400
 {{- end }}
 {{- end }}
 
