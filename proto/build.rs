@@ -15,6 +15,7 @@ const PROTOS: &[&str] = &[
     "provider",
     "relay",
     "ttrpc_frame",
+    "volumes",
 ];
 
 fn main() -> std::io::Result<()> {
