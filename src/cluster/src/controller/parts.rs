@@ -5,7 +5,11 @@ use peerpod_base::config::Reader;
 use peerpod_providers::{Context, Purpose};
 use prometheus_client::registry::Registry;
 
-use super::{Part, config::ControllerConfig};
+use super::{
+    Part,
+    config::ControllerConfig,
+    vms::{Vms, VmsConfig, peerpods, sweep},
+};
 use crate::rollout::{self, RolloutConfig};
 
 /// What all parts are told.
@@ -14,6 +18,8 @@ pub struct Settings {
     pub controller: ControllerConfig,
     /// Section `provider`: who has the VMs.
     pub provider: peerpod_providers::Settings,
+    /// How VMs are looked after.
+    pub vms: VmsConfig,
     /// What is rolled out; `None`: the chart does it.
     pub rollout: Option<RolloutConfig>,
 }
@@ -35,6 +41,7 @@ impl Settings {
         let provider = peerpod_providers::read(reader, &context);
         Settings {
             controller: ControllerConfig::read(reader),
+            vms: VmsConfig::read(reader, &context.cluster_id),
             rollout: RolloutConfig::read(reader, provider.kind()),
             provider,
         }
@@ -45,7 +52,9 @@ impl Settings {
     /// # Errors
     /// What a part needs and does not find.
     pub async fn parts(self, registry: &mut Registry) -> anyhow::Result<Vec<Part>> {
-        let _ = (registry, self.provider);
-        Ok(self.rollout.map(rollout::part).into_iter().collect())
+        let vms = Vms::open(self.vms, self.provider, registry).await?;
+        let mut parts = vec![peerpods::part(vms.clone()), sweep::part(vms)];
+        parts.extend(self.rollout.map(rollout::part));
+        Ok(parts)
     }
 }

@@ -733,6 +733,7 @@ impl Effects for Fake {
             state: OwnedState::Running,
             addresses: vec![],
             created: None,
+            node: None,
         });
         Ok(owned.collect())
     }
