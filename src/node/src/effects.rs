@@ -26,6 +26,7 @@ use tokio::{sync::watch, task::spawn_blocking};
 
 use crate::{
     birth,
+    cluster::{Cluster, Shown, show::About},
     ledger::{self, Batch, Ledger, NetnsRef, Network, Record},
     localhost::Localhost,
     registries::Registries,
@@ -33,11 +34,11 @@ use crate::{
     roll_over::SharedTrust,
     sandbox::{
         effects::{
-            Certificate, CloudError, Effects, Followed, Guest, Made, NetworkError, RelayError, Trusted,
+            Certificate, CloudError, Effects, Followed, Guest, Made, NetworkError, RelayError, Said, Trusted,
         },
         follow::{Heard, Homes},
     },
-    spec::SandboxId,
+    spec::{PodRef, SandboxId},
     trust::{Ticket, Trust},
     tunnel::{
         Netns, NetnsId, Reserved, Seen, Tunnel,
@@ -82,6 +83,8 @@ pub struct Real {
     pub registries: Registries,
     /// What changes around the node.
     pub surroundings: Surroundings,
+    /// Kubernetes, and what all sandboxes have in common there; `None`: this node is in no cluster.
+    pub cluster: Option<(Cluster, About)>,
 }
 
 /// What the tunnel must know of a pod, in the ledger.
@@ -95,6 +98,12 @@ struct Woven {
 }
 
 impl Real {
+    /// What Kubernetes is to show of this record, and who sees to that.
+    fn shown(&self, record: &Record) -> Option<(&Cluster, Shown)> {
+        let (cluster, about) = self.cluster.as_ref()?;
+        Some((cluster, Shown::of(record, about, self.now_ms())?))
+    }
+
     async fn open(&self, netns: &NetnsRef) -> Result<Netns, NetworkError> {
         open(&self.boot_id, netns).await
     }
@@ -234,6 +243,27 @@ impl Effects for Real {
 
     async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, CloudError> {
         self.provider.place(request).await
+    }
+
+    fn is_in_cluster(&self) -> bool {
+        self.cluster.is_some()
+    }
+
+    async fn announce(&self, record: &Record) -> Option<String> {
+        let (cluster, shown) = self.shown(record)?;
+        cluster.announce(shown).await
+    }
+
+    fn show(&self, record: &Record) {
+        if let Some((cluster, shown)) = self.shown(record) {
+            cluster.show(shown);
+        }
+    }
+
+    fn tell(&self, pod: &PodRef, said: Said) {
+        if let Some((cluster, _)) = &self.cluster {
+            cluster.tell(pod, said);
+        }
     }
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError> {

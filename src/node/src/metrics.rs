@@ -37,6 +37,15 @@ pub struct ByReason {
     pub reason: String,
 }
 
+/// Labels of a call to the API server.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct ByCall {
+    /// What was asked.
+    pub call: &'static str,
+    /// `ok`, `not_found`, `conflict`, `refused`, `away`.
+    pub result: &'static str,
+}
+
 /// Labels by kind.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct ByKind {
@@ -75,6 +84,11 @@ pub struct Metrics {
     pub obstacles: Counter,
     paths: Family<ByKind, Counter>,
     notices: Family<ByKind, Counter>,
+    cluster_calls: Family<ByCall, Counter>,
+    /// PeerPods that are not as they should be.
+    pub cluster_backlog: Gauge,
+    /// Events that were never written.
+    pub cluster_events_dropped: Counter,
     batches: Histogram,
     /// Tasks that ended by a panic. Anything but 0 is a bug.
     pub panics: Counter,
@@ -109,6 +123,9 @@ impl Default for Metrics {
             obstacles: Counter::default(),
             paths: Family::default(),
             notices: Family::default(),
+            cluster_calls: Family::default(),
+            cluster_backlog: Gauge::default(),
+            cluster_events_dropped: Counter::default(),
             batches: Histogram::new([2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1000.0]),
             panics: Counter::default(),
         }
@@ -165,6 +182,21 @@ impl Metrics {
             "VMs asked for by one call, where several sandboxes wanted the same",
             self.batches.clone(),
         );
+        node.register(
+            "cluster_calls",
+            "Calls to the API server, by what was asked and what became of it",
+            self.cluster_calls.clone(),
+        );
+        node.register(
+            "cluster_backlog",
+            "PeerPods that are not as they should be, yet",
+            self.cluster_backlog.clone(),
+        );
+        node.register(
+            "cluster_events_dropped",
+            "Events on pods that were never written: too many of one pod, or the API server was away for too long",
+            self.cluster_events_dropped.clone(),
+        );
         node.register("panics", "Tasks that panicked", self.panics.clone());
         for phase in Phase::NAMES {
             drop(self.phases.get_or_create(&ByPhase { phase: phase.into() }));
@@ -214,6 +246,11 @@ impl Metrics {
     /// The provider said this of a pod's VM.
     pub fn noticed(&self, kind: &'static str) {
         self.notices.get_or_create(&ByKind { kind }).inc();
+    }
+
+    /// A call to the API server, and what became of it.
+    pub fn cluster_call(&self, call: &'static str, result: &'static str) {
+        self.cluster_calls.get_or_create(&ByCall { call, result }).inc();
     }
 
     /// How often it said so.

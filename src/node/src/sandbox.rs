@@ -62,6 +62,8 @@ pub struct Settings {
     pub guest_addresses: String,
     /// How long from CreateVM (or a restart of ours) until the guest must be ready.
     pub boot_timeout: Duration,
+    /// How long a start may take before it is said what it waits for.
+    pub slow_after: Duration,
     /// How long one StartVM may wait.
     pub start_timeout: Duration,
     /// How long the agent in the VM may take to listen.

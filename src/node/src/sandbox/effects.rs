@@ -17,7 +17,7 @@ use tokio::sync::watch;
 use super::follow::{Heard, Homes};
 use crate::{
     ledger::{self, Batch, NetnsRef, Network, Record},
-    spec::SandboxId,
+    spec::{PodRef, SandboxId},
     trust::Ticket,
 };
 
@@ -98,6 +98,15 @@ pub struct Guest {
     pub address: Option<IpAddr>,
 }
 
+/// Something that a pod's owner should see.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Said {
+    /// One word.
+    pub reason: &'static str,
+    /// What, why, and what to do.
+    pub text: String,
+}
+
 /// Everything a sandbox does to the world. Every method may be called again after a crash.
 #[async_trait]
 pub trait Effects: Send + Sync + 'static {
@@ -135,6 +144,23 @@ pub trait Effects: Send + Sync + 'static {
     async fn place(&self, _request: &CreateRequest) -> Result<Option<Placement>, CloudError> {
         Ok(None)
     }
+
+    /// Whether there is a cluster that shows sandboxes.
+    fn is_in_cluster(&self) -> bool {
+        false
+    }
+
+    /// Has the cluster show the sandbox before its VM is asked for: waits for that, but never long. Answers the pod's
+    /// UID, where it is known by then.
+    async fn announce(&self, _record: &Record) -> Option<String> {
+        None
+    }
+
+    /// Has the cluster show the sandbox as it is, or nothing once it is gone. Does not wait.
+    fn show(&self, _record: &Record) {}
+
+    /// Says something where the pod's owner looks. Does not wait.
+    fn tell(&self, _pod: &PodRef, _said: Said) {}
 
     /// Asks the cloud for the VM; the same key gets the same VM.
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError>;

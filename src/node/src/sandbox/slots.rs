@@ -24,6 +24,8 @@ pub(super) enum Outcome {
     Rested,
     /// Whether it gets its VM with others; `None`: it does not, and nobody was asked for one yet.
     Seated(Option<Seat>),
+    /// The cluster shows it, or could not at once; the pod's UID.
+    Announced(Option<String>),
     /// Where the attempt is to be made.
     Placed(Result<Option<Placement>, CloudError>),
     Created(Result<InstanceId, CloudError>),

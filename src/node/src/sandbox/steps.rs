@@ -65,6 +65,11 @@ impl Task {
             return;
         }
         let Some(request) = self.record.request.clone() else { return self.find(None) };
+        if !self.announced {
+            let (fx, record) = (self.fx.clone(), self.record.clone());
+            return self.slots.cloud.start(async move { Outcome::Announced(fx.announce(&record).await) });
+        }
+        self.unsent = false;
         match self.way.clone() {
             Way::Alone => self.create(request, attempt),
             Way::Seated(seat) => self.sit(seat),
