@@ -18,6 +18,7 @@ use crate::{
     cluster::ClusterConfig,
     registries::Registries,
     sandbox,
+    secrets::SecretsConfig,
     spec::wishes::{self, Wishes},
     tunnel::{
         Classifier, Kind, Owner, TunnelConfig, Vnis, WireguardConfig,
@@ -27,7 +28,7 @@ use crate::{
 };
 
 /// Sections of the shared file that other binaries read; of `relay` we look at one key.
-const OTHERS: [&str; 6] = ["controller", "csi", "relay", "secrets", "volumes", "webhook"];
+const OTHERS: [&str; 5] = ["controller", "csi", "relay", "volumes", "webhook"];
 /// More do not come within a window; each is a line of the batch's file.
 const MOST_BATCH: u32 = 1000;
 /// Of each list of networks; the guest takes no more.
@@ -96,6 +97,8 @@ pub struct NodeConfig {
     pub registries: Registries,
     /// Sections `cluster` and `kubernetes`; `None`: this node is in no cluster.
     pub cluster: Option<ClusterConfig>,
+    /// Section `secrets`: who is asked for pods' pull secrets; `None`: nobody.
+    pub secrets: Option<SecretsConfig>,
 }
 
 /// An address guests dial: with its port, or with the relay's.
@@ -240,6 +243,7 @@ impl NodeConfig {
             ),
             registries: Registries::read(reader),
             cluster: None,
+            secrets: SecretsConfig::read(reader),
         };
         config.cluster = ClusterConfig::read(reader, config.max_sandboxes);
         if let (Some(cluster), false) = (&config.cluster, reader.is_set("node.name")) {
@@ -315,7 +319,7 @@ impl NodeConfig {
     pub fn load(
         sources: Sources,
     ) -> Result<(NodeConfig, peerpod_providers::Settings, LogConfig, Printed), Mistakes> {
-        let mine = ["paths", "node", "tunnel", "provider", "log", "cluster", "kubernetes"];
+        let mine = ["paths", "node", "tunnel", "provider", "secrets", "log", "cluster", "kubernetes"];
         let mut reader = Reader::load(sources, &mine, &OTHERS)?;
         let config = NodeConfig::read(&mut reader);
         let provider = peerpod_providers::read(&mut reader, &config.provider_context());

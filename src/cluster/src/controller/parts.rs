@@ -10,7 +10,10 @@ use super::{
     config::ControllerConfig,
     vms::{Vms, VmsConfig, peerpods, sweep},
 };
-use crate::rollout::{self, RolloutConfig};
+use crate::{
+    rollout::{self, RolloutConfig},
+    secrets::{self, SecretsConfig},
+};
 
 /// What all parts are told.
 pub struct Settings {
@@ -22,6 +25,8 @@ pub struct Settings {
     pub vms: VmsConfig,
     /// What is rolled out; `None`: the chart does it.
     pub rollout: Option<RolloutConfig>,
+    /// Section `secrets`: nodes' pull secrets; `None`: not given here.
+    pub secrets: Option<SecretsConfig>,
 }
 
 impl Settings {
@@ -44,6 +49,7 @@ impl Settings {
             vms: VmsConfig::read(reader, &context.cluster_id),
             rollout: RolloutConfig::read(reader, provider.kind()),
             provider,
+            secrets: SecretsConfig::read(reader),
         }
     }
 
@@ -55,6 +61,9 @@ impl Settings {
         let vms = Vms::open(self.vms, self.provider, registry).await?;
         let mut parts = vec![peerpods::part(vms.clone()), sweep::part(vms)];
         parts.extend(self.rollout.map(rollout::part));
+        if let Some(config) = self.secrets {
+            parts.push(secrets::part(config, secrets::Metrics::register(registry)));
+        }
         Ok(parts)
     }
 }
