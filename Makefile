@@ -23,7 +23,7 @@ IMAGE_PARTS = $(IMAGE_SOURCE) --guest $(IMAGE_BINS)/peerpod-guest \
 	$(if $(KATA_AGENT),--kata-agent $(KATA_AGENT),--test-agent $(IMAGE_BINS)/peerpod-test-agent) \
 	$(if $(PAUSE_BUNDLE),--pause-bundle $(PAUSE_BUNDLE)) $(if $(GUEST_COMPONENTS),--guest-components $(GUEST_COMPONENTS))
 
-.PHONY: demo test test-kube test-long test-aws bench bench-aws bench-kube lint fuzz setup bins docs image image-minimal image-disk \
+.PHONY: demo test test-csi test-kube test-long test-aws bench bench-aws bench-kube lint fuzz setup bins docs image image-minimal image-disk \
 	image-bins image-lock dist kustomize
 
 setup:
@@ -54,7 +54,7 @@ image-lock:
 # The container image's tree: target/dist/rootfs, and what it is made of (target/dist/sbom.cdx.json). Static programs;
 # CLOUDS=1: with the clouds' SDKs. PROFILE=dev: with the programs of the tests' build, and the libraries that these need.
 DIST_TARGET := x86_64-unknown-linux-musl
-DIST_PACKAGES := peerpod-node peerpod-relay peerpod-cluster peerpod
+DIST_PACKAGES := peerpod-node peerpod-relay peerpod-cluster peerpod-csi peerpod
 DIST_WITH := $(if $(CLOUDS),--features peerpod-providers/aws)
 # Paths of this machine are not in what is built.
 DIST_FLAGS = --remap-path-prefix=$(CURDIR)=/src --remap-path-prefix=$(or $(CARGO_HOME),$(HOME)/.cargo)=/cargo
@@ -92,6 +92,13 @@ test-kube: setup
 	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(WITH)
 	$(CARGO) test --locked --workspace $(KUBE) $(WITH) --test 'kube_*'
 
+# The CSI wrapper before a real driver (Kubernetes' mock CSI driver), by csi-sanity. Both are compiled once (tests/csi/build).
+CSI := --features peerpod-test-csi/driver
+test-csi: setup
+	tests/csi/build
+	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(CSI) $(WITH)
+	$(CARGO) test --locked --workspace $(KUBE) $(CSI) $(WITH) --test 'csi_*'
+
 bench-kube: setup
 	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(WITH)
@@ -126,7 +133,7 @@ bench: image
 
 lint: setup
 	$(CARGO) fmt --all --check
-	$(CARGO) clippy --locked --workspace --all-targets $(KUBE) $(WITH) -- -D warnings
+	$(CARGO) clippy --locked --workspace --all-targets $(KUBE) $(CSI) $(WITH) -- -D warnings
 	$(if $(CLOUDS),$(CARGO) check --locked -p peerpod-providers -p peerpod-provider-aws)
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace $(KUBE) $(WITH) --no-deps --document-private-items
 	scripts/deny
