@@ -37,6 +37,7 @@ spec:
         {{- end }}
     spec:
       serviceAccountName: {{ $v.name }}-node
+      automountServiceAccountToken: true
       {{- include "peerpod.pullSecrets" . | nindent 6 }}
       # Variables of Services would be taken for settings.
       enableServiceLinks: false
@@ -62,8 +63,10 @@ spec:
           imagePullPolicy: {{ $v.image.pullPolicy }}
           command: [/usr/bin/peerpod-node]
           env:
-            - name: PEERPOD_NODE_NAME
+            - name: PEERPOD_CLUSTER_NODE_NAME
               valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+            - name: PEERPOD_CLUSTER_POD_UID
+              valueFrom: {fieldRef: {fieldPath: metadata.uid}}
             {{- with $v.provider.env }}
             {{- toYaml . | nindent 12 }}
             {{- end }}
@@ -111,6 +114,14 @@ spec:
               readOnly: true
             - name: tmp
               mountPath: /tmp
+            {{- if $v.pullSecrets.enabled }}
+            - name: secrets-token
+              mountPath: /var/run/secrets/peerpod
+              readOnly: true
+            - name: secrets-ca
+              mountPath: /etc/peerpod/secrets
+              readOnly: true
+            {{- end }}
             {{- include "peerpod.providerMount" . | nindent 12 }}
             {{- with $v.node.extraVolumeMounts }}
             {{- toYaml . | nindent 12 }}
@@ -127,6 +138,22 @@ spec:
           hostPath: {path: {{ $v.paths.netns }}, type: DirectoryOrCreate}
         - name: tmp
           emptyDir: {sizeLimit: 64Mi}
+        {{- if $v.pullSecrets.enabled }}
+        # Says to the service of pull secrets which node asks, and is good for nothing else.
+        - name: secrets-token
+          projected:
+            defaultMode: 256 # 0400
+            sources:
+              - serviceAccountToken:
+                  audience: {{ dig "secrets" "audience" "peerpod-secrets" $v.config }}
+                  expirationSeconds: 3600
+                  path: token
+        # The controller makes it.
+        - name: secrets-ca
+          configMap:
+            name: {{ $v.name }}-secrets-ca
+            optional: true
+        {{- end }}
         {{- include "peerpod.providerVolume" . | nindent 8 }}
         {{- with $v.node.extraVolumes }}
         {{- toYaml . | nindent 8 }}

@@ -43,9 +43,11 @@ pub async fn keep() -> io::Result<ExitCode> {
             status = relay.wait() => break status?,
             signal = told() => {
                 passed = true;
-                if let Some(pid) = relay.id().and_then(|pid| i32::try_from(pid).ok()) {
-                    // Fails only for one that is gone, whose end comes next.
-                    drop(kill(Pid::from_raw(pid), signal));
+                if let Some(pid) = relay.id().and_then(|pid| i32::try_from(pid).ok())
+                    && let Err(error) = kill(Pid::from_raw(pid), signal)
+                {
+                    // One that is gone; its end comes next.
+                    tracing::debug!(%error, "not told to end");
                 }
             }
         }

@@ -57,7 +57,7 @@ impl Drop for Kept {
     fn drop(&mut self) {
         // What it keeps dies by it.
         if let Some(child) = self.0.try_wait().unwrap().is_none().then(|| self.child()).flatten() {
-            drop(kill(Pid::from_raw(child), Signal::SIGKILL));
+            kill(Pid::from_raw(child), Signal::SIGKILL).ok();
         }
         drop(self.0.kill());
         drop(self.0.wait());

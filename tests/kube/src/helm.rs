@@ -23,6 +23,18 @@ pub fn helm(home: &Path, words: &[&str]) -> Result<String> {
     run(home, None, words)
 }
 
+/// What `kubectl` prints for these words, without a cluster.
+///
+/// # Errors
+/// As [`helm`].
+pub fn kubectl(words: &[&str]) -> Result<String> {
+    let done = Command::new(servers()?).arg("kubectl").args(words).output()?;
+    if !done.status.success() {
+        bail!("kubectl {}: {}", words.join(" "), String::from_utf8_lossy(&done.stderr).trim());
+    }
+    Ok(String::from_utf8_lossy(&done.stdout).into_owned())
+}
+
 impl Cluster {
     /// What `helm` prints for these words, as a user who may do everything.
     ///
@@ -30,6 +42,35 @@ impl Cluster {
     /// As [`helm`].
     pub fn helm(&self, words: &[&str]) -> Result<String> {
         run(self.folder(), Some(&self.folder().join("admin.kubeconfig")), words)
+    }
+
+    /// The chart, as a user installs it, in this namespace, which is made. Custom resources are there when it returns.
+    ///
+    /// # Errors
+    /// As [`helm`].
+    pub fn install(&self, namespace: &str, more: &[&str]) -> Result<()> {
+        let chart = project("deploy/chart");
+        let words = ["install", "peerpod", &chart.to_string_lossy(), "-n", namespace, "--create-namespace"];
+        self.helm(&[&words, more].concat())?;
+        self.kubectl(&["wait", "--for=condition=Established", "crd", "--all", "--timeout=60s"])?;
+        Ok(())
+    }
+
+    /// A kubeconfig's file for a service account; bound to this pod, as a kubelet gives it its token.
+    ///
+    /// # Errors
+    /// The API server gives no token.
+    pub async fn kubeconfig_of(&self, namespace: &str, account: &str, pod: Option<&str>) -> Result<PathBuf> {
+        let mut bound = None;
+        if let Some(pod) = pod {
+            let words = ["get", "pod", "-n", namespace, pod, "-o", "jsonpath={.metadata.uid}"];
+            bound = Some((pod, self.kubectl(&words)?));
+        }
+        let bound = bound.as_ref().map(|(pod, uid)| (*pod, uid.as_str()));
+        let token = self.token(namespace, account, &[], bound).await?;
+        let file = self.folder().join(format!("{account}-{}.kubeconfig", pod.unwrap_or("unbound")));
+        std::fs::write(&file, self.kubeconfig(&token))?;
+        Ok(file)
     }
 }
 

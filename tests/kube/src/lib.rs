@@ -12,7 +12,7 @@ mod process;
 
 pub use access::Rule;
 pub use cluster::{Cluster, Options};
-pub use helm::{helm, object, objects, project};
+pub use helm::{helm, kubectl, object, objects, project};
 pub use hook::{Authority, Hook, registration};
 pub use process::{Process, program};
 

@@ -18,7 +18,7 @@ use kube::{
     Api, Client,
     api::{ListParams, ObjectMeta, Patch, PatchParams, PostParams},
 };
-use peerpod_test_kube::{Cluster, Options, helm, object, objects, program, project, wait_for};
+use peerpod_test_kube::{Cluster, Options, helm, kubectl, object, objects, program, project, wait_for};
 use serde_json::{Value, from_value, json};
 
 const LIMIT: Duration = Duration::from_secs(120);
@@ -87,6 +87,26 @@ fn lints_and_refuses_values_that_mean_nothing() {
     }
 }
 
+/// `make kustomize` would change nothing; and what it made is one.
+#[test]
+fn what_is_made_of_the_chart_is_up_to_date() {
+    let home = Home::new("kustomize");
+    let made = Command::new(project("deploy/kustomize/make")).arg(&home.0).output().unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    for file in ["kustomize/base/peerpod.yaml", "kustomize/base/crds.yaml", "kustomize/base/kustomization.yaml",
+        "kustomize/base/namespace.yaml", "webhook/registration.yaml"]
+    {
+        let kept = fs::read_to_string(project("deploy").join(file)).unwrap();
+        assert!(fs::read_to_string(home.0.join(file)).unwrap() == kept, "deploy/{file}: run `make kustomize`");
+    }
+    let objects = objects(&kubectl(&["kustomize", project("deploy/kustomize/base").to_str().unwrap()]).unwrap()).unwrap();
+    for (kind, name) in [("DaemonSet", "peerpod-node"), ("CustomResourceDefinition", "peerpods.confidentialcontainers.org")] {
+        object(&objects, kind, name).unwrap();
+    }
+    let links = ["crds", "files/kata"].map(|link| fs::read_link(project("deploy/chart").join(link)).unwrap());
+    assert_eq!(links, [Path::new("../crds"), Path::new("../../kata")], "the chart has no copies that could differ");
+}
+
 /// What the programs read from the ConfigMap, the programs themselves accept.
 #[test]
 fn every_providers_configuration_is_one_of_the_programs() {
@@ -105,12 +125,11 @@ fn every_providers_configuration_is_one_of_the_programs() {
         };
         let (code, said) = check("peerpod", &["config", "check"]);
         assert_eq!(code, Some(0), "{name}: {said}");
-        // Two: the configuration has mistakes. One: it has none, and there is no API server here, or no certificate.
+        // Two: the configuration has mistakes. One: it has none, and there is no API server here.
         let away = ["--kubernetes.kubeconfig", "/nonexistent"];
         let (code, said) = check("peerpod-cluster", &[&["controller"][..], &away].concat());
         assert_eq!(code, Some(1), "{name}: {said}");
-        let none = ["webhook", "--webhook.certificate-file", "/nonexistent"];
-        let (code, said) = check("peerpod-cluster", &none);
+        let (code, said) = check("peerpod-cluster", &[&["webhook"][..], &away].concat());
         assert_eq!(code, Some(1), "{name}: {said}");
         let read: Value = serde_yaml::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
         kinds.insert(read["provider"]["kind"].as_str().unwrap().to_owned());
@@ -262,12 +281,16 @@ async fn installs_on_a_real_api_server() {
     cluster.namespace(NAMESPACE).await.unwrap();
     let crds = project("deploy/crds");
     cluster.kubectl(&["apply", "--server-side", "-f", crds.to_str().unwrap()]).unwrap();
-    // Theirs is not here to be asked; only that they are what is there is taken from the table of kinds.
+    // cert-manager's definitions are not here.
     let foreign = ["Issuer", "Certificate"];
+    let modes: [&[&str]; 3] = [
+        &[],
+        &["--set", "rollout.mode=config", "--set", "rollout.peerPodConfig.create=true"],
+        &["--set", "webhook.certificate.source=cert-manager", "--set", "pullSecrets.enabled=false"],
+    ];
     for (name, values) in providers() {
-        for mode in ["chart", "config"] {
-            let set = ["--set", &format!("rollout.mode={mode}"), "--set", "rollout.peerPodConfig.create=true"];
-            let words = [&["-f", values.to_str().unwrap()][..], &set].concat();
+        for mode in modes {
+            let words = [&["-f", values.to_str().unwrap()][..], mode].concat();
             let all = render(cluster.folder(), &words).unwrap();
             let ours = all.iter().filter(|object| !foreign.contains(&object["kind"].as_str().unwrap()));
             let list = json!({"apiVersion": "v1", "kind": "List", "items": ours.collect::<Vec<_>>()});
@@ -275,7 +298,7 @@ async fn installs_on_a_real_api_server() {
             fs::write(&file, list.to_string()).unwrap();
             let words =
                 ["apply", "--dry-run=server", "--validate=strict", "--server-side", "-f", file.to_str().unwrap()];
-            cluster.kubectl(&words).unwrap_or_else(|why| panic!("{name}, {mode}: {why}"));
+            cluster.kubectl(&words).unwrap_or_else(|why| panic!("{name}, {mode:?}: {why}"));
         }
     }
     a_node(&client, "worker-1").await;
@@ -290,9 +313,7 @@ async fn installs_on_a_real_api_server() {
 
 fn install(cluster: &Cluster, verb: &[&str], more: &[&str]) -> anyhow::Result<String> {
     let chart = project("deploy/chart");
-    // No cert-manager here.
-    let set = ["--set", "webhook.certificate.source=secret", "--set", "webhook.certificate.caBundle=none"];
-    let words = [verb, &["peerpod", chart.to_str().unwrap(), "-n", NAMESPACE], &set, more].concat();
+    let words = [verb, &["peerpod", chart.to_str().unwrap(), "-n", NAMESPACE], more].concat();
     cluster.helm(&words)
 }
 

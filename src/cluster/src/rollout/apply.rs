@@ -271,8 +271,8 @@ impl Work {
         });
         let configs: Api<PeerPodConfig> = self.ours();
         let apply = PatchParams::apply(MANAGER).force();
-        let written = configs.patch_status(&name, &apply, &Patch::Apply(&object));
-        within(format!("status of PeerPodConfig {name}"), written).await?;
+        let object = Patch::Apply(&object);
+        within(format!("status of PeerPodConfig {name}"), configs.patch_status(&name, &apply, &object)).await?;
         Ok(())
     }
 }
