@@ -73,8 +73,10 @@ async fn start(cluster: &Cluster, role: &str, who: &Path, more: &[&str], says: &
 #[tokio::test(flavor = "multi_thread")]
 async fn each_role_does_what_it_does_and_may_no_more() {
     let cluster = Cluster::start(Options::default()).await.unwrap();
-    cluster.install(OWN, &[]).unwrap();
+    let driver = "csi.drivers[0].namespace=shop,csi.drivers[0].nodeServiceAccount=driver-node,\
+                  csi.drivers[0].controllerServiceAccount=driver-controller";
     cluster.namespace("shop").await.unwrap();
+    cluster.install(OWN, &["--set", driver]).unwrap();
     for node in ["worker-1", "worker-2"] {
         apply(&cluster, &json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}}));
         let status = r#"{"status":{"capacity":{"cpu":"4","memory":"8Gi","pods":"110"}}}"#;
@@ -92,6 +94,50 @@ async fn each_role_does_what_it_does_and_may_no_more() {
     let words = ["annotate", "node", "worker-1", "a=b"];
     refused(&cluster, &unbound, &words, "must be bound to a pod on a node");
     drop((webhook, controller));
+    volumes(&cluster).await;
+}
+
+/// A driver's own accounts get what peerpod-csi asks for beside the driver; the programs are csi's own tests' matter.
+async fn volumes(cluster: &Cluster) {
+    for account in ["driver-node", "driver-controller"] {
+        cluster.kubectl(&["create", "serviceaccount", "-n", "shop", account]).unwrap();
+    }
+    for node in ["worker-1", "worker-2"] {
+        pod(cluster, "shop", &format!("csi-{node}"), json!({"nodeName": node, "serviceAccountName": "driver-node"}));
+    }
+    let node = cluster.kubeconfig_of("shop", "driver-node", Some("csi-worker-1")).await.unwrap();
+    let controller = cluster.kubeconfig_of("shop", "driver-controller", None).await.unwrap();
+    let volume = |name: &str, node: &str| {
+        let file = cluster.folder().join(format!("{name}.json"));
+        let object = json!({"apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerpodVolume",
+            "metadata": {"name": name, "namespace": "shop"}, "spec": {"volumeID": "v", "nodeName": node}});
+        std::fs::write(&file, object.to_string()).unwrap();
+        file
+    };
+    let (own, theirs) = (volume("own", "worker-1"), volume("theirs", "worker-2"));
+    as_who(cluster, &node, &["create", "-f", own.to_str().unwrap()]).unwrap();
+    let why = "a driver on node worker-1 may not change a PeerpodVolume of another node";
+    refused(cluster, &node, &["create", "-f", theirs.to_str().unwrap()], why);
+    cluster.kubectl(&["create", "-f", theirs.to_str().unwrap()]).unwrap();
+    refused(cluster, &node, &["delete", "peerpodvolume", "-n", "shop", "theirs"], why);
+    for words in [&["get", "secrets", "-n", "shop"][..], &["get", "peerpodvolumes", "-A"], &["get", "pods", "-A"]] {
+        refused(cluster, &node, words, "forbidden");
+    }
+    as_who(cluster, &node, &["get", "pod", "-n", "shop", "web"]).unwrap();
+    for words in [
+        &["get", "peerpodvolumes", "-A"][..],
+        &["get", "pods", "-n", "shop"],
+        &["get", "pv"],
+        &["get", "csinodes"],
+        &["get", "leases", "-n", "shop"],
+        &["get", "secret", "-n", "shop", "pull"],
+        &["annotate", "peerpodvolume", "-n", "shop", "theirs", "a=b"],
+    ] {
+        as_who(cluster, &controller, words).unwrap();
+    }
+    for words in [&["get", "secrets", "-n", "shop"][..], &["get", "leases", "-n", OWN], &["get", "nodes"]] {
+        refused(cluster, &controller, words, "forbidden");
+    }
 }
 
 /// It has no token at all in its pod; with one it could do nothing.
