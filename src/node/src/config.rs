@@ -28,7 +28,7 @@ use crate::{
 };
 
 /// Sections of the shared file that other binaries read; of `relay` we look at one key.
-const OTHERS: [&str; 5] = ["controller", "csi", "relay", "volumes", "webhook"];
+const OTHERS: [&str; 5] = ["relay", "controller", "webhook", "csi", "volumes"];
 /// More do not come within a window; each is a line of the batch's file.
 const MOST_BATCH: u32 = 1000;
 /// Of each list of networks; the guest takes no more.
@@ -95,10 +95,10 @@ pub struct NodeConfig {
     pub localhost: bool,
     /// What guests are told of registries.
     pub registries: Registries,
-    /// Sections `cluster` and `kubernetes`; `None`: this node is in no cluster.
-    pub cluster: Option<ClusterConfig>,
     /// Section `secrets`: who is asked for pods' pull secrets; `None`: nobody.
     pub secrets: Option<SecretsConfig>,
+    /// Sections `cluster` and `kubernetes`; `None`: this node is in no cluster.
+    pub cluster: Option<ClusterConfig>,
 }
 
 /// An address guests dial: with its port, or with the relay's.
@@ -242,8 +242,8 @@ impl NodeConfig {
                 "carry connections to 127.0.0.1 and ::1 of a pod's namespace (port-forward) into its VM",
             ),
             registries: Registries::read(reader),
-            cluster: None,
             secrets: SecretsConfig::read(reader),
+            cluster: None,
         };
         config.cluster = ClusterConfig::read(reader, config.max_sandboxes);
         if let (Some(cluster), false) = (&config.cluster, reader.is_set("node.name")) {
