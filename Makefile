@@ -24,7 +24,7 @@ IMAGE_PARTS = $(IMAGE_SOURCE) --guest $(IMAGE_BINS)/peerpod-guest --pull $(IMAGE
 	$(if $(PAUSE_BUNDLE),--pause-bundle $(PAUSE_BUNDLE)) $(if $(GUEST_COMPONENTS),--guest-components $(GUEST_COMPONENTS))
 
 .PHONY: demo test test-csi test-kube test-long test-aws bench bench-aws bench-kube lint fuzz setup bins docs image image-minimal image-disk \
-	image-bins image-lock
+	image-bins image-lock dist kustomize
 
 setup:
 	@scripts/setup
@@ -50,6 +50,30 @@ image-bins: setup
 # Writes podvm/image/packages.lock anew, with the newest versions.
 image-lock:
 	$(CARGO) run --locked -p peerpod-image -- lock --cache $(TARGET)/image/cache
+
+# The container image's tree: target/dist/rootfs, and what it is made of (target/dist/sbom.cdx.json). Static programs;
+# CLOUDS=1: with the clouds' SDKs. PROFILE=dev: with the programs of the tests' build, and the libraries that these need.
+DIST_TARGET := x86_64-unknown-linux-musl
+DIST_PACKAGES := peerpod-node peerpod-relay peerpod-cluster peerpod-csi peerpod
+DIST_WITH := $(if $(CLOUDS),--features peerpod-providers/aws)
+# Paths of this machine are not in what is built.
+DIST_FLAGS = --remap-path-prefix=$(CURDIR)=/src --remap-path-prefix=$(or $(CARGO_HOME),$(HOME)/.cargo)=/cargo
+dist: setup
+ifeq ($(PROFILE),dev)
+	$(CARGO) build --locked --workspace --bins $(KUBE) $(WITH)
+	$(TARGET)/debug/peerpod-dist --from $(TARGET)/debug --out $(TARGET)/dist $(DIST_PACKAGES:%=--program %)
+else
+	$(CARGO) build --locked --workspace --bin peerpod-dist $(KUBE) $(WITH)
+	RUSTFLAGS="$(DIST_FLAGS)" $(CARGO) build --locked --profile dist --target $(DIST_TARGET) --bins \
+		$(DIST_PACKAGES:%=-p %) $(DIST_WITH)
+	$(TARGET)/debug/peerpod-dist --from $(TARGET)/$(DIST_TARGET)/dist --out $(TARGET)/dist --target $(DIST_TARGET) \
+		$(DIST_PACKAGES:%=--program %) $(DIST_WITH)
+endif
+
+# What others make of the chart: deploy/kustomize, and the webhook's registration. A test says when they are out of date.
+kustomize: setup
+	tests/kube/build
+	deploy/kustomize/make
 
 demo: bins
 	$(TARGET)/debug/peerpod demo

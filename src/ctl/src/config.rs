@@ -17,10 +17,10 @@ use peerpod_relay::config::RelayConfig;
 use crate::convert;
 
 /// Every section there is; no other binary has more.
-pub(crate) const SECTIONS: [&str; 8] =
-    ["paths", "log", "node", "relay", "tunnel", "provider", "cluster", "kubernetes"];
+pub(crate) const SECTIONS: [&str; 9] =
+    ["paths", "log", "node", "relay", "tunnel", "provider", "secrets", "cluster", "kubernetes"];
 /// What the cluster's programs read: not looked at here.
-pub(crate) const OTHERS: [&str; 5] = ["controller", "csi", "secrets", "volumes", "webhook"];
+pub(crate) const OTHERS: [&str; 4] = ["controller", "csi", "volumes", "webhook"];
 
 /// What `peerpod config` understands.
 pub(crate) const USAGE: &str =

@@ -38,6 +38,8 @@ pub struct RelayConfig {
     pub max_handshakes: u32,
     /// `relay.max-handshakes-per-address`: the same of one address.
     pub max_handshakes_per_address: u32,
+    /// `relay.replaced`: whether to wait for the end of the container, in [`crate::keeper`].
+    pub waits_when_replaced: bool,
 }
 
 impl RelayConfig {
@@ -71,6 +73,13 @@ impl RelayConfig {
                 "32",
                 "the same of one address",
             ),
+            waits_when_replaced: reader.choice(
+                "relay.replaced",
+                "end",
+                &["end", "wait"],
+                "what this process does when another relay has taken its place: end, or wait to be told to (in a pod, where \
+                 it would be started again)",
+            ) == "wait",
         };
         for (key, path) in [("paths.run-dir", &config.run_dir), ("paths.state-dir", &config.state_dir)] {
             if !path.is_absolute() {

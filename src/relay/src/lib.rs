@@ -6,7 +6,7 @@
 //! * `guests`: the TCP port guests dial; `control`: `relay.sock`, where the node speaks to us; `handin`:
 //!   `relay-fds.sock`, where it gives us descriptors that we have no right to open;
 //!   `localhost`: what comes of the first of them.
-//! * `takeover`: how another relay process takes the place of this one.
+//! * `takeover`: how another relay process takes the place of this one; `keeper`: what stays of its container then.
 //!
 //! No cloud SDK and no Kubernetes in here: this process faces hostile guests.
 
@@ -24,6 +24,7 @@ mod handin;
 pub mod harden;
 mod id;
 mod inbox;
+pub mod keeper;
 mod localhost;
 mod metrics;
 mod sandboxes;

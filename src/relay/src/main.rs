@@ -8,7 +8,7 @@ use peerpod_base::{
     program::{self, Program},
     telemetry,
 };
-use peerpod_relay::{app, config::RelayConfig, harden};
+use peerpod_relay::{app, config::RelayConfig, harden, keeper};
 
 const PROGRAM: Program = Program {
     name: "peerpod-relay",
@@ -22,7 +22,7 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     match start() {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             eprintln!("peerpod-relay: {error:#}");
             ExitCode::FAILURE
@@ -36,9 +36,13 @@ fn settings() -> Vec<Setting> {
     loaded.map(|(_, _, printed)| printed.0).unwrap_or_default()
 }
 
-fn start() -> anyhow::Result<()> {
+fn start() -> anyhow::Result<ExitCode> {
     let (config, log, _) = RelayConfig::load(Sources::of_this_process())?;
     telemetry::init(&log)?;
+    if config.waits_when_replaced {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        return Ok(runtime.block_on(keeper::keep())?);
+    }
     if let Err(error) = program::own_rights_and_limits() {
         tracing::warn!(%error, "the limit of open files stays as it is");
     }
@@ -52,6 +56,6 @@ fn start() -> anyhow::Result<()> {
         let shutdown = lifecycle::signals()?;
         let bound = app::build(config).await?;
         bound.run(&shutdown).await?;
-        Ok(())
+        Ok(ExitCode::SUCCESS)
     })
 }

@@ -1,11 +1,12 @@
 // One binary for everything of Kubernetes that the tests need beside etcd, so that it is linked once:
-// the API server, the controller manager and kubectl, chosen by the first argument.
+// the API server, the controller manager, kubectl and helm, chosen by the first argument.
 package main
 
 import (
 	"fmt"
 	"os"
 
+	helm "helm.sh/helm/v4/pkg/cmd"
 	"k8s.io/component-base/cli"
 	"k8s.io/kubectl/pkg/cmd"
 	"k8s.io/kubectl/pkg/cmd/util"
@@ -28,8 +29,17 @@ func main() {
 		if err := cli.RunNoErrOutput(cmd.NewDefaultKubectlCommand()); err != nil {
 			util.CheckErr(err)
 		}
+	case "helm":
+		command, err := helm.NewRootCmd(os.Stdout, os.Args[1:], helm.SetupLogging)
+		if err == nil {
+			err = command.Execute()
+		}
+		if err != nil {
+			fmt.Fprintln(os.Stderr, "helm:", err)
+			os.Exit(1)
+		}
 	default:
-		fmt.Fprintln(os.Stderr, "usage: kube-server kube-apiserver|kube-controller-manager|kubectl [ARGUMENTS]")
+		fmt.Fprintln(os.Stderr, "usage: kube-server kube-apiserver|kube-controller-manager|kubectl|helm [ARGUMENTS]")
 		os.Exit(2)
 	}
 }

@@ -10,7 +10,10 @@ use super::{
     config::ControllerConfig,
     vms::{Vms, VmsConfig, peerpods, sweep},
 };
-use crate::secrets::{self, SecretsConfig};
+use crate::{
+    rollout::{self, RolloutConfig},
+    secrets::{self, SecretsConfig},
+};
 
 /// What all parts are told.
 pub struct Settings {
@@ -20,6 +23,8 @@ pub struct Settings {
     pub provider: peerpod_providers::Settings,
     /// How VMs are looked after.
     pub vms: VmsConfig,
+    /// What is rolled out; `None`: the chart does it.
+    pub rollout: Option<RolloutConfig>,
     /// Section `secrets`: nodes' pull secrets; `None`: not given here.
     pub secrets: Option<SecretsConfig>,
 }
@@ -38,10 +43,12 @@ impl Settings {
             node_name: String::new(),
             purpose: Purpose::Collect,
         };
+        let provider = peerpod_providers::read(reader, &context);
         Settings {
             controller: ControllerConfig::read(reader),
             vms: VmsConfig::read(reader, &context.cluster_id),
-            provider: peerpod_providers::read(reader, &context),
+            rollout: RolloutConfig::read(reader, provider.kind()),
+            provider,
             secrets: SecretsConfig::read(reader),
         }
     }
@@ -53,6 +60,7 @@ impl Settings {
     pub async fn parts(self, registry: &mut Registry) -> anyhow::Result<Vec<Part>> {
         let vms = Vms::open(self.vms, self.provider, registry).await?;
         let mut parts = vec![peerpods::part(vms.clone()), sweep::part(vms)];
+        parts.extend(self.rollout.map(rollout::part));
         if let Some(config) = self.secrets {
             parts.push(secrets::part(config, secrets::Metrics::register(registry)));
         }

@@ -1,0 +1,287 @@
+{{- /* Node and relay. Rendered as they are, or into a ConfigMap from which the controller applies them (rollout.mode). */ -}}
+{{- define "peerpod.nodeDaemonSet" -}}
+{{- $v := .Values -}}
+{{- $part := dict "root" . "component" "node" -}}
+apiVersion: apps/v1
+kind: DaemonSet
+metadata:
+  name: {{ $v.name }}-node
+  namespace: {{ .Release.Namespace }}
+  labels:
+    {{- include "peerpod.labels" $part | nindent 4 }}
+  {{- with $v.node.annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  selector:
+    matchLabels:
+      {{- include "peerpod.selector" $part | nindent 6 }}
+  # The new one starts, claims the node's capacity, and waits for the old one to leave: what is missing meanwhile is the
+  # time of one start, and no pod notices.
+  updateStrategy:
+    type: RollingUpdate
+    rollingUpdate:
+      maxSurge: 1
+      maxUnavailable: 0
+  minReadySeconds: 5
+  template:
+    metadata:
+      labels:
+        {{- include "peerpod.labels" $part | nindent 8 }}
+      annotations:
+        # A changed configuration is a rolling update.
+        peerpod.io/config: {{ include "peerpod.config" . | sha256sum }}
+        {{- with $v.node.podAnnotations }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+    spec:
+      serviceAccountName: {{ $v.name }}-node
+      automountServiceAccountToken: true
+      {{- include "peerpod.pullSecrets" . | nindent 6 }}
+      # Variables of Services would be taken for settings.
+      enableServiceLinks: false
+      # Pods' network namespaces are below the node's own; no port is declared, because two pods of one node share them
+      # during an update.
+      hostNetwork: true
+      dnsPolicy: ClusterFirstWithHostNet
+      priorityClassName: {{ include "peerpod.nodePriority" . }}
+      terminationGracePeriodSeconds: {{ $v.node.terminationGracePeriodSeconds }}
+      nodeSelector:
+        {{- toYaml $v.nodeSelector | nindent 8 }}
+      tolerations:
+        {{- toYaml $v.node.tolerations | nindent 8 }}
+      securityContext:
+        # It enters network namespaces, which are root's.
+        runAsUser: 0
+        runAsGroup: 0
+        seccompProfile:
+          type: {{ if $v.node.privileged }}Unconfined{{ else }}RuntimeDefault{{ end }}
+      containers:
+        - name: node
+          image: {{ include "peerpod.image" (dict "root" . "tag" $v.node.tag) }}
+          imagePullPolicy: {{ $v.image.pullPolicy }}
+          command: [/usr/bin/peerpod-node]
+          env:
+            - name: PEERPOD_CLUSTER_NODE_NAME
+              valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+            - name: PEERPOD_CLUSTER_POD_UID
+              valueFrom: {fieldRef: {fieldPath: metadata.uid}}
+            {{- with $v.provider.env }}
+            {{- toYaml . | nindent 12 }}
+            {{- end }}
+          envFrom:
+            {{- include "peerpod.envFrom" . | nindent 12 }}
+          securityContext:
+            readOnlyRootFilesystem: true
+            {{- if $v.node.privileged }}
+            privileged: true
+            {{- else }}
+            allowPrivilegeEscalation: false
+            capabilities:
+              drop: [ALL]
+              add:
+                {{- toYaml $v.node.capabilities | nindent 16 }}
+            {{- end }}
+          # On the node's own loopback, by which the kubelet asks.
+          startupProbe:
+            httpGet: {host: 127.0.0.1, port: 15153, path: /healthz}
+            periodSeconds: 2
+            failureThreshold: 90
+          readinessProbe:
+            httpGet: {host: 127.0.0.1, port: 15153, path: /readyz}
+            periodSeconds: 5
+          livenessProbe:
+            httpGet: {host: 127.0.0.1, port: 15153, path: /healthz}
+            periodSeconds: 20
+            timeoutSeconds: 5
+            failureThreshold: 6
+          resources:
+            {{- toYaml $v.node.resources | nindent 12 }}
+          volumeMounts:
+            - name: config
+              mountPath: /etc/peerpod/peerpod.yaml
+              subPath: peerpod.yaml
+              readOnly: true
+            - name: run
+              mountPath: {{ $v.paths.run }}
+            - name: state
+              mountPath: {{ $v.paths.state }}
+            # Those that the container runtime makes later appear here, too.
+            - name: netns
+              mountPath: {{ $v.paths.netns }}
+              mountPropagation: HostToContainer
+              readOnly: true
+            - name: tmp
+              mountPath: /tmp
+            {{- if $v.pullSecrets.enabled }}
+            - name: secrets-token
+              mountPath: /var/run/secrets/peerpod
+              readOnly: true
+            - name: secrets-ca
+              mountPath: /etc/peerpod/secrets
+              readOnly: true
+            {{- end }}
+            {{- include "peerpod.providerMount" . | nindent 12 }}
+            {{- with $v.node.extraVolumeMounts }}
+            {{- toYaml . | nindent 12 }}
+            {{- end }}
+      volumes:
+        - name: config
+          configMap:
+            name: {{ $v.name }}-config
+        - name: run
+          hostPath: {path: {{ $v.paths.run }}, type: DirectoryOrCreate}
+        - name: state
+          hostPath: {path: {{ $v.paths.state }}, type: DirectoryOrCreate}
+        - name: netns
+          hostPath: {path: {{ $v.paths.netns }}, type: DirectoryOrCreate}
+        - name: tmp
+          emptyDir: {sizeLimit: 64Mi}
+        {{- if $v.pullSecrets.enabled }}
+        # Says to the service of pull secrets which node asks, and is good for nothing else.
+        - name: secrets-token
+          projected:
+            defaultMode: 256 # 0400
+            sources:
+              - serviceAccountToken:
+                  audience: {{ dig "secrets" "audience" "peerpod-secrets" $v.config }}
+                  expirationSeconds: 3600
+                  path: token
+        # The controller makes it.
+        - name: secrets-ca
+          configMap:
+            name: {{ $v.name }}-secrets-ca
+            optional: true
+        {{- end }}
+        {{- include "peerpod.providerVolume" . | nindent 8 }}
+        {{- with $v.node.extraVolumes }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+{{- end }}
+
+{{- define "peerpod.relayDaemonSet" -}}
+{{- $v := .Values -}}
+{{- $part := dict "root" . "component" "relay" -}}
+apiVersion: apps/v1
+kind: DaemonSet
+metadata:
+  name: {{ $v.name }}-relay
+  namespace: {{ .Release.Namespace }}
+  labels:
+    {{- include "peerpod.labels" $part | nindent 4 }}
+  {{- with $v.relay.annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  selector:
+    matchLabels:
+      {{- include "peerpod.selector" $part | nindent 6 }}
+  # What runs is never stopped for what is new: either nothing happens to it, or the new one is started beside it and
+  # takes its sockets and connections over.
+  updateStrategy:
+    type: {{ $v.relay.updateStrategy }}
+    {{- if eq $v.relay.updateStrategy "RollingUpdate" }}
+    rollingUpdate:
+      maxSurge: 1
+      maxUnavailable: 0
+    {{- end }}
+  # The old pod goes so long after the new one answers; a take-over needs a quarter of a second.
+  minReadySeconds: 10
+  template:
+    metadata:
+      labels:
+        {{- include "peerpod.selector" $part | nindent 8 }}
+        app.kubernetes.io/instance: {{ .Release.Name }}
+      {{- with $v.relay.podAnnotations }}
+      annotations:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+    spec:
+      # It faces hostile guests: no way to the API server.
+      serviceAccountName: {{ $v.name }}-relay
+      automountServiceAccountToken: false
+      {{- include "peerpod.pullSecrets" . | nindent 6 }}
+      enableServiceLinks: false
+      # VMs dial the node's address. No port is declared: old and new share them during a take-over.
+      hostNetwork: true
+      dnsPolicy: Default
+      priorityClassName: {{ include "peerpod.nodePriority" . }}
+      terminationGracePeriodSeconds: {{ $v.relay.terminationGracePeriodSeconds }}
+      nodeSelector:
+        {{- toYaml $v.nodeSelector | nindent 8 }}
+      tolerations:
+        {{- toYaml $v.relay.tolerations | nindent 8 }}
+      securityContext:
+        # Shares folders with peerpod-node that are nobody else's. No capability, and its own system call filter.
+        runAsUser: 0
+        runAsGroup: 0
+        seccompProfile:
+          type: RuntimeDefault
+      containers:
+        - name: relay
+          image: {{ include "peerpod.image" (dict "root" . "tag" $v.relay.tag) }}
+          imagePullPolicy: {{ $v.image.pullPolicy }}
+          command: [/usr/bin/peerpod-relay]
+          env:
+            # One whose place was taken waits for its pod's end: started again it would take over in its turn.
+            - name: PEERPOD_RELAY_REPLACED
+              value: wait
+          {{- include "peerpod.confined" . | nindent 10 }}
+          # Answered for the relay of the node, whichever process that is. Whether it is ready is the node's matter: an
+          # old one that is not would be deleted before the new one has its connections. And nothing kills a relay that
+          # answers late: its pods would die.
+          readinessProbe:
+            httpGet: {host: 127.0.0.1, port: 15152, path: /healthz}
+            periodSeconds: 5
+            failureThreshold: 6
+          resources:
+            {{- toYaml $v.relay.resources | nindent 12 }}
+          volumeMounts:
+            - name: config
+              mountPath: /etc/peerpod/peerpod.yaml
+              subPath: peerpod.yaml
+              readOnly: true
+            - name: run
+              mountPath: {{ $v.paths.run }}
+            - name: state
+              mountPath: {{ $v.paths.state }}
+      volumes:
+        - name: config
+          configMap:
+            name: {{ $v.name }}-config
+        - name: run
+          hostPath: {path: {{ $v.paths.run }}, type: DirectoryOrCreate}
+        - name: state
+          hostPath: {path: {{ $v.paths.state }}, type: DirectoryOrCreate}
+{{- end }}
+
+{{- define "peerpod.nodePriority" -}}
+{{- if .Values.priorityClass.create }}{{ .Values.name }}-node{{ else }}system-node-critical{{ end -}}
+{{- end }}
+
+{{- define "peerpod.clusterPriority" -}}
+{{- if .Values.priorityClass.create }}{{ .Values.name }}-cluster{{ else }}system-cluster-critical{{ end -}}
+{{- end }}
+
+{{- define "peerpod.runtimeClass" -}}
+{{- $class := .Values.runtimeClass -}}
+apiVersion: node.k8s.io/v1
+kind: RuntimeClass
+metadata:
+  name: {{ $class.name }}
+  labels:
+    {{- include "peerpod.labels" (dict "root" . "component" "runtime") | nindent 4 }}
+handler: {{ $class.handler }}
+overhead:
+  podFixed:
+    {{- toYaml $class.overhead | nindent 4 }}
+scheduling:
+  nodeSelector:
+    {{- toYaml .Values.nodeSelector | nindent 4 }}
+  {{- with $class.tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}

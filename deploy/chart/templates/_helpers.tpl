@@ -1,0 +1,128 @@
+{{- define "peerpod.labels" -}}
+app.kubernetes.io/name: peerpod
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+{{- with .root.Values.labels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- /* Never changes: a DaemonSet's and a Deployment's selector cannot. */ -}}
+{{- define "peerpod.selector" -}}
+app.kubernetes.io/name: peerpod
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{- define "peerpod.image" -}}
+{{- $image := .root.Values.image -}}
+{{- if $image.digest -}}
+{{ $image.repository }}@{{ $image.digest }}
+{{- else -}}
+{{ $image.repository }}:{{ default (default .root.Chart.AppVersion $image.tag) .tag }}
+{{- end -}}
+{{- end }}
+
+{{- /* The shared file: what the chart must say, and over it what the user says. */ -}}
+{{- define "peerpod.config" -}}
+{{- $v := .Values -}}
+{{- $classes := list $v.runtimeClass.name -}}
+{{- $paths := dict "run-dir" $v.paths.run "state-dir" $v.paths.state -}}
+{{- $webhook := dict "runtime-classes" $classes "exclude-namespaces" (include "peerpod.excluded" . | fromJsonArray) -}}
+{{- if eq $v.webhook.certificate.source "self-managed" -}}
+{{- $host := printf "%s-webhook.%s.svc" $v.name .Release.Namespace -}}
+{{- $_ := set $webhook "certificates" "self-managed" -}}
+{{- $_ := set $webhook "ca-secret" (printf "%s-webhook-ca" $v.name) -}}
+{{- $_ := set $webhook "registration" (printf "%s-webhook" $v.name) -}}
+{{- $_ := set $webhook "names" (list $host) -}}
+{{- end -}}
+{{- $secrets := dict "serve" false -}}
+{{- if and $v.pullSecrets.enabled $v.controller.enabled -}}
+{{- $host := printf "%s-secrets.%s.svc" $v.name .Release.Namespace -}}
+{{- $secrets = dict "serve" true "names" (list $host) "address" (printf "%s:9444" $host) "runtime-classes" $classes -}}
+{{- $_ := set $secrets "node-service-account" (printf "%s:%s-node" .Release.Namespace $v.name) -}}
+{{- $_ := set $secrets "ca-secret" (printf "%s-secrets-ca" $v.name) -}}
+{{- $_ := set $secrets "ca-config-map" (printf "%s-secrets-ca" $v.name) -}}
+{{- end -}}
+{{- $controller := dict -}}
+{{- if eq $v.rollout.mode "config" -}}
+{{- $hook := ternary (printf "%s-webhook" $v.name) "" $v.webhook.enabled -}}
+{{- $controller = dict "rollout-config-map" (printf "%s-rollout" $v.name) "rollout-webhook" $hook -}}
+{{- end -}}
+{{- $ours := dict "paths" $paths "webhook" $webhook "controller" $controller "secrets" $secrets -}}
+{{- toYaml (mergeOverwrite $ours (deepCopy $v.config)) -}}
+{{- end }}
+
+{{- define "peerpod.excluded" -}}
+{{- concat (list "kube-system" .Release.Namespace) .Values.webhook.excludeNamespaces | uniq | toJson -}}
+{{- end }}
+
+{{- /* Settings as variables. Both may be missing. */ -}}
+{{- define "peerpod.envFrom" -}}
+- configMapRef:
+    name: {{ .Values.provider.configMapName }}
+    optional: true
+- secretRef:
+    name: {{ .Values.provider.secretName }}
+    optional: true
+{{- end }}
+
+{{- define "peerpod.providerMount" -}}
+{{- if .Values.provider.filesSecretName }}
+- name: provider
+  mountPath: /etc/peerpod/provider
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{- define "peerpod.providerVolume" -}}
+{{- with .Values.provider.filesSecretName }}
+- name: provider
+  secret:
+    secretName: {{ . }}
+    defaultMode: 256 # 0400
+{{- end }}
+{{- end }}
+
+{{- define "peerpod.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+{{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- /* Of containers that need nothing of the node. */ -}}
+{{- define "peerpod.confined" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities:
+    drop: [ALL]
+{{- end }}
+
+{{- define "peerpod.unprivilegedPod" -}}
+securityContext:
+  {{- if eq (int .user) 0 }}
+  runAsUser: 0
+  {{- else }}
+  runAsNonRoot: true
+  runAsUser: {{ .user }}
+  runAsGroup: {{ .user }}
+  fsGroup: {{ .user }}
+  {{- end }}
+  seccompProfile:
+    type: RuntimeDefault
+{{- end }}
+
+{{- define "peerpod.spread" -}}
+affinity:
+  podAntiAffinity:
+    preferredDuringSchedulingIgnoredDuringExecution:
+      - weight: 100
+        podAffinityTerm:
+          topologyKey: kubernetes.io/hostname
+          labelSelector:
+            matchLabels:
+              {{- include "peerpod.selector" . | nindent 14 }}
+{{- end }}

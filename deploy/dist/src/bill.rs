@@ -1,0 +1,193 @@
+//! The bill of materials, CycloneDX 1.6: every crate that is linked into the programs (not what only builds or tests
+//! them), with version, licence, checksum and what it depends on; and the programs with the checksums of their files.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::Path,
+    process::Command,
+};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+/// Of what.
+pub struct Of<'a> {
+    pub workspace: &'a Path,
+    /// Program and package.
+    pub programs: &'a [(String, String)],
+    pub features: &'a str,
+    pub target: Option<&'a str>,
+    pub tree: &'a Path,
+}
+
+/// How many parts a bill names.
+pub fn count(bill: &Value) -> usize {
+    bill["components"].as_array().map_or(0, Vec::len)
+}
+
+/// The bill.
+///
+/// # Errors
+/// `cargo metadata` failed, or a package is not in the workspace.
+pub fn bill(of: &Of<'_>) -> Result<Value> {
+    let metadata = metadata(of)?;
+    let packages = by_id(&metadata)?;
+    let edges = linked(&metadata)?;
+    let lock = std::fs::read_to_string(of.workspace.join("Cargo.lock")).context("read Cargo.lock")?;
+    let checksums = checksums(&lock)?;
+    let mut roots = BTreeSet::new();
+    let mut programs = Vec::new();
+    for (program, package) in of.programs {
+        let (id, about) = packages
+            .iter()
+            .find(|(_, about)| about["name"] == json!(package) && about["source"].is_null())
+            .with_context(|| format!("package {package} is not in the workspace"))?;
+        let file = std::fs::read(of.tree.join("usr/bin").join(program))?;
+        roots.insert(id.clone());
+        programs.push(json!({
+            "type": "application", "bom-ref": format!("file:/usr/bin/{program}"), "name": program,
+            "version": about["version"],
+            "hashes": [{"alg": "SHA-256", "content": hex(&Sha256::digest(file))}],
+        }));
+    }
+    let used = reach(roots, &edges);
+    let mut components: Vec<Value> =
+        used.iter().filter_map(|id| packages.get(id)).map(|about| component(about, &checksums)).collect();
+    components.sort_by_key(|one| one["bom-ref"].to_string());
+    components.extend(programs);
+    let mut depends: Vec<Value> = used
+        .iter()
+        .filter_map(|id| {
+            let mut on: Vec<String> = edges.get(id)?.iter().filter_map(|to| packages.get(to).map(|to| name(to))).collect();
+            on.sort();
+            Some(json!({"ref": name(packages.get(id)?), "dependsOn": on}))
+        })
+        .collect();
+    for (program, package) in of.programs {
+        let on = packages.values().find(|about| about["name"] == json!(package) && about["source"].is_null());
+        depends.push(json!({"ref": format!("file:/usr/bin/{program}"), "dependsOn": on.map(name)}));
+    }
+    depends.sort_by_key(|one| one["ref"].to_string());
+    Ok(json!({
+        "bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1,
+        "metadata": {"component": {"type": "container", "name": "peerpod", "bom-ref": "peerpod",
+            "version": env!("CARGO_PKG_VERSION")}},
+        "components": components, "dependencies": depends,
+    }))
+}
+
+fn metadata(of: &Of<'_>) -> Result<Value> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(cargo);
+    command.args(["metadata", "--locked", "--format-version", "1"]).current_dir(of.workspace);
+    if let Some(target) = of.target {
+        command.args(["--filter-platform", target]);
+    }
+    if !of.features.is_empty() {
+        command.args(["--features", of.features]);
+    }
+    let done = command.output().context("run cargo metadata")?;
+    ensure!(done.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&done.stderr).trim());
+    Ok(serde_json::from_slice(&done.stdout)?)
+}
+
+fn list<'a>(value: &'a Value, what: &str) -> Result<&'a Vec<Value>> {
+    value.as_array().with_context(|| format!("cargo metadata has no {what}"))
+}
+
+fn text(value: &Value) -> String {
+    value.as_str().unwrap_or_default().to_owned()
+}
+
+fn by_id(metadata: &Value) -> Result<BTreeMap<String, Value>> {
+    Ok(list(&metadata["packages"], "packages")?.iter().map(|one| (text(&one["id"]), one.clone())).collect())
+}
+
+/// Who is linked with whom: edges that are neither of builds nor of tests.
+fn linked(metadata: &Value) -> Result<BTreeMap<String, BTreeSet<String>>> {
+    let normal = |edge: &&Value| {
+        edge["dep_kinds"].as_array().is_none_or(|kinds| kinds.iter().any(|kind| kind["kind"].is_null()))
+    };
+    let nodes = list(&metadata["resolve"]["nodes"], "resolve")?;
+    let of = |node: &Value| -> BTreeSet<String> {
+        let edges = node["deps"].as_array().into_iter().flatten();
+        edges.filter(normal).map(|edge| text(&edge["pkg"])).collect()
+    };
+    Ok(nodes.iter().map(|node| (text(&node["id"]), of(node))).collect())
+}
+
+fn reach(roots: BTreeSet<String>, edges: &BTreeMap<String, BTreeSet<String>>) -> BTreeSet<String> {
+    let mut found = BTreeSet::new();
+    let mut todo: Vec<String> = roots.into_iter().collect();
+    while let Some(id) = todo.pop() {
+        if found.insert(id.clone()) {
+            todo.extend(edges.get(&id).into_iter().flatten().cloned());
+        }
+    }
+    found
+}
+
+/// Of `name version`, as Cargo.lock has them.
+fn checksums(lock: &str) -> Result<BTreeMap<String, String>> {
+    let lock: toml::Table = lock.parse().context("Cargo.lock is no TOML")?;
+    let packages = lock.get("package").and_then(|all| all.as_array()).context("Cargo.lock names no package")?;
+    let of = |package: &toml::Value| {
+        let part = |key: &str| package.get(key).and_then(|value| value.as_str()).map(str::to_owned);
+        Some((format!("{} {}", part("name")?, part("version")?), part("checksum")?))
+    };
+    Ok(packages.iter().filter_map(of).collect())
+}
+
+fn name(about: &Value) -> String {
+    format!("pkg:cargo/{}@{}", text(&about["name"]), text(&about["version"]))
+}
+
+fn component(about: &Value, checksums: &BTreeMap<String, String>) -> Value {
+    let mut one = json!({
+        "type": "library", "bom-ref": name(about), "purl": name(about), "name": about["name"], "version": about["version"],
+    });
+    if let Some(license) = about["license"].as_str() {
+        // The older way to write OR.
+        one["licenses"] = json!([{"expression": license.replace('/', " OR ")}]);
+    }
+    if let Some(checksum) = checksums.get(&format!("{} {}", text(&about["name"]), text(&about["version"]))) {
+        one["hashes"] = json!([{"alg": "SHA-256", "content": checksum}]);
+    }
+    one
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_is_linked_counts() {
+        let dep = |to: &str, kind: Value| json!({"pkg": to, "dep_kinds": [{"kind": kind}]});
+        let nodes = json!([
+            {"id": "a", "deps": [dep("b", Value::Null), dep("test", json!("dev")), dep("gen", json!("build"))]},
+            {"id": "b", "deps": [dep("c", Value::Null)]}, {"id": "c", "deps": [dep("b", Value::Null)]},
+            {"id": "test", "deps": []}, {"id": "gen", "deps": []},
+        ]);
+        let edges = linked(&json!({"resolve": {"nodes": nodes}})).unwrap();
+        let found = reach(BTreeSet::from(["a".to_owned()]), &edges);
+        assert_eq!(found.into_iter().collect::<Vec<_>>(), ["a", "b", "c"]);
+        assert!(linked(&json!({})).is_err());
+    }
+
+    #[test]
+    fn checksums_are_the_lock_files() {
+        let lock = "version = 4\n[[package]]\nname = \"x\"\nversion = \"1.0\"\nchecksum = \"ab\"\n[[package]]\nname = \"ours\"\nversion = \"0.1\"\n";
+        let found = checksums(lock).unwrap();
+        let about = json!({"name": "x", "version": "1.0", "license": "MIT/Apache-2.0"});
+        let one = component(&about, &found);
+        assert_eq!(one["hashes"][0]["content"], "ab");
+        assert_eq!(one["licenses"][0]["expression"], "MIT OR Apache-2.0");
+        assert_eq!(one["purl"], "pkg:cargo/x@1.0");
+        assert!(component(&json!({"name": "ours", "version": "0.1"}), &found)["hashes"].is_null());
+    }
+}

@@ -1,0 +1,293 @@
+//! The part: follows PeerPodConfigs and their DaemonSets, applies what is wanted, writes the status.
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use futures_util::StreamExt;
+use k8s_openapi::{
+    api::{
+        admissionregistration::v1::MutatingWebhookConfiguration,
+        apps::v1::{DaemonSet, Deployment},
+        core::v1::{ConfigMap, Node, Secret},
+        node::v1::RuntimeClass,
+    },
+    jiff::Timestamp,
+};
+use kube::{
+    Api, Client, Resource, ResourceExt,
+    api::{ListParams, Patch, PatchParams},
+    core::DynamicObject,
+    discovery::ApiResource,
+    runtime::{
+        controller::{self, Action, Controller},
+        watcher,
+    },
+};
+use peerpod_kube::{
+    client::{self, within},
+    crds::PeerPodConfig,
+    lease::NotHeld,
+};
+use serde_json::{Value, json};
+use tracing::{info, warn};
+
+use super::{
+    MANAGER, RolloutConfig,
+    manifest::{self, Around, Manifests, daemon_sets, node_selector},
+    status::{Facts, Progress, status},
+};
+use crate::controller::{Context, Part};
+
+/// Manifests and settings are looked at so often, also when nothing is heard.
+const AGAIN: Duration = Duration::from_secs(15);
+/// After a failure.
+const RETRY: Duration = Duration::from_secs(5);
+/// A watch is begun anew after this: a connection that died unseen costs no more than this.
+const WATCH: u32 = 60;
+/// Things change together: once for all of them.
+const TOGETHER: Duration = Duration::from_millis(200);
+
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error(transparent)]
+    Api(#[from] client::Error),
+    #[error(transparent)]
+    NotHeld(#[from] NotHeld),
+}
+
+struct Work {
+    config: RolloutConfig,
+    context: Context,
+}
+
+/// The part of the controller.
+pub fn part(config: RolloutConfig) -> Part {
+    Part::new("rollout", true, move |context| run(config.clone(), context))
+}
+
+async fn run(config: RolloutConfig, context: Context) -> anyhow::Result<()> {
+    let namespace = context.namespace.clone();
+    let configs: Api<PeerPodConfig> = Api::namespaced(context.client.clone(), &namespace);
+    let sets: Api<DaemonSet> = Api::namespaced(context.client.clone(), &namespace);
+    let of_ours = watcher::Config::default().labels(manifest::LABEL).timeout(WATCH);
+    let ready = context.ready.clone();
+    let work = Arc::new(Work { config, context });
+    let mut done = std::pin::pin!(
+        Controller::new(configs, watcher::Config::default().timeout(WATCH))
+            .owns(sets, of_ours)
+            .with_config(controller::Config::default().debounce(TOGETHER))
+            .run(reconcile, again, work)
+    );
+    while let Some(one) = done.next().await {
+        match one {
+            Err(controller::Error::QueueError(error)) => {
+                warn!(%error, "PeerPodConfigs cannot be followed");
+                ready.not_ready("rollout", &format!("PeerPodConfigs cannot be followed: {error}"));
+            }
+            // Its own failures are in its status.
+            Ok(_) | Err(_) => ready.ready("rollout"),
+        }
+    }
+    Ok(())
+}
+
+fn again(config: Arc<PeerPodConfig>, error: &Error, _: Arc<Work>) -> Action {
+    warn!(config = config.name_any(), %error, "PeerPodConfig not rolled out; trying again");
+    Action::requeue(RETRY)
+}
+
+async fn reconcile(config: Arc<PeerPodConfig>, work: Arc<Work>) -> Result<Action, Error> {
+    if config.metadata.deletion_timestamp.is_some() {
+        // What it owns goes with it.
+        return Ok(Action::await_change());
+    }
+    let facts = match work.apply(&config).await {
+        Ok(facts) => facts,
+        // That the API server refuses is its owner's to know; that it is away is not.
+        Err(Error::Api(error)) if error.status().is_some() => Facts::Not("ApplyFailed", error.to_string()),
+        Err(error) => return Err(error),
+    };
+    work.say(&config, &facts).await?;
+    Ok(Action::requeue(AGAIN))
+}
+
+impl Work {
+    fn ours<K>(&self) -> Api<K>
+    where
+        K: Resource<Scope = k8s_openapi::NamespaceResourceScope, DynamicType = ()>,
+    {
+        Api::namespaced(self.client(), &self.context.namespace)
+    }
+
+    fn client(&self) -> Client {
+        self.context.client.clone()
+    }
+
+    /// Applies all that this one wants, and looks how far it is.
+    async fn apply(&self, config: &PeerPodConfig) -> Result<Facts, Error> {
+        let manifests = match self.manifests().await? {
+            Ok(manifests) => manifests,
+            Err(why) => return Ok(Facts::Not("ManifestsMissing", why)),
+        };
+        let all: Api<PeerPodConfig> = self.ours();
+        let all = within("list PeerPodConfigs", all.list(&ListParams::default())).await?.items;
+        if let Some(why) = self.taken(config, &all).await? {
+            return Ok(Facts::Not("NodesTaken", why));
+        }
+        let around = match self.around(config).await? {
+            Ok(around) => around,
+            Err(why) => return Ok(Facts::Not("ForeignSettings", why)),
+        };
+        let sets = match daemon_sets(&manifests, config, &around) {
+            Ok(sets) => sets,
+            Err(why) => return Ok(Facts::Not("Invalid", why.to_string())),
+        };
+        let live: Vec<&PeerPodConfig> =
+            all.iter().filter(|one| one.metadata.deletion_timestamp.is_none()).collect();
+        if let Some(class) = manifests.runtime_class(&live) {
+            self.put::<RuntimeClass>(None, &class).await?;
+        }
+        let [node, relay] = sets;
+        // The relay first: the node is not ready without it.
+        let relay = self.put::<DaemonSet>(config.namespace(), &relay).await?;
+        let node = self.put::<DaemonSet>(config.namespace(), &node).await?;
+        Ok(Facts::Applied { node: progress(&node), relay: progress(&relay), webhook: self.webhook().await? })
+    }
+
+    /// The chart's manifests, or why there are none.
+    async fn manifests(&self) -> Result<Result<Manifests, String>, Error> {
+        let name = &self.config.config_map;
+        let maps: Api<ConfigMap> = self.ours();
+        Ok(match within(format!("get ConfigMap {name}"), maps.get_opt(name)).await? {
+            None => Err(format!("there is no ConfigMap {name}; install the chart with rollout.mode: config")),
+            Some(map) => {
+                Manifests::read(&map.data.unwrap_or_default()).map_err(|why| format!("ConfigMap {name}: {why}"))
+            }
+        })
+    }
+
+    /// Whether an older PeerPodConfig has one of its nodes, on which there can be one relay.
+    async fn taken(&self, config: &PeerPodConfig, all: &[PeerPodConfig]) -> Result<Option<String>, Error> {
+        let age = |one: &PeerPodConfig| (one.creation_timestamp(), one.name_any());
+        let older: Vec<&PeerPodConfig> = all
+            .iter()
+            .filter(|one| one.uid() != config.uid() && age(one) < age(config))
+            .filter(|one| one.metadata.deletion_timestamp.is_none())
+            .collect();
+        if older.is_empty() {
+            return Ok(None);
+        }
+        let mine = selector(&node_selector(config));
+        let nodes: Api<Node> = Api::all(self.client());
+        for node in within("list nodes", nodes.list_metadata(&ListParams::default().labels(&mine))).await?.items {
+            let has = |(key, value): (&String, &String)| node.labels().get(key) == Some(value);
+            if let Some(other) = older.iter().find(|one| node_selector(one).iter().all(has)) {
+                let (node, other) = (node.name_any(), other.name_any());
+                return Ok(Some(format!(
+                    "node {node} is PeerPodConfig {other}'s, which is older; change a nodeSelector so that no node has both"
+                )));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The versions of the settings; or why they are none of ours.
+    async fn around(&self, config: &PeerPodConfig) -> Result<Result<Around, String>, Error> {
+        let (map, secret) = (&config.spec.config_map_name, &config.spec.cloud_secret_name);
+        let maps: Api<ConfigMap> = self.ours();
+        let found = within(format!("get ConfigMap {map}"), maps.get_opt(map)).await?;
+        if found.as_ref().and_then(|map| map.data.as_ref()).is_some_and(manifest::is_foreign) {
+            return Ok(Err(format!(
+                "ConfigMap {map} has the settings of a cloud-api-adaptor, which nobody reads here; `peerpod config convert-caa` \
+                 makes ours of them, as variables PEERPOD_… or as the chart's `config`"
+            )));
+        }
+        let secrets: Api<Secret> = self.ours();
+        // Its version alone.
+        let secret = within(format!("get Secret {secret}"), secrets.get_metadata_opt(secret)).await?;
+        let version = |version: Option<String>| version.unwrap_or_else(|| "none".to_owned());
+        let settings = format!(
+            "{}/{}",
+            version(found.and_then(|map| map.resource_version())),
+            version(secret.and_then(|secret| secret.resource_version()))
+        );
+        Ok(Ok(Around { instance_type: self.config.instance_type.clone(), settings }))
+    }
+
+    /// Server-side apply; what comes back.
+    async fn put<K>(&self, namespace: Option<String>, object: &Value) -> Result<DynamicObject, Error>
+    where
+        K: Resource<DynamicType = ()>,
+    {
+        let resource = ApiResource::erase::<K>(&());
+        let api: Api<DynamicObject> = match namespace {
+            Some(namespace) => Api::namespaced_with(self.client(), &namespace, &resource),
+            None => Api::all_with(self.client(), &resource),
+        };
+        let name = object["metadata"]["name"].as_str().unwrap_or_default();
+        self.context.may_act()?;
+        let apply = PatchParams::apply(MANAGER).force();
+        let what = format!("apply {} {name}", resource.kind);
+        Ok(within(what, api.patch(name, &apply, &Patch::Apply(object))).await?)
+    }
+
+    /// Why no pod is admitted, if so.
+    async fn webhook(&self) -> Result<Option<String>, Error> {
+        let name = &self.config.webhook;
+        if name.is_empty() {
+            return Ok(None);
+        }
+        let registrations: Api<MutatingWebhookConfiguration> = Api::all(self.client());
+        let found = within(format!("get webhook registration {name}"), registrations.get_opt(name)).await?;
+        let Some(found) = found else {
+            return Ok(Some(format!("there is no MutatingWebhookConfiguration {name}; install the chart with it")));
+        };
+        let trusted = |hook: &k8s_openapi::api::admissionregistration::v1::MutatingWebhook| {
+            hook.client_config.ca_bundle.as_ref().is_some_and(|bundle| !bundle.0.is_empty())
+        };
+        if !found.webhooks.unwrap_or_default().iter().all(trusted) {
+            let why = format!("MutatingWebhookConfiguration {name} has no caBundle yet: its certificate's issuer puts it there");
+            return Ok(Some(why));
+        }
+        let deployments: Api<Deployment> = self.ours();
+        let found = within(format!("get Deployment {name}"), deployments.get_opt(name)).await?;
+        let available = found.and_then(|one| one.status).and_then(|status| status.available_replicas);
+        let none = || format!("no replica of Deployment {name} is available: no peer pod is admitted");
+        Ok((available.unwrap_or(0) < 1).then(none))
+    }
+
+    async fn say(&self, config: &PeerPodConfig, facts: &Facts) -> Result<(), Error> {
+        let status = status(config, facts, Timestamp::now());
+        if config.status.as_ref() == Some(&status) {
+            return Ok(());
+        }
+        let name = config.name_any();
+        if let [ready] = status.conditions.as_slice() {
+            info!(config = name, ready = ready.status, reason = ready.reason, message = ready.message, "PeerPodConfig");
+        }
+        self.context.may_act()?;
+        let object = json!({
+            "apiVersion": PeerPodConfig::api_version(&()), "kind": PeerPodConfig::kind(&()),
+            "metadata": {"name": name}, "status": status,
+        });
+        let configs: Api<PeerPodConfig> = self.ours();
+        let apply = PatchParams::apply(MANAGER).force();
+        let object = Patch::Apply(&object);
+        within(format!("status of PeerPodConfig {name}"), configs.patch_status(&name, &apply, &object)).await?;
+        Ok(())
+    }
+}
+
+fn selector(labels: &BTreeMap<String, String>) -> String {
+    labels.iter().map(|(key, value)| format!("{key}={value}")).collect::<Vec<_>>().join(",")
+}
+
+fn progress(set: &DynamicObject) -> Progress {
+    let status = &set.data["status"];
+    let number = |name: &str| status[name].as_i64().and_then(|number| i32::try_from(number).ok()).unwrap_or(0);
+    Progress {
+        wanted: number("desiredNumberScheduled"),
+        ready: number("numberReady"),
+        updated: number("updatedNumberScheduled"),
+        seen: status["observedGeneration"].as_i64() == set.metadata.generation,
+    }
+}

@@ -1,0 +1,79 @@
+//! The settings: `controller.rollout…`.
+
+use peerpod_base::config::{Reader, Sources};
+use peerpod_providers::{Context, Purpose};
+
+/// What the part is told.
+#[derive(Clone, Debug)]
+pub struct RolloutConfig {
+    /// `controller.rollout-config-map`: where the manifests are.
+    pub config_map: String,
+    /// `controller.rollout-webhook`: the webhook's registration and its Deployment, of one name; empty: there is none.
+    pub webhook: String,
+    /// The variable that is a provider's default instance type; `None`: this one has no such setting.
+    pub instance_type: Option<String>,
+}
+
+impl RolloutConfig {
+    /// Asks for the keys; `None` when there are no manifests to roll out. `kind` is `provider.kind`.
+    pub fn read(reader: &mut Reader, kind: &str) -> Option<RolloutConfig> {
+        let config_map: Option<String> = reader.optional(
+            "controller.rollout-config-map",
+            "ConfigMap with the manifests of node and relay, which are rolled out for each PeerPodConfig; when not set, the \
+             chart does it",
+        );
+        let webhook = reader.get(
+            "controller.rollout-webhook",
+            "peerpod-webhook",
+            "name of the webhook's registration and Deployment, without which no PeerPodConfig is ready; empty: none",
+        );
+        let instance_type = instance_type(kind);
+        Some(RolloutConfig { config_map: config_map?, webhook, instance_type })
+    }
+}
+
+/// A provider has the setting or has not; its name is the same with all of them.
+fn instance_type(kind: &str) -> Option<String> {
+    let key = format!("provider.{kind}.instance-type");
+    let flags = vec![("provider.kind".to_owned(), kind.to_owned())];
+    let mut reader = Reader::load(Sources { flags, ..Sources::default() }, &["provider"], &[]).ok()?;
+    let context = Context {
+        state_dir: std::path::PathBuf::from("/"),
+        cluster_id: String::new(),
+        node_name: String::new(),
+        purpose: Purpose::Create,
+    };
+    drop(peerpod_providers::read(&mut reader, &context));
+    let has = reader.asked().iter().any(|setting| setting.key == key);
+    has.then(|| peerpod_base::config::env_name(&key))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_manifests_there_is_no_rollout() {
+        let read = |flags: &[(&str, &str)]| {
+            let flags = flags.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+            let mut reader =
+                Reader::load(Sources { flags, ..Sources::default() }, &["controller"], &[]).unwrap();
+            let config = RolloutConfig::read(&mut reader, "none");
+            reader.finish().unwrap();
+            config
+        };
+        assert!(read(&[]).is_none());
+        let config = read(&[("controller.rollout-config-map", "m")]).unwrap();
+        assert_eq!((config.config_map.as_str(), config.webhook.as_str()), ("m", "peerpod-webhook"));
+        assert_eq!(config.instance_type, None);
+    }
+
+    /// Whichever providers this build has: the variable is one that they read.
+    #[test]
+    fn the_instance_types_variable_is_the_providers_own() {
+        for kind in peerpod_providers::kinds() {
+            let Some(variable) = instance_type(kind) else { continue };
+            assert_eq!(variable, format!("PEERPOD_PROVIDER_{}_INSTANCE_TYPE", kind.to_uppercase()));
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! The real program in a container's place: one whose place was taken stays until it is told to end, and every other end
+//! is passed on.
+
+use std::{
+    fs::{self, File},
+    os::unix::net::UnixStream,
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus},
+    time::{Duration, Instant},
+};
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+struct Kept(Child, PathBuf);
+
+impl Kept {
+    fn start(folder: &Path, name: &str) -> Kept {
+        let log = folder.join(name);
+        let out = File::create(&log).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_peerpod-relay"));
+        command.arg("--paths.run-dir").arg(folder.join("run")).arg("--paths.state-dir").arg(folder.join("state"));
+        command.args(["--relay.listen=127.0.0.1:0", "--relay.admin-listen=127.0.0.1:0", "--relay.replaced=wait"]);
+        command.stderr(out.try_clone().unwrap()).stdout(out);
+        Kept(command.spawn().unwrap(), log)
+    }
+
+    fn said(&self, what: &str) -> bool {
+        fs::read_to_string(&self.1).unwrap().contains(what)
+    }
+
+    fn tell(&self, signal: Signal) {
+        kill(Pid::from_raw(self.0.id().cast_signed()), signal).unwrap();
+    }
+
+    fn child(&self) -> Option<i32> {
+        let id = self.0.id();
+        let all = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap();
+        all.split_whitespace().next().map(|pid| pid.parse().unwrap())
+    }
+
+    fn ended(&mut self) -> ExitStatus {
+        let mut status = None;
+        until("its end", || {
+            status = self.0.try_wait().unwrap();
+            status.is_some()
+        });
+        status.unwrap()
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        // What it keeps dies by it.
+        if let Some(child) = self.0.try_wait().unwrap().is_none().then(|| self.child()).flatten() {
+            kill(Pid::from_raw(child), Signal::SIGKILL).ok();
+        }
+        drop(self.0.kill());
+        drop(self.0.wait());
+    }
+}
+
+fn until(what: &str, mut is: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !is() {
+        assert!(began.elapsed() < PATIENCE, "{what}: not within {PATIENCE:?}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+struct Folder(PathBuf);
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        drop(fs::remove_dir_all(&self.0));
+    }
+}
+
+#[test]
+fn one_whose_place_was_taken_stays_until_it_is_told_to_end() {
+    let folder = Folder(std::env::temp_dir().join(format!("peerpod-replaced-{}", std::process::id())));
+    let folder = folder.0.as_path();
+    fs::create_dir_all(folder).unwrap();
+    let socket = folder.join("run/hypervisor.sock");
+    let mut first = Kept::start(folder, "first");
+    until("the first one serves", || first.said("peerpod-relay serves"));
+    let mut second = Kept::start(folder, "second");
+    until("the second one has taken over", || second.said("took over from another process"));
+    until("the first one waits", || first.said("waiting to be told to end"));
+    assert_eq!(first.child(), None);
+    assert!(first.0.try_wait().unwrap().is_none(), "it would be started again");
+    first.tell(Signal::SIGTERM);
+    assert_eq!(first.ended().code(), Some(0));
+    UnixStream::connect(&socket).unwrap();
+
+    // A third one, whose relay is killed: that is no take-over.
+    let mut third = Kept::start(folder, "third");
+    until("the third one has taken over", || third.said("took over from another process"));
+    until("the second one waits", || second.said("waiting to be told to end"));
+    kill(Pid::from_raw(third.child().unwrap()), Signal::SIGKILL).unwrap();
+    assert_eq!(third.ended().code(), Some(137));
+
+    // And told to end while it serves: the signal reaches the relay, which cleans up.
+    let mut last = Kept::start(folder, "last");
+    until("the last one serves", || last.said("peerpod-relay serves"));
+    last.tell(Signal::SIGTERM);
+    assert_eq!(last.ended().code(), Some(0));
+    assert!(!socket.exists());
+    second.tell(Signal::SIGINT);
+    assert_eq!(second.ended().code(), Some(0));
+}

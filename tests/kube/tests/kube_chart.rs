@@ -1,0 +1,372 @@
+//! The chart: what it renders, for every provider, and what a real API server says of it.
+
+#![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    time::Duration,
+};
+
+use k8s_openapi::api::{
+    apps::v1::DaemonSet,
+    core::v1::{Binding, Node, Pod},
+};
+use kube::{
+    Api, Client,
+    api::{ListParams, ObjectMeta, Patch, PatchParams, PostParams},
+};
+use peerpod_test_kube::{Cluster, Options, helm, kubectl, object, objects, program, project, wait_for};
+use serde_json::{Value, from_value, json};
+
+const LIMIT: Duration = Duration::from_secs(120);
+const NAMESPACE: &str = "peerpod-system";
+
+/// Every provider that has values, and its file.
+fn providers() -> Vec<(String, PathBuf)> {
+    let folders = fs::read_dir(project("providers")).unwrap().map(|entry| entry.unwrap().path());
+    let mut found: Vec<(String, PathBuf)> = folders
+        .map(|folder| (folder.file_name().unwrap().to_string_lossy().into_owned(), folder.join("values.yaml")))
+        .filter(|(_, values)| values.is_file())
+        .collect();
+    found.sort();
+    // One of each row of the table; what it renders says which.
+    assert!(found.len() >= 5, "{found:?}");
+    found
+}
+
+struct Home(PathBuf);
+
+impl Home {
+    fn new(name: &str) -> Home {
+        let path = std::env::temp_dir().join(format!("peerpod-chart-{name}-{}", std::process::id()));
+        fs::create_dir_all(&path).unwrap();
+        Home(path)
+    }
+}
+
+impl Drop for Home {
+    fn drop(&mut self) {
+        drop(fs::remove_dir_all(&self.0));
+    }
+}
+
+fn render(home: &Path, more: &[&str]) -> anyhow::Result<Vec<Value>> {
+    let chart = project("deploy/chart");
+    let words = [&["template", "peerpod", chart.to_str().unwrap(), "-n", NAMESPACE], more].concat();
+    objects(&helm(home, &words)?)
+}
+
+fn pod_templates(all: &[Value]) -> Vec<(String, &Value)> {
+    let name = |object: &Value| object["metadata"]["name"].as_str().unwrap().to_owned();
+    let found = all.iter().filter(|object| !object["spec"]["template"].is_null());
+    found.map(|object| (name(object), &object["spec"]["template"]["spec"])).collect()
+}
+
+#[test]
+fn lints_and_refuses_values_that_mean_nothing() {
+    let home = Home::new("lint");
+    let chart = project("deploy/chart");
+    for (_, values) in providers() {
+        let words = ["lint", "--strict", chart.to_str().unwrap(), "-f", values.to_str().unwrap()];
+        helm(&home.0, &words).unwrap();
+    }
+    for (bad, named) in [
+        ("relay.updateStrategy=Recreate", "updateStrategy"),
+        ("node.replicas=3", "replicas"),
+        ("config.nodes.name=x", "nodes"),
+        ("config.paths.run-dir=/x", "paths"),
+        ("image.digest=sha256:12", "digest"),
+        ("rollout.peerPodConfig.limit=ten", "limit"),
+        ("name=Peerpod", "name"),
+    ] {
+        let why = render(&home.0, &["--set", bad]).unwrap_err().to_string();
+        assert!(why.contains(named), "{bad}: {why}");
+    }
+}
+
+/// `make kustomize` would change nothing; and what it made is one.
+#[test]
+fn what_is_made_of_the_chart_is_up_to_date() {
+    let home = Home::new("kustomize");
+    let made = Command::new(project("deploy/kustomize/make")).arg(&home.0).output().unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    for file in ["kustomize/base/peerpod.yaml", "kustomize/base/crds.yaml", "kustomize/base/kustomization.yaml",
+        "kustomize/base/namespace.yaml", "webhook/registration.yaml"]
+    {
+        let kept = fs::read_to_string(project("deploy").join(file)).unwrap();
+        assert!(fs::read_to_string(home.0.join(file)).unwrap() == kept, "deploy/{file}: run `make kustomize`");
+    }
+    let objects = objects(&kubectl(&["kustomize", project("deploy/kustomize/base").to_str().unwrap()]).unwrap()).unwrap();
+    for (kind, name) in [("DaemonSet", "peerpod-node"), ("CustomResourceDefinition", "peerpods.confidentialcontainers.org")] {
+        object(&objects, kind, name).unwrap();
+    }
+    let links = ["crds", "files/kata"].map(|link| fs::read_link(project("deploy/chart").join(link)).unwrap());
+    assert_eq!(links, [Path::new("../crds"), Path::new("../../kata")], "the chart has no copies that could differ");
+}
+
+/// What the programs read from the ConfigMap, the programs themselves accept.
+#[test]
+fn every_providers_configuration_is_one_of_the_programs() {
+    let home = Home::new("config");
+    let mut kinds = BTreeSet::new();
+    for (name, values) in providers() {
+        let all = render(&home.0, &["-f", values.to_str().unwrap()]).unwrap();
+        let config = object(&all, "ConfigMap", "peerpod-config").unwrap();
+        let file = home.0.join(format!("{name}.yaml"));
+        fs::write(&file, config["data"]["peerpod.yaml"].as_str().unwrap()).unwrap();
+        let check = |program_name: &str, words: &[&str]| {
+            let mut command = Command::new(program(program_name).unwrap());
+            command.args(words).arg("--config").arg(&file).env("PEERPOD_NODE_NAME", "worker-1");
+            let done = command.output().unwrap();
+            (done.status.code(), String::from_utf8_lossy(&done.stderr).into_owned())
+        };
+        let (code, said) = check("peerpod", &["config", "check"]);
+        assert_eq!(code, Some(0), "{name}: {said}");
+        // Two: the configuration has mistakes. One: it has none, and there is no API server here.
+        let away = ["--kubernetes.kubeconfig", "/nonexistent"];
+        let (code, said) = check("peerpod-cluster", &[&["controller"][..], &away].concat());
+        assert_eq!(code, Some(1), "{name}: {said}");
+        let (code, said) = check("peerpod-cluster", &[&["webhook"][..], &away].concat());
+        assert_eq!(code, Some(1), "{name}: {said}");
+        let read: Value = serde_yaml::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+        kinds.insert(read["provider"]["kind"].as_str().unwrap().to_owned());
+    }
+    let known: BTreeSet<String> = providers().into_iter().map(|(name, _)| name).collect();
+    assert_eq!(kinds, known, "each provider's values are for that provider");
+}
+
+/// Keys as the shims read them; they differ, and what a shim does not know it ignores without a word.
+#[test]
+fn katas_configuration_has_exactly_the_keys_that_each_shim_reads() {
+    let home = Home::new("kata");
+    let all = render(&home.0, &[]).unwrap();
+    let kata = object(&all, "ConfigMap", "peerpod-kata").unwrap();
+    let keys = |file: &str| -> BTreeSet<String> {
+        let read: toml::Table = kata["data"][file].as_str().unwrap().parse().unwrap();
+        let mut found = BTreeSet::new();
+        flatten("", &toml::Value::Table(read), &mut found);
+        found
+    };
+    let shared = [
+        "hypervisor.remote.enable_annotations",
+        "hypervisor.remote.default_bridges",
+        "hypervisor.remote.memory_slots",
+        "hypervisor.remote.disable_guest_selinux",
+        "runtime.internetworking_model",
+        "runtime.disable_new_netns",
+        "runtime.static_sandbox_resource_mgmt",
+        "runtime.sandbox_cgroup_only",
+        "runtime.disable_guest_seccomp",
+        "runtime.emptydir_mode",
+    ];
+    let go = [
+        "hypervisor.remote.remote_hypervisor_socket",
+        "hypervisor.remote.remote_hypervisor_timeout",
+        "agent.kata.dial_timeout",
+        "runtime.disable_guest_empty_dir",
+        "runtime.create_container_timeout",
+        "runtime.kubelet_root_dir",
+    ];
+    let rust = [
+        "hypervisor.remote.hypervisor_socket",
+        "hypervisor.remote.hypervisor_timeout",
+        "hypervisor.remote.default_vcpus",
+        "hypervisor.remote.default_memory",
+        "agent.kata.dial_timeout_ms",
+        "agent.kata.reconnect_timeout_ms",
+        "agent.kata.create_container_timeout",
+        "runtime.name",
+        "runtime.hypervisor_name",
+        "runtime.agent_name",
+    ];
+    let expected = |own: &[&str]| shared.iter().chain(own).map(|key| (*key).to_owned()).collect::<BTreeSet<_>>();
+    assert_eq!(keys("configuration-remote-go.toml"), expected(&go));
+    assert_eq!(keys("configuration-remote-rs.toml"), expected(&rust));
+    for (file, socket) in [
+        ("configuration-remote-go.toml", "remote_hypervisor_socket"),
+        ("configuration-remote-rs.toml", "hypervisor_socket"),
+    ] {
+        let read: toml::Table = kata["data"][file].as_str().unwrap().parse().unwrap();
+        assert_eq!(read["hypervisor"]["remote"][socket].as_str(), Some("/run/peerpod/hypervisor.sock"));
+        assert_eq!(read["runtime"]["internetworking_model"].as_str(), Some("none"));
+        assert_eq!(read["runtime"]["static_sandbox_resource_mgmt"].as_bool(), Some(true));
+    }
+    for file in ["containerd-1.toml", "containerd-2.toml", "crio.conf"] {
+        assert!(keys(file).iter().any(|key| key.contains("kata-remote")), "{file}");
+    }
+}
+
+fn flatten(path: &str, value: &toml::Value, found: &mut BTreeSet<String>) {
+    match value {
+        toml::Value::Table(table) => {
+            for (key, value) in table {
+                flatten(&format!("{path}{}{key}", if path.is_empty() { "" } else { "." }), value, found);
+            }
+        }
+        _ => drop(found.insert(path.to_owned())),
+    }
+}
+
+/// What no role may have, whatever the provider; and what each must be.
+#[test]
+fn pods_have_no_more_rights_on_the_node_than_they_need() {
+    let home = Home::new("pods");
+    let all = render(&home.0, &[]).unwrap();
+    let templates = pod_templates(&all);
+    assert_eq!(templates.len(), 4, "node, relay, webhook, controller");
+    for (name, spec) in &templates {
+        assert_eq!(spec["enableServiceLinks"], false, "{name}: a Service's variables would be settings");
+        assert!(spec["priorityClassName"].is_string(), "{name}");
+        assert_eq!(spec["securityContext"]["seccompProfile"]["type"], "RuntimeDefault", "{name}");
+        for container in spec["containers"].as_array().unwrap() {
+            let security = &container["securityContext"];
+            assert_eq!(security["readOnlyRootFilesystem"], true, "{name}");
+            assert_eq!(security["allowPrivilegeEscalation"], false, "{name}");
+            assert_eq!(security["capabilities"]["drop"], json!(["ALL"]), "{name}");
+            assert!(security["privileged"].is_null(), "{name}");
+            assert!(!container["resources"]["requests"].is_null(), "{name}");
+            // Two pods of one node share its ports while one takes the other's place.
+            if spec["hostNetwork"] == true {
+                assert!(container["ports"].is_null(), "{name}");
+            }
+        }
+    }
+    let spec = |name: &str| templates.iter().find(|(found, _)| found == name).unwrap().1;
+    let added = |name: &str| spec(name)["containers"][0]["securityContext"]["capabilities"]["add"].clone();
+    assert_eq!(added("peerpod-node"), json!(["NET_ADMIN", "SYS_ADMIN"]));
+    assert_eq!(added("peerpod-relay"), Value::Null);
+    for name in ["peerpod-webhook", "peerpod-controller"] {
+        assert_eq!(spec(name)["securityContext"]["runAsNonRoot"], true, "{name}");
+        assert_eq!(spec(name)["hostNetwork"], Value::Null, "{name}");
+    }
+    assert_eq!(spec("peerpod-relay")["automountServiceAccountToken"], false);
+    let no_rights = |object: &&Value| {
+        object["kind"].as_str().unwrap().ends_with("RoleBinding")
+            && object["subjects"][0]["name"] == "peerpod-relay"
+    };
+    assert!(all.iter().find(no_rights).is_none(), "the relay speaks with no API server");
+    let mounts = &spec("peerpod-node")["containers"][0]["volumeMounts"];
+    let netns = mounts.as_array().unwrap().iter().find(|mount| mount["mountPath"] == "/run/netns").unwrap();
+    assert_eq!(netns["mountPropagation"], "HostToContainer");
+    // A changed setting or tag of the node's is no new relay.
+    let relay = |more: &[&str]| {
+        let all = render(&home.0, more).unwrap();
+        object(&all, "DaemonSet", "peerpod-relay").unwrap()["spec"]["template"].clone()
+    };
+    let changed = ["--set", "node.tag=9.9", "--set", "config.node.lease=20m", "--set", "relay.tag=0.1.0"];
+    assert_eq!(relay(&["--set", "relay.tag=0.1.0"]), relay(&changed));
+}
+
+async fn a_node(client: &Client, name: &str) {
+    let labels = json!({"katacontainers.io/kata-runtime": "true", "kubernetes.io/hostname": name});
+    let node = json!({"metadata": {"name": name, "labels": labels}});
+    let nodes: Api<Node> = Api::all(client.clone());
+    nodes.create(&PostParams::default(), &from_value(node).unwrap()).await.unwrap();
+    // As a kubelet says it; a DaemonSet's pods may be there before.
+    let ready = json!({"status": {"conditions": [{"type": "Ready", "status": "True", "reason": "x", "message": "",
+        "lastHeartbeatTime": "2026-01-01T00:00:00Z", "lastTransitionTime": "2026-01-01T00:00:00Z"}]}});
+    nodes.patch_status(name, &PatchParams::default(), &Patch::Merge(&ready)).await.unwrap();
+}
+
+/// All that a user does, against the real thing: each provider's values validated by the server, one release installed.
+#[tokio::test(flavor = "multi_thread")]
+async fn installs_on_a_real_api_server() {
+    let controllers = ["daemonset-controller", "deployment-controller", "replicaset-controller"];
+    let options = Options { controllers: controllers.to_vec(), ..Options::default() };
+    let cluster = Cluster::start(options).await.unwrap();
+    let client = cluster.client().unwrap();
+    cluster.namespace(NAMESPACE).await.unwrap();
+    let crds = project("deploy/crds");
+    cluster.kubectl(&["apply", "--server-side", "-f", crds.to_str().unwrap()]).unwrap();
+    // cert-manager's definitions are not here.
+    let foreign = ["Issuer", "Certificate"];
+    let modes: [&[&str]; 3] = [
+        &[],
+        &["--set", "rollout.mode=config", "--set", "rollout.peerPodConfig.create=true"],
+        &["--set", "webhook.certificate.source=cert-manager", "--set", "pullSecrets.enabled=false"],
+    ];
+    for (name, values) in providers() {
+        for mode in modes {
+            let words = [&["-f", values.to_str().unwrap()][..], mode].concat();
+            let all = render(cluster.folder(), &words).unwrap();
+            let ours = all.iter().filter(|object| !foreign.contains(&object["kind"].as_str().unwrap()));
+            let list = json!({"apiVersion": "v1", "kind": "List", "items": ours.collect::<Vec<_>>()});
+            let file = cluster.folder().join(format!("{name}.json"));
+            fs::write(&file, list.to_string()).unwrap();
+            let words =
+                ["apply", "--dry-run=server", "--validate=strict", "--server-side", "-f", file.to_str().unwrap()];
+            cluster.kubectl(&words).unwrap_or_else(|why| panic!("{name}, {mode:?}: {why}"));
+        }
+    }
+    a_node(&client, "worker-1").await;
+    install(&cluster, &["install"], &[]).unwrap();
+    let list = cluster.helm(&["list", "-n", NAMESPACE]).unwrap();
+    assert!(list.contains("deployed"), "{list}");
+    for (component, count) in [("node", 1), ("relay", 1), ("webhook", 2), ("controller", 2)] {
+        pods(&client, component, count).await;
+    }
+    the_relay_changes_hands(&cluster, &client).await;
+}
+
+fn install(cluster: &Cluster, verb: &[&str], more: &[&str]) -> anyhow::Result<String> {
+    let chart = project("deploy/chart");
+    let words = [verb, &["peerpod", chart.to_str().unwrap(), "-n", NAMESPACE], more].concat();
+    cluster.helm(&words)
+}
+
+/// Waits until there are so many that are not going away.
+async fn pods(client: &Client, component: &str, count: usize) -> Vec<Pod> {
+    let all: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
+    let of = ListParams::default().labels(&format!("app.kubernetes.io/component={component}"));
+    wait_for(&format!("{count} pods of {component}"), LIMIT, async || {
+        let found = all.list(&of).await?.items;
+        let stay: Vec<Pod> =
+            found.into_iter().filter(|pod| pod.metadata.deletion_timestamp.is_none()).collect();
+        Ok((stay.len() == count).then_some(stay))
+    })
+    .await
+    .unwrap()
+}
+
+/// The kubelet's part: it runs, and is ready since long ago.
+async fn runs(client: &Client, pod: &Pod) {
+    let all: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
+    let name = pod.metadata.name.clone().unwrap();
+    let meta = ObjectMeta { name: Some(name.clone()), ..ObjectMeta::default() };
+    let to = json!({"metadata": meta, "target": {"apiVersion": "v1", "kind": "Node", "name": "worker-1"}});
+    let bound: Binding = from_value(to).unwrap();
+    let _: Value = all.create_subresource("binding", &name, &PostParams::default(), &bound).await.unwrap();
+    let ready = json!({"status": {"phase": "Running", "conditions": [
+        {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}]}});
+    all.patch_status(&name, &PatchParams::default(), &Patch::Merge(&ready)).await.unwrap();
+}
+
+/// OnDelete: an upgrade touches nothing. RollingUpdate: the new one is there before the old one is told to go.
+async fn the_relay_changes_hands(cluster: &Cluster, client: &Client) {
+    let first = pods(client, "relay", 1).await.remove(0);
+    runs(client, &first).await;
+    let sets: Api<DaemonSet> = Api::namespaced(client.clone(), NAMESPACE);
+    install(cluster, &["upgrade"], &["--set", "image.tag=2.0"]).unwrap();
+    wait_for("the controller to see the upgrade", LIMIT, async || {
+        let set = sets.get("peerpod-relay").await?;
+        let seen = set.status.and_then(|status| status.observed_generation);
+        let image = set.spec.unwrap().template.spec.unwrap().containers[0].image.clone();
+        assert_eq!(image.as_deref(), Some("peerpod:2.0"));
+        Ok((seen == set.metadata.generation && seen > Some(1)).then_some(()))
+    })
+    .await
+    .unwrap();
+    let still = pods(client, "relay", 1).await.remove(0);
+    assert_eq!(still.metadata.uid, first.metadata.uid);
+
+    let rolling = ["--set", "image.tag=2.0", "--set", "relay.updateStrategy=RollingUpdate"];
+    install(cluster, &["upgrade"], &rolling).unwrap();
+    let both = pods(client, "relay", 2).await;
+    let second = both.iter().find(|pod| pod.metadata.uid != first.metadata.uid).unwrap();
+    runs(client, second).await;
+    let last = pods(client, "relay", 1).await.remove(0);
+    assert_eq!(last.metadata.uid, second.metadata.uid);
+}
