@@ -10,6 +10,7 @@ use super::{
     config::ControllerConfig,
     vms::{Vms, VmsConfig, peerpods, sweep},
 };
+use crate::secrets::{self, SecretsConfig};
 
 /// What all parts are told.
 pub struct Settings {
@@ -19,6 +20,8 @@ pub struct Settings {
     pub provider: peerpod_providers::Settings,
     /// How VMs are looked after.
     pub vms: VmsConfig,
+    /// Section `secrets`: nodes' pull secrets; `None`: not given here.
+    pub secrets: Option<SecretsConfig>,
 }
 
 impl Settings {
@@ -39,6 +42,7 @@ impl Settings {
             controller: ControllerConfig::read(reader),
             vms: VmsConfig::read(reader, &context.cluster_id),
             provider: peerpod_providers::read(reader, &context),
+            secrets: SecretsConfig::read(reader),
         }
     }
 
@@ -48,6 +52,10 @@ impl Settings {
     /// What a part needs and does not find.
     pub async fn parts(self, registry: &mut Registry) -> anyhow::Result<Vec<Part>> {
         let vms = Vms::open(self.vms, self.provider, registry).await?;
-        Ok(vec![peerpods::part(vms.clone()), sweep::part(vms)])
+        let mut parts = vec![peerpods::part(vms.clone()), sweep::part(vms)];
+        if let Some(config) = self.secrets {
+            parts.push(secrets::part(config, secrets::Metrics::register(registry)));
+        }
+        Ok(parts)
     }
 }
