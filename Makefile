@@ -102,7 +102,7 @@ test-csi: setup
 bench-kube: setup
 	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(WITH)
-	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(KUBE) $(WITH) --test kube_webhook -- --nocapture
+	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(KUBE) $(WITH) --test kube_webhook --test kube_controller -- --nocapture
 
 # What takes longer than a coffee: soaks, many kills, large counts. The same build as `make test`: what it waits for
 # is mostly processes, namespaces and deadlines, not our code.

@@ -28,7 +28,7 @@
 //! the finalizer; its pod is no reason to wait any more.
 //!
 //! Rights: peerpods (get, list, watch, delete, patch), peerpods/status (patch), pods (get, list), nodes (get, list), Leases
-//! of our namespace (get, list, create, update), events.k8s.io events (create, patch). May touch: those, and the provider's
+//! of our namespace (get, list, create, update, delete), events.k8s.io events (create, patch). May touch: those, and the provider's
 //! `list_owned` and `delete`.
 
 mod backoff;

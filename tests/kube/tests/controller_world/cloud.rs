@@ -1,0 +1,175 @@
+//! A cloud in the test's own process, which the controller reaches as an external provider over unix sockets, one per
+//! replica: it outlives them, and knows who asked for what.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    net::IpAddr,
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use async_trait::async_trait;
+use peerpod_provider_api::{
+    Capabilities, CreateRequest, Created, Error, IdempotencyKey, InstanceId, Owned, OwnedState, Preflight,
+    Provider,
+};
+use peerpod_provider_external::{
+    Owner,
+    serve::{Serving, listen_on_socket},
+};
+use tokio::sync::watch;
+
+/// A call of `delete`.
+#[derive(Clone, Debug)]
+pub struct Delete {
+    /// By whose socket it came.
+    pub via: &'static str,
+    pub vm: String,
+    pub at: Instant,
+}
+
+#[derive(Default)]
+struct State {
+    vms: BTreeMap<String, Owned>,
+    deletes: Vec<Delete>,
+    fault: Option<Error>,
+    under_way: HashMap<String, watch::Receiver<bool>>,
+    peak: usize,
+}
+
+/// See the module.
+pub struct Cloud {
+    takes: Duration,
+    state: Mutex<State>,
+}
+
+/// It as one replica reaches it.
+struct Side {
+    cloud: Arc<Cloud>,
+    via: &'static str,
+}
+
+impl Cloud {
+    /// Deletes take so long, and go on whether anybody waits or not.
+    pub fn new(takes: Duration) -> Arc<Cloud> {
+        Arc::new(Cloud { takes, state: Mutex::default() })
+    }
+
+    pub async fn serve(self: &Arc<Self>, socket: &Path, via: &'static str) -> Serving {
+        let cloud = self.clone();
+        let providers = move |_: &Owner| -> Result<Arc<dyn Provider>, Error> {
+            Ok(Arc::new(Side { cloud: cloud.clone(), via }))
+        };
+        Serving::start("test-cloud", listen_on_socket(socket).unwrap(), providers).await.unwrap()
+    }
+
+    pub fn make(&self, id: &str, node: Option<&str>, key: Option<IdempotencyKey>) {
+        let vm = Owned {
+            id: InstanceId::new(id).unwrap(),
+            key,
+            name: Some(format!("name-of-{id}")),
+            state: OwnedState::Running,
+            addresses: vec![],
+            created: None,
+            node: node.map(str::to_owned),
+        };
+        self.lock().vms.insert(id.to_owned(), vm);
+    }
+
+    pub fn has(&self, id: &str) -> bool {
+        self.lock().vms.contains_key(id)
+    }
+
+    /// How many VMs there are whose names begin so.
+    pub fn count(&self, prefix: &str) -> usize {
+        self.lock().vms.keys().filter(|id| id.starts_with(prefix)).count()
+    }
+
+    pub fn deletes(&self) -> Vec<Delete> {
+        self.lock().deletes.clone()
+    }
+
+    /// Most VMs that were being deleted at once.
+    pub fn peak(&self) -> usize {
+        self.lock().peak
+    }
+
+    /// Every delete is refused with this.
+    pub fn refuse(&self, error: Option<Error>) {
+        self.lock().fault = error;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins it, or finds it begun.
+    fn begin(self: &Arc<Self>, id: &str, via: &'static str) -> Result<Option<watch::Receiver<bool>>, Error> {
+        let mut state = self.lock();
+        state.deletes.push(Delete { via, vm: id.to_owned(), at: Instant::now() });
+        if let Some(error) = state.fault.clone() {
+            return Err(error);
+        }
+        if let Some(going) = state.under_way.get(id) {
+            return Ok(Some(going.clone()));
+        }
+        if !state.vms.contains_key(id) {
+            return Ok(None);
+        }
+        let (done, going) = watch::channel(false);
+        state.under_way.insert(id.to_owned(), going.clone());
+        state.peak = state.peak.max(state.under_way.len());
+        let (cloud, id) = (self.clone(), id.to_owned());
+        tokio::spawn(async move {
+            tokio::time::sleep(cloud.takes).await;
+            let mut state = cloud.lock();
+            state.vms.remove(&id);
+            state.under_way.remove(&id);
+            drop(state);
+            done.send_replace(true);
+        });
+        Ok(Some(going))
+    }
+}
+
+#[async_trait]
+impl Provider for Side {
+    fn name(&self) -> &'static str {
+        "test-cloud"
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::minimal(64 << 10)
+    }
+
+    async fn preflight(&self) -> Result<Preflight, Error> {
+        Err(Error::invalid("who only lists and deletes calls no preflight"))
+    }
+
+    async fn create(&self, _: &CreateRequest, _: &IdempotencyKey) -> Result<Created, Error> {
+        Err(Error::invalid("the controller makes no VMs"))
+    }
+
+    async fn addresses(&self, _: &InstanceId) -> Result<Vec<IpAddr>, Error> {
+        Err(Error::invalid("the controller speaks with no VM"))
+    }
+
+    async fn delete(&self, id: &InstanceId) -> Result<(), Error> {
+        if let Some(mut going) = self.cloud.begin(id.as_str(), self.via)? {
+            // Fails only if the task that deletes panicked.
+            going.wait_for(|done| *done).await.map_err(|error| Error::transient(error.to_string()))?;
+        }
+        Ok(())
+    }
+
+    async fn list_owned(&self) -> Result<Vec<Owned>, Error> {
+        let state = self.cloud.lock();
+        let shown =
+            state.vms.values().cloned().map(|vm| match state.under_way.contains_key(vm.id.as_str()) {
+                true => Owned { state: OwnedState::Deleting, ..vm },
+                false => vm,
+            });
+        Ok(shown.collect())
+    }
+}
