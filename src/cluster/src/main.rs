@@ -22,7 +22,7 @@ const PROGRAM: Program = Program {
 };
 
 /// Sections of the shared file that other binaries read.
-const OTHERS: [&str; 5] = ["paths", "node", "relay", "tunnel", "provider"];
+const OTHERS: [&str; 6] = ["paths", "node", "relay", "tunnel", "provider", "csi"];
 
 fn main() -> ExitCode {
     if let Some(answer) = PROGRAM.answer(std::env::args().skip(1), settings) {

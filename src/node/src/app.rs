@@ -39,6 +39,7 @@ use crate::{
     },
     trust::{self, Trust},
     tunnel::{self, Tunnel, TunnelConfig},
+    volumes::Volumes,
 };
 
 /// How long calls that must not be cut off may take at the end.
@@ -113,6 +114,8 @@ pub struct Bound {
     pub socket: PathBuf,
     sandboxes: Sandboxes,
     server: ttrpc::r#async::Server,
+    /// Of `volumes.sock`.
+    volumes: ttrpc::r#async::Server,
     drain: Drain,
     ready: Ready,
     tasks: JoinSet<&'static str>,
@@ -197,6 +200,7 @@ pub async fn build(
         boot_id,
         registries: config.registries.clone(),
         surroundings,
+        volumes: Volumes::new(&config.volumes_dir, None),
     });
     let mut settings = config.sandbox_settings();
     settings.guest_addresses = addresses.in_words(None);
@@ -223,6 +227,10 @@ pub async fn build(
     let (listener, socket_id) = bind(&socket).map_err(path_error("listen on", &socket))?;
     let door = Door { sandboxes: sandboxes.clone(), inbox, metrics, drain: drain.clone() };
     let server = rpc::serve(Listener::from(listener), door).await.map_err(AppError::Door)?;
+    let asked = config.run_dir.join("volumes.sock");
+    let (listener, _) = bind(&asked).map_err(path_error("listen on", &asked))?;
+    let volumes =
+        rpc::volumes::serve(Listener::from(listener), sandboxes.clone()).await.map_err(AppError::Door)?;
     drop(starting);
     info!(
         version = env!("CARGO_PKG_VERSION"),
@@ -234,7 +242,7 @@ pub async fn build(
         %admin,
         "peerpod-node serves"
     );
-    Ok(Bound { admin, socket, sandboxes, server, drain, ready, tasks, socket_id })
+    Ok(Bound { admin, socket, sandboxes, server, volumes, drain, ready, tasks, socket_id })
 }
 
 impl Bound {
@@ -263,6 +271,7 @@ impl Bound {
     pub async fn stop(mut self) {
         self.ready.not_ready("stop", "stopping");
         self.server.stop_listen().await;
+        self.volumes.stop_listen().await;
         // Only if it is still ours: a successor may have bound it already.
         let ours =
             std::fs::symlink_metadata(&self.socket).is_ok_and(|now| (now.dev(), now.ino()) == self.socket_id);
@@ -275,7 +284,11 @@ impl Bound {
         // The tasks first: none of them begins anything new while the connections close.
         self.sandboxes.close().await;
         self.tasks.shutdown().await;
-        if tokio::time::timeout(CLOSE, self.server.shutdown()).await.is_err() {
+        let closed = async {
+            drop(self.volumes.shutdown().await);
+            self.server.shutdown().await
+        };
+        if tokio::time::timeout(CLOSE, closed).await.is_err() {
             tracing::debug!("a connection did not close in time");
         }
         info!("stopped; what runs goes on");

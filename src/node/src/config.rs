@@ -25,8 +25,8 @@ use crate::{
     },
 };
 
-/// Sections of the shared file that other binaries read; of `relay` we look at one key.
-const OTHERS: [&str; 1] = ["relay"];
+/// Sections of the shared file that other binaries read; of `relay` and `csi` we look at one key.
+const OTHERS: [&str; 2] = ["relay", "csi"];
 /// More do not come within a window; each is a line of the batch's file.
 const MOST_BATCH: u32 = 1000;
 /// Of each list of networks; the guest takes no more.
@@ -91,6 +91,8 @@ pub struct NodeConfig {
     pub localhost: bool,
     /// What guests are told of registries.
     pub registries: Registries,
+    /// `csi.volumes-dir`: where the CSI wrapper records the pods' volumes.
+    pub volumes_dir: PathBuf,
 }
 
 /// An address guests dial: with its port, or with the relay's.
@@ -229,7 +231,15 @@ impl NodeConfig {
                 "carry connections to 127.0.0.1 and ::1 of a pod's namespace (port-forward) into its VM",
             ),
             registries: Registries::read(reader),
+            volumes_dir: PathBuf::new(),
         };
+        let volumes_dir = config.state_dir.join("volumes");
+        config.volumes_dir = reader
+            .optional(
+                "csi.volumes-dir",
+                "folder in which peerpod-csi node records pods' volumes; volumes in paths.state-dir when not set",
+            )
+            .unwrap_or(volumes_dir);
         if let Some(wireguard) = &mut config.tunnel.wireguard {
             wireguard.key_dir = config.state_dir.join("trust");
             wireguard.netns = netns_in(&config.run_dir);
@@ -239,7 +249,11 @@ impl NodeConfig {
     }
 
     fn check(&self, reader: &mut Reader) {
-        for (key, path) in [("paths.run-dir", &self.run_dir), ("paths.state-dir", &self.state_dir)] {
+        for (key, path) in [
+            ("paths.run-dir", &self.run_dir),
+            ("paths.state-dir", &self.state_dir),
+            ("csi.volumes-dir", &self.volumes_dir),
+        ] {
             if !path.is_absolute() {
                 reader.mistake(key, "not an absolute path; begin it with '/'");
             }

@@ -37,12 +37,13 @@ use crate::{
         },
         follow::{Heard, Homes},
     },
-    spec::SandboxId,
+    spec::{PodRef, SandboxId},
     trust::{Ticket, Trust},
     tunnel::{
         Netns, NetnsId, Reserved, Seen, Tunnel,
         follow::{Merged, merge},
     },
+    volumes::{PodVolumes, Volumes},
 };
 
 pub use addresses::GuestAddresses;
@@ -50,6 +51,7 @@ pub use surroundings::Surroundings;
 pub use tidy::tidy;
 
 mod addresses;
+mod attach;
 mod ear;
 mod surroundings;
 #[cfg(test)]
@@ -82,6 +84,8 @@ pub struct Real {
     pub registries: Registries,
     /// What changes around the node.
     pub surroundings: Surroundings,
+    /// The pods' volumes.
+    pub volumes: Volumes,
 }
 
 /// What the tunnel must know of a pod, in the ledger.
@@ -266,6 +270,25 @@ impl Effects for Real {
 
     fn events(&self) -> BoxStream<'static, ProviderEvent> {
         self.provider.events().unwrap_or_else(|| stream::pending().boxed())
+    }
+
+    async fn volumes(&self, pod: &PodRef) -> Result<Option<PodVolumes>, String> {
+        let (volumes, pod) = (self.volumes.clone(), pod.clone());
+        let read = spawn_blocking(move || volumes.of_pod(&pod)).await;
+        read.unwrap_or_else(|error| Err(format!("read the pod's volumes: {error}")))
+    }
+
+    async fn attach(
+        &self,
+        id: &SandboxId,
+        vm: &InstanceId,
+        volumes: PodVolumes,
+    ) -> Result<PodVolumes, CloudError> {
+        attach::attach(&self.volumes, &*self.provider, id, vm, volumes).await
+    }
+
+    async fn release(&self, id: &SandboxId, vm: Option<&InstanceId>, uid: &str) -> Result<(), CloudError> {
+        attach::release(&self.volumes, &*self.provider, id, vm, uid).await
     }
 
     async fn addresses(&self, vm: &InstanceId) -> Result<Vec<IpAddr>, CloudError> {

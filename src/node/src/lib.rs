@@ -18,3 +18,4 @@ pub mod sandbox;
 pub mod spec;
 pub mod trust;
 pub mod tunnel;
+pub mod volumes;

@@ -8,7 +8,7 @@ use peerpod_base::{
 };
 
 /// Sections of the shared file that other binaries read.
-const OTHERS: [&str; 3] = ["node", "provider", "tunnel"];
+const OTHERS: [&str; 4] = ["node", "provider", "tunnel", "csi"];
 
 /// What the relay is told.
 #[derive(Clone, Debug)]
