@@ -28,6 +28,10 @@ struct Container {
     execs: HashMap<String, Arc<Process>>,
 }
 
+fn ready(id: &str) -> PathBuf {
+    Path::new("/run").join(format!("peerpod-test-agent-{id}.ready"))
+}
+
 /// A container's own process, before and after StartContainer.
 enum First {
     Created(Box<Specification>),
@@ -76,11 +80,19 @@ impl Containers {
         let mut containers = self.lock();
         let container = containers.get_mut(id).ok_or_else(error::no_container)?;
         let First::Created(specification) = &container.first else { return Err(error::errno(Errno::EEXIST)) };
-        let inside = Inside::new(&container.binds);
+        let ready = ready(id);
+        std::fs::remove_file(&ready).ok();
+        let inside = Inside::new(&container.binds, &ready);
         let (netns, rootfs) = (container.netns.as_deref(), container.rootfs.as_deref());
         let process = Process::start(specification, netns, rootfs, inside)?;
         container.first = First::Started(process);
         Ok(())
+    }
+
+    /// What appears when a started container has its mounts; `None`: it has none of its own.
+    pub(crate) fn waits_for(&self, id: &str) -> Option<PathBuf> {
+        let containers = self.lock();
+        (!containers.get(id)?.binds.is_empty()).then(|| ready(id))
     }
 
     /// ExecProcess.

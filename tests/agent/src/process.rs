@@ -218,14 +218,15 @@ pub(crate) enum Inside<'b> {
     /// It has none of its own.
     Nothing,
     /// In a mount namespace that is made for it.
-    New(&'b [Bind]),
+    New(&'b [Bind], &'b Path),
     /// In that of this process.
     Of(i32),
 }
 
 impl<'b> Inside<'b> {
-    pub(crate) fn new(binds: &'b [Bind]) -> Inside<'b> {
-        if binds.is_empty() { Inside::Nothing } else { Inside::New(binds) }
+    /// One of its own for these, that says by a file that they are there.
+    pub(crate) fn new(binds: &'b [Bind], ready: &'b Path) -> Inside<'b> {
+        if binds.is_empty() { Inside::Nothing } else { Inside::New(binds, ready) }
     }
 }
 
@@ -250,6 +251,8 @@ impl Bind {
 /// Mounts, then becomes the program: `unshare` and `nsenter` of util-linux do in the child what would need unsafe code
 /// here.
 const MOUNT: &str = r#"set -e
+ready=$1
+shift
 while [ "$1" != -- ]; do
     if [ -d "$1" ]; then mkdir -p "$2"; else mkdir -p "$(dirname "$2")"; touch "$2"; fi
     mount --bind "$1" "$2"
@@ -257,6 +260,7 @@ while [ "$1" != -- ]; do
     shift 3
 done
 shift
+: > "$ready"
 exec "$@""#;
 
 fn enter(command: Command, specification: &Specification, inside: Inside<'_>) -> Command {
@@ -269,9 +273,9 @@ fn enter(command: Command, specification: &Specification, inside: Inside<'_>) ->
             }
             return command;
         }
-        Inside::New(binds) => {
+        Inside::New(binds, ready) => {
             let mut outer = Command::new("unshare");
-            outer.args(["--mount", "--propagation", "private", "sh", "-c", MOUNT, "sh"]);
+            outer.args(["--mount", "--propagation", "private", "sh", "-c", MOUNT, "sh"]).arg(ready);
             for bind in binds {
                 let how = if bind.read_only { "ro" } else { "rw" };
                 outer.args([bind.source.as_str(), bind.destination.as_str(), how]);

@@ -40,6 +40,9 @@ pub(crate) const METHODS: &[&str] = &[
     "CloseStdin",
 ];
 
+/// A container's mounts are made in milliseconds.
+const MOUNTED: Duration = Duration::from_secs(10);
+
 /// What the real agent reports, as recorded.
 const MEMORY_BLOCK: u64 = 128 << 20;
 const STORAGE_HANDLERS: &[&str] = &[
@@ -143,6 +146,19 @@ impl AgentService for Agent {
 
     async fn start_container(&self, _: &TtrpcContext, request: StartContainerRequest) -> Result<Empty> {
         self.containers.start(&request.container_id)?;
+        if let Some(ready) = self.containers.waits_for(&request.container_id) {
+            // The real agent has everything mounted before the first process runs.
+            let deadline = tokio::time::Instant::now() + MOUNTED;
+            while !ready.exists() {
+                if tokio::time::Instant::now() > deadline {
+                    return Err(error::status(
+                        Code::INTERNAL,
+                        "its mounts could not be made; see the agent's log",
+                    ));
+                }
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        }
         Ok(Empty::new())
     }
 
