@@ -10,12 +10,18 @@ use std::sync::{
 
 use bytes::Bytes;
 use peerpod_link::endpoint::EndpointHandle;
-use peerpod_proto::guest::{Reply, Request, Rotate, request::Body};
+use peerpod_proto::guest::{Reply, Request, Rotate, VolumeFill, request::Body};
 use protobuf::Message;
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{Semaphore, mpsc, oneshot};
 
 use crate::{
-    agent::Agent, identity::Identity, intercept::Notice, network::Network, personalise, power, status::Status,
+    agent::Agent,
+    identity::Identity,
+    intercept::{Notice, Preparing, Use},
+    network::Network,
+    personalise, power,
+    status::Status,
+    volumes::{Fault, Volumes},
 };
 
 /// Requests under way; the node sends one at a time, and repeats what got no answer.
@@ -63,6 +69,14 @@ impl Control {
             }
             Some(Body::Flush(_)) => self.flush().await,
             Some(Body::Rotate(rotate)) => self.rotate(&rotate).map(|csr| reply.csr = csr),
+            Some(Body::VolumeStats(asked)) => {
+                let fill = self.person.volumes().stats(&asked.id).await;
+                filled(&mut reply, fill)
+            }
+            Some(Body::ExpandVolume(asked)) => {
+                let fill = self.person.volumes().expand(&asked.id, asked.bytes).await;
+                filled(&mut reply, fill)
+            }
             // `Body` is open: a newer node may ask what we do not know.
             _ => Err(format!("guest {} does not know this request", env!("CARGO_PKG_VERSION"))),
         };
@@ -104,6 +118,19 @@ impl Control {
     }
 }
 
+fn filled(reply: &mut Reply, fill: Result<VolumeFill, Fault>) -> Result<(), String> {
+    match fill {
+        Ok(fill) => {
+            reply.volume = Some(fill).into();
+            Ok(())
+        }
+        Err(fault) => {
+            reply.volume_fault = fault.kind.into();
+            Err(fault.text)
+        }
+    }
+}
+
 /// Tells the node of every change of the agent, unasked: a Reply to no request, with the status.
 pub(crate) async fn report_agent(agent: Arc<Agent>, status: Arc<Status>, handle: EndpointHandle) {
     let mut phase = agent.watch();
@@ -135,6 +162,7 @@ pub(crate) struct Notices {
     pub(crate) network: Arc<Network>,
     /// Of the VM.
     pub(crate) gpus: Arc<AtomicU32>,
+    pub(crate) volumes: Arc<Volumes>,
 }
 
 impl Notice for Notices {
@@ -152,6 +180,19 @@ impl Notice for Notices {
 
     fn network_admin(&self) {
         self.network.pod_may_change();
+    }
+
+    fn prepare(&self, wanted: Vec<Use>) -> Preparing {
+        let (answer, preparing) = oneshot::channel();
+        let volumes = self.volumes.clone();
+        // Goes on when nobody waits any more: what it began is finished, and the next container finds it so.
+        tokio::spawn(async move {
+            let all = wanted.into_iter().map(|one| volumes.prepare(one));
+            let ready = futures_util::future::join_all(all).await;
+            let ready: Result<Vec<_>, Fault> = ready.into_iter().collect();
+            drop(answer.send(ready.map_err(|fault| fault.to_string())));
+        });
+        preparing
     }
 
     /// Begins to write back while the agent still ends the containers; the node's Flush, which always follows, has

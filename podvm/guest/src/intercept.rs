@@ -3,7 +3,8 @@
 //!
 //! * `CreateContainer`: the shim strips the network namespace, so containers would run in the VM's own; the pod's is
 //!   put in. Missing bind sources are made, below two folders only. In a VM with GPUs a container that asks for them is
-//!   marked for the agent to give it them.
+//!   marked for the agent to give it them. A volume that the relay recognised is made ready, meanwhile the request waits
+//!   (others pass), and then the agent is told what to mount.
 //! * `CreateSandbox`: `dns` is cleared, or the agent would overwrite the VM's own resolv.conf with the pod's.
 //! * `DestroySandbox`: the flush begins.
 //!
@@ -13,7 +14,12 @@
 
 mod rewrite;
 
-use std::sync::Arc;
+use std::{
+    path::PathBuf,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+};
 
 use bytes::BytesMut;
 use peerpod_link::{
@@ -22,12 +28,55 @@ use peerpod_link::{
         FrameReader, HEADER_LEN, Header, MAX_PAYLOAD, PEEK_LIMIT, Peek, Piece, REQUEST, error_response, peek,
     },
 };
+use tokio::sync::oneshot;
+
+use self::rewrite::Rewritten;
 
 /// gRPC's INVALID_ARGUMENT, what ttrpc servers answer to what they cannot read.
 const INVALID_ARGUMENT: i32 = 3;
 /// Answers of ours that wait for the end of an agent's frame; one is about 100 bytes.
 const MAX_WAITING_ANSWERS: usize = 1 << 20;
 const SERVICE: &str = "grpc.AgentService";
+/// gRPC's INTERNAL, what the agent answers to a storage that cannot be mounted.
+const INTERNAL: i32 = 13;
+/// Containers of one connection that wait for their volumes.
+const MAX_HELD: usize = 64;
+
+/// A volume as one container wants it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Use {
+    /// The volume's id.
+    pub id: String,
+    /// The paths below its root that the container's mounts name; an empty one is the root.
+    pub paths: Vec<PathBuf>,
+}
+
+/// What the agent is told of a volume.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Ready {
+    /// The agent's storage driver.
+    pub driver: String,
+    /// `/dev/vdb`, `server:/export`.
+    pub source: String,
+    /// As mount(2) calls it; empty: the raw device.
+    pub fstype: String,
+    /// Of mount(8)'s `-o`.
+    pub options: Vec<String>,
+    /// The group of its files and whether they are changed only when the root differs.
+    pub fs_group: Option<(u32, bool)>,
+    /// Major and minor number of a raw device.
+    pub device: Option<(u32, u32)>,
+    /// No container may write.
+    pub read_only: bool,
+    /// The wanted paths, in their order, as they are on the volume: without symbolic links.
+    pub paths: Vec<PathBuf>,
+}
+
+/// Where containers' volumes are mounted, each in a folder of its id.
+pub const VOLUMES: &str = "/run/peerpod/volumes";
+
+/// What comes of a preparation.
+pub type Preparing = oneshot::Receiver<Result<Vec<Ready>, String>>;
 
 /// What the requests mean to the rest of the guest. Called from the link's task: must be quick.
 pub trait Notice: Send + Sync {
@@ -40,6 +89,12 @@ pub trait Notice: Send + Sync {
     /// How many GPUs the VM has.
     fn gpus(&self) -> u32 {
         0
+    }
+    /// A container that waits needs these volumes; the answers are in the same order.
+    fn prepare(&self, wanted: Vec<Use>) -> Preparing {
+        let (answer, preparing) = oneshot::channel();
+        drop(answer.send(Err(format!("{} volumes are wanted where there are none", wanted.len()))));
+        preparing
     }
     /// The shim ends the sandbox.
     fn sandbox_ends(&self);
@@ -69,6 +124,13 @@ enum State {
     Skipping,
 }
 
+/// A container that waits for its volumes.
+struct Held {
+    head: Header,
+    waiting: rewrite::Waiting,
+    preparing: Preparing,
+}
+
 /// The [`Filter`] of one connection.
 pub struct Intercept {
     notice: Arc<dyn Notice>,
@@ -79,6 +141,7 @@ pub struct Intercept {
     /// Whether what went to the peer so far ends with the end of a frame.
     at_boundary: bool,
     waiting: BytesMut,
+    held: Vec<Held>,
 }
 
 impl Intercept {
@@ -92,6 +155,7 @@ impl Intercept {
             responses: FrameReader::new(),
             at_boundary: true,
             waiting: BytesMut::new(),
+            held: Vec::new(),
         }
     }
 
@@ -103,7 +167,7 @@ impl Intercept {
                      the Rust shim copies a file in one message, so larger files in volumes cannot be copied",
                     head.length
                 );
-                self.answer(head.stream, &text, peer);
+                self.answer(head.stream, INVALID_ARGUMENT, &text, peer);
             }
             State::Skipping
         } else if head.kind == REQUEST {
@@ -162,19 +226,27 @@ impl Intercept {
             State::Holding { head, method, have } => {
                 let payload = match method {
                     Method::CreateContainer => rewrite::create_container(have, &self.podns, &*self.notice),
-                    Method::CreateSandbox => rewrite::create_sandbox(have),
+                    Method::CreateSandbox => rewrite::create_sandbox(have).map(Rewritten::Whole),
                 };
                 match payload {
-                    Ok(payload) => {
+                    Ok(Rewritten::Whole(payload)) => {
                         if method == Method::CreateContainer {
                             self.notice.container();
                         }
-                        let length = payload.len() as u32; // at most MAX_PAYLOAD, rewrite checks it
-                        agent.reserve(HEADER_LEN + payload.len());
-                        agent.extend_from_slice(&Header { length, ..head }.encode());
-                        agent.extend_from_slice(&payload);
+                        pass(head, &payload, agent);
                     }
-                    Err(error) => self.answer(head.stream, &format!("{method:?}: {error}"), peer),
+                    Ok(Rewritten::Waits(waiting)) if self.held.len() < MAX_HELD => {
+                        let preparing = self.notice.prepare(waiting.wanted.clone());
+                        self.held.push(Held { head, waiting, preparing });
+                    }
+                    Ok(Rewritten::Waits(_)) => {
+                        let text =
+                            format!("{MAX_HELD} containers wait for their volumes, which is the bound");
+                        self.answer(head.stream, INTERNAL, &text, peer);
+                    }
+                    Err(error) => {
+                        self.answer(head.stream, INVALID_ARGUMENT, &format!("{method:?}: {error}"), peer);
+                    }
                 }
             }
             State::Peeking { head, .. } => self.refuse_unreadable(head, peer),
@@ -186,14 +258,15 @@ impl Intercept {
     }
 
     fn refuse_unreadable(&mut self, head: Header, peer: &mut BytesMut) {
-        self.answer(head.stream, "request without a readable service and method", peer);
+        let text = "request without a readable service and method";
+        self.answer(head.stream, INVALID_ARGUMENT, text, peer);
         self.state = State::Skipping;
     }
 
     /// Answers a request ourselves, as soon as the agent's frame under way is complete.
-    fn answer(&mut self, stream: u32, text: &str, peer: &mut BytesMut) {
+    fn answer(&mut self, stream: u32, code: i32, text: &str, peer: &mut BytesMut) {
         tracing::warn!(stream, reason = text, "refused a request to the agent");
-        let frame = error_response(stream, INVALID_ARGUMENT, text);
+        let frame = error_response(stream, code, text);
         if self.at_boundary {
             peer.extend_from_slice(&frame);
         } else if self.waiting.len() + frame.len() <= MAX_WAITING_ANSWERS {
@@ -203,7 +276,41 @@ impl Intercept {
     }
 }
 
+/// A request of this length, to the agent.
+fn pass(head: Header, payload: &[u8], agent: &mut BytesMut) {
+    let length = payload.len() as u32; // at most MAX_PAYLOAD, rewrite checks it
+    agent.reserve(HEADER_LEN + payload.len());
+    agent.extend_from_slice(&Header { length, ..head }.encode());
+    agent.extend_from_slice(payload);
+}
+
 impl Filter for Intercept {
+    fn poll(&mut self, cx: &mut Context<'_>, peer: &mut BytesMut, agent: &mut BytesMut) -> bool {
+        // Not into the middle of another request; its end is a reason to be polled again.
+        if self.held.is_empty() || matches!(self.state, State::Passing) {
+            return false;
+        }
+        let mut said = false;
+        let mut at = 0;
+        while at < self.held.len() {
+            let Poll::Ready(result) = Pin::new(&mut self.held[at].preparing).poll(cx) else {
+                at += 1;
+                continue;
+            };
+            said = true;
+            let Held { head, waiting, .. } = self.held.remove(at);
+            let result = result.unwrap_or_else(|_| Err("the guest program is ending".to_owned()));
+            match result.and_then(|ready| waiting.with(&ready).map_err(|error| error.to_string())) {
+                Ok(payload) => {
+                    self.notice.container();
+                    pass(head, &payload, agent);
+                }
+                Err(error) => self.answer(head.stream, INTERNAL, &error, peer),
+            }
+        }
+        said
+    }
+
     fn from_local(&mut self, input: &[u8], peer: &mut BytesMut, _local: &mut BytesMut) {
         let mut rest = input;
         let mut done = 0;

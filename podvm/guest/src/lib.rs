@@ -35,6 +35,7 @@ mod serve;
 mod sources;
 mod status;
 mod uplink;
+mod volumes;
 mod wait;
 
 const USAGE: &str = "usage: peerpod-guest [serve | --version]

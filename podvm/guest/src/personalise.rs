@@ -33,6 +33,7 @@ use crate::{
     network::{self, Network},
     power::Lease,
     status::Status,
+    volumes::Volumes,
 };
 
 const VERSION: u32 = 1;
@@ -65,6 +66,8 @@ pub(crate) enum Error {
     Initdata(#[from] InitdataError),
     #[error("{0}")]
     Images(String),
+    #[error("the pod's volumes: {0}")]
+    Volumes(String),
     #[error("{0}")]
     Components(String),
     #[error("{0}")]
@@ -85,6 +88,7 @@ pub(crate) struct Person {
     images: Option<Images>,
     components: Option<Arc<Components>>,
     gpus: Arc<AtomicU32>,
+    volumes: Arc<Volumes>,
     /// Where the node is found besides where this VM was told at birth.
     homes: watch::Sender<Vec<SocketAddr>>,
     /// Held while a plan is applied: one at a time.
@@ -117,6 +121,7 @@ impl Person {
             images: None,
             components: None,
             gpus: Arc::default(),
+            volumes: Arc::default(),
             homes: watch::Sender::new(current.as_ref().map(homes).unwrap_or_default()),
             current: Mutex::new(current),
         }
@@ -130,6 +135,11 @@ impl Person {
     /// GPUs of the VM, as the last plan says.
     pub(crate) fn gpus(&self) -> Arc<AtomicU32> {
         self.gpus.clone()
+    }
+
+    /// The pod's volumes, as the last plan says.
+    pub(crate) fn volumes(&self) -> Arc<Volumes> {
+        self.volumes.clone()
     }
 
     /// Where the node is found, as the last plan says; empty before the first.
@@ -208,6 +218,7 @@ impl Person {
             self.lease.set_length(Duration::from_secs(u64::from(plan.lease_seconds)));
         }
         self.gpus.store(plan.gpus, Relaxed);
+        self.volumes.learn(&plan.volumes).map_err(Error::Volumes)?;
         self.initdata(plan)?;
         if let Some(images) = &self.images {
             images.access(plan.images.as_ref()).map_err(Error::Images)?;

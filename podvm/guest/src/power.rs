@@ -34,7 +34,8 @@ const TICK: Duration = Duration::from_secs(5);
 pub(crate) const FILE: &str = "lease.json";
 /// What is mounted below is data that outlives the VM. (Not the agent's own `/run/kata-containers`: its scratch space
 /// dies with the VM.)
-const VOLUMES: &[&str] = &["/run/peerpod/volumes/", "/run/kata-containers/sandbox/storage/"];
+const VOLUMES: &[&str] =
+    &["/run/peerpod/volumes/", "/run/peerpod/volumes-moment/", "/run/kata-containers/sandbox/storage/"];
 
 /// On disk, so that a program that crashes over and over does not renew it.
 #[derive(Clone, Copy, Serialize, Deserialize)]

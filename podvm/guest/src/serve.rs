@@ -182,6 +182,7 @@ async fn home(
         agent: agent.clone(),
         network: control.person.network(),
         gpus: control.person.gpus(),
+        volumes: control.person.volumes(),
     });
     let podns = settings.podns.display().to_string();
     let (handler, events) = Home::new(agent.clone(), notice, podns, ring.clone());

@@ -122,6 +122,12 @@ pub trait Filter: Send {
         let _ = input;
         false
     }
+    /// What the filter has to say without having been given anything: called whenever the endpoint's task runs; `cx` wakes
+    /// it. Append as in the other calls; whether anything was.
+    fn poll(&mut self, cx: &mut Context<'_>, peer: &mut BytesMut, local: &mut BytesMut) -> bool {
+        let _ = (cx, peer, local);
+        false
+    }
     /// The stream behind is lost (another guest program, or the peer closed it). Append answers for pending calls to
     /// `local`; return whether the local socket stays open (a new stream is then opened at the next byte to the peer:
     /// the rest of a frame that was cut by the loss must not become the new stream's beginning).

@@ -44,6 +44,8 @@ pub struct LocalConfig {
     pub boot_delay: Duration,
     /// Most VMs by one call; 0: each by one of its own.
     pub max_batch: u32,
+    /// Where the files of disks are that are called by a name.
+    pub volumes_dir: PathBuf,
 }
 
 impl LocalConfig {
@@ -76,7 +78,12 @@ impl LocalConfig {
         );
         let boot_delay = section.get("boot-delay", "0ms", "pretend that a VM takes this long to boot");
         let max_batch = section.get("max-batch", "0", "most VMs by one call; 0: one by one");
+        let volumes_dir = section.optional(
+            "volumes-dir",
+            "files here are disks, called by their names; <paths.state-dir>/local/volumes when not set",
+        );
         LocalConfig {
+            volumes_dir: volumes_dir.unwrap_or_else(|| state_dir.join("local/volumes")),
             state_dir: state_dir.join("local"),
             helper_binary: helper_binary.unwrap_or_else(|| beside_us("peerpod-local-vm")),
             guest_binary: guest_binary.unwrap_or_else(|| beside_us("peerpod-guest")),

@@ -6,7 +6,9 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use peerpod_provider_api::{CreateRequest, Created, CreatedMany, Error, IdempotencyKey, InstanceId};
+use peerpod_provider_api::{
+    CreateRequest, Created, CreatedMany, DiskRequest, Error, IdempotencyKey, InstanceId,
+};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, Command};
 use tokio::task::JoinSet;
@@ -92,13 +94,33 @@ impl Shared {
             }
             Status::Pending(Some(record)) => same(&record, &digest, &request)?,
             // Ended is for `addresses` to say: the answer to this key stays the same.
-            Status::Running(record) | Status::Ended(record, _) => {
-                return Ok(created(&id, &same(&record, &digest, &request)?));
+            Status::Running(record) => {
+                let record = same(&record, &digest, &request)?;
+                return self.attached(&id, &record, request.disks).await;
             }
+            Status::Ended(record, _) => return Ok(created(&id, &same(&record, &digest, &request)?)),
         };
         self.ensure_networks(request.second_nic).await?;
+        let disks = request.disks.clone();
         self.launch(&id, &record, request).await?;
-        Ok(created(&id, &record))
+        self.attached(&id, &record, disks).await
+    }
+
+    /// The VM's answer, with its disks. One that cannot be attached now is attached by a later call: the VM is there.
+    async fn attached(
+        self: &Arc<Shared>,
+        id: &InstanceId,
+        record: &Record,
+        disks: Vec<DiskRequest>,
+    ) -> Result<Created, Error> {
+        let mut created = created(id, record);
+        for disk in disks {
+            match Arc::clone(self).attach(id.clone(), disk.clone()).await {
+                Ok(identity) => created.disks.push((disk.volume, identity)),
+                Err(error) => tracing::warn!(%error, "not attached at creation"),
+            }
+        }
+        Ok(created)
     }
 
     /// Sets an index aside and writes the VM down.

@@ -1,4 +1,4 @@
-//! Taking a VM away: mark → kill → wait → links → directory → address → bridges. After the mark the rest is done
+//! Taking a VM away: mark → kill → wait → disks → links → directory → address → bridges. After the mark the rest is done
 //! behind the caller's back, and by the next node if ours dies.
 
 use std::sync::Arc;
@@ -67,7 +67,7 @@ impl Shared {
         tokio::spawn(work.in_current_span())
     }
 
-    async fn finish(&self, id: &InstanceId) -> Result<(), Error> {
+    async fn finish(self: &Arc<Shared>, id: &InstanceId) -> Result<(), Error> {
         let _turn = self.lock_id(id).await;
         match self.status(id)? {
             Status::Deleting(_) | Status::Pending(None) | Status::Unreadable(_) => {}
@@ -75,6 +75,7 @@ impl Shared {
             _ => return Ok(()),
         }
         let Some(lock) = self.end_processes(id).await? else { return Ok(()) };
+        Arc::clone(self).detach_all(id.clone()).await?;
         let (store, vm) = (self.store.clone(), id.clone());
         blocking(move || {
             let gone = network::client().and_then(|mut client| {

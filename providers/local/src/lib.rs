@@ -7,11 +7,13 @@
 //!
 //! * A VM's processes belong to nobody: they survive the node and are found again by pid and start time.
 //! * A VM's directory (see `store.rs`) is there before the first effect and goes after the last.
-//! * Needs root; touches `<state-dir>/local`, two bridges, one or two veths per VM, and processes it started.
+//! * Disks are files of the node, attached as loop devices (see `disks.rs`); they are never made or removed here.
+//! * Needs root; touches `<state-dir>/local`, two bridges, one or two veths per VM, loop devices, and processes it started.
 
 pub mod config;
 mod create;
 mod delete;
+mod disks;
 mod network;
 mod process;
 mod store;
@@ -31,7 +33,7 @@ use async_trait::async_trait;
 use nix::fcntl::Flock;
 use peerpod_provider_api::{
     Batch, Capabilities, Console, CreateRequest, Created, CreatedMany, Error, IdempotencyKey, InstanceId,
-    Owned, OwnedState, Preflight, Provider,
+    Owned, OwnedState, Preflight, Provider, Volumes,
 };
 use tokio::sync::{Mutex, OwnedMutexGuard};
 
@@ -56,6 +58,8 @@ struct Shared {
     ids: Lock<HashMap<InstanceId, Arc<Mutex<()>>>>,
     /// Which numbers are taken; held while the bridge is made or removed.
     network: Mutex<HashMap<u32, InstanceId>>,
+    /// One disk at a time comes or goes.
+    disks: Mutex<()>,
     _lock: Flock<File>,
 }
 
@@ -94,7 +98,14 @@ impl LocalProvider {
         }
         let ids = Lock::new(HashMap::new());
         Ok(LocalProvider {
-            shared: Arc::new(Shared { config, store, ids, network: Mutex::new(taken), _lock: lock }),
+            shared: Arc::new(Shared {
+                config,
+                store,
+                ids,
+                network: Mutex::new(taken),
+                disks: Mutex::new(()),
+                _lock: lock,
+            }),
         })
     }
 }
@@ -107,7 +118,13 @@ impl Provider for LocalProvider {
 
     fn capabilities(&self) -> Capabilities {
         let max_batch = self.shared.config.max_batch;
-        Capabilities { console: true, second_nic: true, max_batch, ..Capabilities::minimal(MAX_USER_DATA) }
+        Capabilities {
+            console: true,
+            volumes: true,
+            second_nic: true,
+            max_batch,
+            ..Capabilities::minimal(MAX_USER_DATA)
+        }
     }
 
     async fn preflight(&self) -> Result<Preflight, Error> {
@@ -179,6 +196,10 @@ impl Provider for LocalProvider {
 
     fn batch(&self) -> Option<&dyn Batch> {
         (self.shared.config.max_batch > 0).then_some(self)
+    }
+
+    fn volumes(&self) -> Option<&dyn Volumes> {
+        Some(self)
     }
 
     fn console(&self) -> Option<&dyn Console> {

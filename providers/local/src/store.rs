@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! <state-dir>/lock              held by the one provider object that uses this directory
+//! <state-dir>/disks/<hash>.json  a disk that a VM has; see disks.rs
 //! <state-dir>/vms/<id>/
 //!     record.json               what was asked and which address it has; written before anything is made
 //!     machine.json              the processes, by number, start time and boot; written by the hypervisor process
@@ -97,7 +98,9 @@ impl Store {
     /// returned lock lives. `None` if another holds it.
     pub(crate) fn open(root: &Path) -> io::Result<(Store, Option<Flock<File>>)> {
         let store = Store { root: root.to_owned() };
-        DirBuilder::new().recursive(true).mode(0o700).create(root.join("vms"))?;
+        for folder in ["vms", "disks"] {
+            DirBuilder::new().recursive(true).mode(0o700).create(root.join(folder))?;
+        }
         let lock = try_lock(&root.join("lock"), true)?;
         Ok((store, lock))
     }

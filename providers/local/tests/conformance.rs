@@ -10,7 +10,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use common::{IDLE, Place, config};
 use peerpod_provider_api::conformance::Harness;
-use peerpod_provider_api::{InstanceId, Provider};
+use peerpod_provider_api::{DiskRequest, InstanceId, Provider};
 use peerpod_provider_local::LocalProvider;
 
 struct Local {
@@ -49,6 +49,13 @@ impl Harness for Local {
 
     fn unknown_id(&self) -> Option<InstanceId> {
         InstanceId::new(format!("local-{}", "0".repeat(32))).ok()
+    }
+
+    fn volume(&self) -> Option<DiskRequest> {
+        fs::create_dir_all(self.place.dir.join("volumes")).unwrap();
+        let file = fs::File::create(self.place.dir.join("volumes/disk-1")).unwrap();
+        file.set_len(1 << 20).unwrap();
+        Some(DiskRequest { volume: "disk-1".into(), ..DiskRequest::default() })
     }
 
     fn stranger(&self) -> Option<Arc<dyn Provider>> {

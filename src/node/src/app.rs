@@ -25,7 +25,7 @@ use ttrpc::asynchronous::transport::Listener;
 
 use crate::{
     carry,
-    cluster::{Cluster, show::About},
+    cluster::{Cluster, pods::Reflector, show::About},
     config::NodeConfig,
     effects::{self, GuestAddresses, Real, Surroundings},
     ledger::{self, Inbox, Ledger, Loaded},
@@ -42,7 +42,18 @@ use crate::{
     sweep,
     trust::{self, Trust},
     tunnel::{self, Tunnel, TunnelConfig},
+    volumes::{self, Volumes},
 };
+
+/// The watch of this node's pods, for the volumes' room.
+struct Known(Reflector);
+
+impl volumes::Pods for Known {
+    fn uids(&self, namespace: &str, name: &str) -> Vec<String> {
+        let pod = self.0.newest(namespace, name).filter(|pod| !pod.terminating);
+        pod.map(|pod| pod.uid).into_iter().collect()
+    }
+}
 
 /// How long calls that must not be cut off may take at the end.
 const DRAIN: Duration = Duration::from_secs(5);
@@ -120,6 +131,8 @@ pub struct Bound {
     sandboxes: Sandboxes,
     cluster: Option<Cluster>,
     server: ttrpc::r#async::Server,
+    /// Of `volumes.sock`.
+    volumes: ttrpc::r#async::Server,
     drain: Drain,
     ready: Ready,
     tasks: JoinSet<&'static str>,
@@ -200,6 +213,7 @@ pub async fn build(
         tasks.spawn(carry::run(relay.clone(), carrier, addresses.clone(), surroundings.underlay()));
     }
     let most = provider.capabilities().max_batch;
+    let known = cluster.as_ref().map(|cluster| Arc::new(Known(cluster.pods().clone())) as Arc<dyn volumes::Pods>);
     let shown = cluster.clone().zip(config.cluster.as_ref()).map(|(cluster, settings)| {
         let about = About {
             provider: provider.name().into(),
@@ -223,6 +237,7 @@ pub async fn build(
         pull_secrets: config.secrets.clone().map(PullSecrets::new),
         surroundings,
         cluster: shown,
+        volumes: Volumes::new(&config.volumes_dir, known),
     });
     let mut settings = config.sandbox_settings();
     settings.guest_addresses = addresses.in_words(None);
@@ -258,6 +273,10 @@ pub async fn build(
     let (listener, socket_id) = bind(&socket).map_err(path_error("listen on", &socket))?;
     let door = Door { sandboxes: sandboxes.clone(), inbox, metrics, drain: drain.clone() };
     let server = rpc::serve(Listener::from(listener), door).await.map_err(AppError::Door)?;
+    let asked = config.run_dir.join("volumes.sock");
+    let (listener, _) = bind(&asked).map_err(path_error("listen on", &asked))?;
+    let volumes =
+        rpc::volumes::serve(Listener::from(listener), sandboxes.clone()).await.map_err(AppError::Door)?;
     drop(starting);
     if let Some(cluster) = &cluster {
         cluster.serve(&mut tasks);
@@ -272,7 +291,7 @@ pub async fn build(
         %admin,
         "peerpod-node serves"
     );
-    Ok(Bound { admin, socket, sandboxes, cluster, server, drain, ready, tasks, socket_id })
+    Ok(Bound { admin, socket, sandboxes, cluster, server, volumes, drain, ready, tasks, socket_id })
 }
 
 impl Bound {
@@ -304,6 +323,7 @@ impl Bound {
         // Beside the rest: nothing waits for an API server that is away.
         let farewell =
             self.cluster.take().map(|cluster| tokio::spawn(async move { cluster.farewell().await }));
+        self.volumes.stop_listen().await;
         // Only if it is still ours: a successor may have bound it already.
         let ours =
             std::fs::symlink_metadata(&self.socket).is_ok_and(|now| (now.dev(), now.ino()) == self.socket_id);
@@ -316,7 +336,11 @@ impl Bound {
         // The tasks first: none of them begins anything new while the connections close.
         self.sandboxes.close().await;
         self.tasks.shutdown().await;
-        if tokio::time::timeout(CLOSE, self.server.shutdown()).await.is_err() {
+        let closed = async {
+            drop(self.volumes.shutdown().await);
+            self.server.shutdown().await
+        };
+        if tokio::time::timeout(CLOSE, closed).await.is_err() {
             tracing::debug!("a connection did not close in time");
         }
         if let Some(farewell) = farewell

@@ -27,7 +27,7 @@ use crate::{
     },
 };
 
-/// Sections of the shared file that other binaries read; of `relay` we look at one key.
+/// Sections of the shared file that other binaries read; of `relay` and `csi` we look at one key.
 const OTHERS: [&str; 5] = ["relay", "controller", "webhook", "csi", "volumes"];
 /// More do not come within a window; each is a line of the batch's file.
 const MOST_BATCH: u32 = 1000;
@@ -99,6 +99,8 @@ pub struct NodeConfig {
     pub secrets: Option<SecretsConfig>,
     /// Sections `cluster` and `kubernetes`; `None`: this node is in no cluster.
     pub cluster: Option<ClusterConfig>,
+    /// `csi.volumes-dir`: where the CSI wrapper records the pods' volumes.
+    pub volumes_dir: PathBuf,
 }
 
 /// An address guests dial: with its port, or with the relay's.
@@ -244,12 +246,20 @@ impl NodeConfig {
             registries: Registries::read(reader),
             secrets: SecretsConfig::read(reader),
             cluster: None,
+            volumes_dir: PathBuf::new(),
         };
         config.cluster = ClusterConfig::read(reader, config.max_sandboxes);
         if let (Some(cluster), false) = (&config.cluster, reader.is_set("node.name")) {
             // One name for the node wherever it is named.
             config.name = cluster.node_name.clone();
         }
+        let volumes_dir = config.state_dir.join("volumes");
+        config.volumes_dir = reader
+            .optional(
+                "csi.volumes-dir",
+                "folder in which peerpod-csi node records pods' volumes; volumes in paths.state-dir when not set",
+            )
+            .unwrap_or(volumes_dir);
         if let Some(wireguard) = &mut config.tunnel.wireguard {
             wireguard.key_dir = config.state_dir.join("trust");
             wireguard.netns = netns_in(&config.run_dir);
@@ -259,7 +269,11 @@ impl NodeConfig {
     }
 
     fn check(&self, reader: &mut Reader) {
-        for (key, path) in [("paths.run-dir", &self.run_dir), ("paths.state-dir", &self.state_dir)] {
+        for (key, path) in [
+            ("paths.run-dir", &self.run_dir),
+            ("paths.state-dir", &self.state_dir),
+            ("csi.volumes-dir", &self.volumes_dir),
+        ] {
             if !path.is_absolute() {
                 reader.mistake(key, "not an absolute path; begin it with '/'");
             }

@@ -47,6 +47,7 @@ use crate::{
         Netns, NetnsId, Reserved, Seen, Tunnel,
         follow::{Merged, merge},
     },
+    volumes::{PodVolumes, Volumes},
 };
 
 pub use addresses::GuestAddresses;
@@ -54,6 +55,7 @@ pub use surroundings::Surroundings;
 pub use tidy::tidy;
 
 mod addresses;
+mod attach;
 mod ear;
 mod surroundings;
 #[cfg(test)]
@@ -90,6 +92,8 @@ pub struct Real {
     pub surroundings: Surroundings,
     /// Kubernetes, and what all sandboxes have in common there; `None`: this node is in no cluster.
     pub cluster: Option<(Cluster, About)>,
+    /// The pods' volumes.
+    pub volumes: Volumes,
 }
 
 /// What the tunnel must know of a pod, in the ledger.
@@ -301,6 +305,25 @@ impl Effects for Real {
 
     fn events(&self) -> BoxStream<'static, ProviderEvent> {
         self.provider.events().unwrap_or_else(|| stream::pending().boxed())
+    }
+
+    async fn volumes(&self, pod: &PodRef) -> Result<Option<PodVolumes>, String> {
+        let (volumes, pod) = (self.volumes.clone(), pod.clone());
+        let read = spawn_blocking(move || volumes.of_pod(&pod)).await;
+        read.unwrap_or_else(|error| Err(format!("read the pod's volumes: {error}")))
+    }
+
+    async fn attach(
+        &self,
+        id: &SandboxId,
+        vm: &InstanceId,
+        volumes: PodVolumes,
+    ) -> Result<PodVolumes, CloudError> {
+        attach::attach(&self.volumes, &*self.provider, id, vm, volumes).await
+    }
+
+    async fn release(&self, id: &SandboxId, vm: Option<&InstanceId>, uid: &str) -> Result<(), CloudError> {
+        attach::release(&self.volumes, &*self.provider, id, vm, uid).await
     }
 
     async fn addresses(&self, vm: &InstanceId) -> Result<Vec<IpAddr>, CloudError> {

@@ -21,3 +21,4 @@ pub mod spec;
 mod sweep;
 pub mod trust;
 pub mod tunnel;
+pub mod volumes;

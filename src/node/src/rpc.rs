@@ -4,6 +4,8 @@
 //! Handlers check, hand on and wait: the library drops them at the caller's deadline and when the connection ends, so
 //! no work lives here. Errors become ttrpc statuses in one place, the `From` below.
 
+pub mod volumes;
+
 use std::{sync::Arc, time::Duration};
 
 use async_trait::async_trait;
@@ -70,7 +72,7 @@ impl From<Error> for ttrpc::Error {
     fn from(error: Error) -> ttrpc::Error {
         let code = match &error {
             Error::Unknown(_) | Error::NoSuchPod { .. } => Code::NOT_FOUND,
-            Error::Stopped { .. } => Code::FAILED_PRECONDITION,
+            Error::Stopped { .. } | Error::VolumeTaken { .. } => Code::FAILED_PRECONDITION,
             Error::Failed { .. } => Code::ABORTED,
             Error::Late { .. } => Code::DEADLINE_EXCEEDED,
             Error::Netns { .. } | Error::Invalid(_) => Code::INVALID_ARGUMENT,

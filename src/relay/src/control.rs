@@ -25,6 +25,7 @@ use crate::{
     metrics::Metrics,
     sandboxes::{SandboxError, Sandboxes, guest::Gone, states::States},
     store::{Identity, Record, Store, TunnelPeer},
+    volumes::{self, Volume},
     wireguard::WireGuard,
 };
 
@@ -120,7 +121,36 @@ fn record_of(request: PutSandboxRequest) -> ttrpc::Result<Record> {
     let dial = request.dial.iter().map(|address| address.parse()).collect::<Result<_, _>>();
     let dial = dial.map_err(|_| status(Code::INVALID_ARGUMENT, "an address to dial is none"))?;
     let (agent_socket, pod) = (request.agent_socket.into(), request.pod);
-    Ok(Record { id, agent_socket, guest_certificates, pod, tunnel_peer, dial })
+    let volumes = volumes_of(&id, request.volumes)?;
+    Ok(Record { id, agent_socket, guest_certificates, pod, tunnel_peer, dial, volumes })
+}
+
+fn volumes_of(id: &SandboxId, told: Vec<relay::Volume>) -> ttrpc::Result<Vec<Volume>> {
+    let refused = |why: String| status(Code::INVALID_ARGUMENT, format!("volumes of sandbox {id}: {why}"));
+    if told.len() > volumes::MOST {
+        return Err(refused(format!("{} are more than {}", told.len(), volumes::MOST)));
+    }
+    let volume = |told: relay::Volume| {
+        // It becomes part of paths.
+        let hexadecimal =
+            told.id.len() == 32 && told.id.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+        // All of the node's files would be of a volume whose target is the root.
+        let path = std::path::Path::new(&told.target_path);
+        if !hexadecimal || !path.is_absolute() || path.components().count() < 3 {
+            return Err(refused(format!("id {:?} at {:?} is none", told.id, told.target_path)));
+        }
+        let number = (told.device_major, told.device_minor);
+        Ok(Volume {
+            id: told.id,
+            name: told.name,
+            target_path: told.target_path,
+            marker: told.marker,
+            read_only: told.read_only,
+            block: told.block,
+            device: Some(number).filter(|number| *number != (0, 0)),
+        })
+    };
+    told.into_iter().map(volume).collect()
 }
 
 fn tunnel_peer(peer: relay::TunnelPeer) -> ttrpc::Result<TunnelPeer> {

@@ -31,6 +31,7 @@ mod sandboxes;
 mod socket;
 mod store;
 mod takeover;
+mod volumes;
 mod wireguard;
 
 /// What of this crate reads bytes from outside and has no other public door. For `fuzz/` alone.

@@ -216,6 +216,7 @@ impl Sandboxes {
             Some(live) => {
                 let Attached { endpoint, guest, .. } = live.attached.clone();
                 guest.set_pod(&record.pod);
+                guest.traffic.set_volumes(&record.volumes);
                 if !live.socket.listens_on(path) {
                     live.socket =
                         AgentSocket::open(path, endpoint, guest, self.metrics.clone()).map_err(listen)?;
@@ -234,6 +235,7 @@ impl Sandboxes {
     fn start(&self, record: Record, panics: u32) -> Result<Live, SandboxError> {
         let guest = Arc::new(Guest::new(record.id.clone(), self.states.clone(), self.metrics.clone()));
         guest.set_pod(&record.pod);
+        guest.traffic.set_volumes(&record.volumes);
         let (endpoint, handle) = Endpoint::new(Role::Relay, GuestHandler(guest.clone()), self.limits.clone());
         let path = record.agent_socket.as_path();
         let socket = AgentSocket::open(path, handle.clone(), guest.clone(), self.metrics.clone())

@@ -14,7 +14,7 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use thiserror::Error;
 
-use crate::{durable, id::SandboxId};
+use crate::{durable, id::SandboxId, volumes::Volume};
 
 /// Version of both formats.
 const VERSION: u32 = 1;
@@ -46,6 +46,8 @@ pub(crate) struct Record {
     pub(crate) tunnel_peer: Option<TunnelPeer>,
     /// Where its guest waits to be dialled; empty: it dials.
     pub(crate) dial: Vec<SocketAddr>,
+    /// The pod's.
+    pub(crate) volumes: Vec<Volume>,
 }
 
 /// The guest's end of the encrypted tunnel.
@@ -120,6 +122,8 @@ struct RecordFile {
     tunnel_peer: Option<TunnelPeer>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     dial: Vec<SocketAddr>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    volumes: Vec<Volume>,
 }
 
 /// The folder.
@@ -190,6 +194,7 @@ impl Store {
             pod: record.pod.clone(),
             tunnel_peer: record.tunnel_peer.clone(),
             dial: record.dial.clone(),
+            volumes: record.volumes.clone(),
         };
         self.write(&self.sandboxes, &format!("{}.json", record.id), &file)
     }
@@ -271,6 +276,7 @@ fn record(path: &Path, file: RecordFile) -> Result<Record, String> {
         pod: file.pod,
         tunnel_peer: file.tunnel_peer,
         dial: file.dial,
+        volumes: file.volumes,
     })
 }
 
@@ -312,6 +318,9 @@ mod tests {
                 vxlan_port: 4789,
             }),
             dial: if id == "b" { vec!["[fd00::7]:15150".parse().unwrap()] } else { Vec::new() },
+            volumes: (id == "a")
+                .then(|| vec![Volume { id: "a".repeat(32), device: Some((7, 1)), ..Volume::default() }])
+                .unwrap_or_default(),
         }
     }
 

@@ -9,7 +9,10 @@ use std::{
 use nix::errno::Errno;
 use peerpod_proto::agent::{CreateContainerRequest, Process as Specification};
 
-use crate::{error, process::Process};
+use crate::{
+    error,
+    process::{Bind, Inside, Process},
+};
 
 /// All containers of the sandbox. Locked for look-ups only, never while something waits.
 #[derive(Default)]
@@ -19,8 +22,14 @@ struct Container {
     netns: Option<PathBuf>,
     /// Of an image that was pulled; else the VM's own root.
     rootfs: Option<PathBuf>,
+    /// What it has at other places than the VM: bind mounts of volumes.
+    binds: Vec<Bind>,
     first: First,
     execs: HashMap<String, Arc<Process>>,
+}
+
+fn ready(id: &str) -> PathBuf {
+    Path::new("/run").join(format!("peerpod-test-agent-{id}.ready"))
 }
 
 /// A container's own process, before and after StartContainer.
@@ -54,9 +63,10 @@ impl Containers {
                 return Err(error::errno(Errno::ENOENT));
             }
         }
+        let binds: Vec<Bind> = specification.Mounts.iter().filter_map(Bind::of).collect();
         let process = specification.Process.into_option().ok_or_else(|| error::errno(Errno::EINVAL))?;
         let first = First::Created(Box::new(process));
-        let container = Container { netns, rootfs, first, execs: HashMap::new() };
+        let container = Container { netns, rootfs, binds, first, execs: HashMap::new() };
         let mut containers = self.lock();
         if containers.contains_key(&request.container_id) {
             return Err(error::errno(Errno::EEXIST));
@@ -70,9 +80,19 @@ impl Containers {
         let mut containers = self.lock();
         let container = containers.get_mut(id).ok_or_else(error::no_container)?;
         let First::Created(specification) = &container.first else { return Err(error::errno(Errno::EEXIST)) };
-        let process = Process::start(specification, container.netns.as_deref(), container.rootfs.as_deref())?;
+        let ready = ready(id);
+        std::fs::remove_file(&ready).ok();
+        let inside = Inside::new(&container.binds, &ready);
+        let (netns, rootfs) = (container.netns.as_deref(), container.rootfs.as_deref());
+        let process = Process::start(specification, netns, rootfs, inside)?;
         container.first = First::Started(process);
         Ok(())
+    }
+
+    /// What appears when a started container has its mounts; `None`: it has none of its own.
+    pub(crate) fn waits_for(&self, id: &str) -> Option<PathBuf> {
+        let containers = self.lock();
+        (!containers.get(id)?.binds.is_empty()).then(|| ready(id))
     }
 
     /// ExecProcess.
@@ -82,7 +102,12 @@ impl Containers {
         if container.execs.contains_key(&exec) || exec.is_empty() {
             return Err(error::errno(Errno::EEXIST));
         }
-        let process = Process::start(specification, container.netns.as_deref(), container.rootfs.as_deref())?;
+        let inside = match &container.first {
+            First::Started(first) if !container.binds.is_empty() => Inside::Of(first.pid()),
+            _ => Inside::Nothing,
+        };
+        let (netns, rootfs) = (container.netns.as_deref(), container.rootfs.as_deref());
+        let process = Process::start(specification, netns, rootfs, inside)?;
         container.execs.insert(exec, process);
         Ok(())
     }

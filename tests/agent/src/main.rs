@@ -13,6 +13,7 @@ mod image;
 mod process;
 mod service;
 mod stats;
+mod storage;
 mod tool;
 
 use std::{

@@ -14,7 +14,7 @@ use nix::{
     unistd::Pid,
 };
 use peerpod_link::net::netns::Netns;
-use peerpod_proto::agent::Process as Specification;
+use peerpod_proto::agent::{Mount, Process as Specification};
 use tokio::{
     fs::File,
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
@@ -29,6 +29,9 @@ const MAX_READ: usize = 1 << 20;
 
 /// The program of every pod's own container.
 const PAUSE: &str = "/pause";
+
+/// Where volumes are mounted in the VM.
+const VOLUMES: &str = "/run/peerpod/volumes/";
 
 type Stream = Box<dyn AsyncRead + Send + Unpin>;
 type Input = Box<dyn AsyncWrite + Send + Unpin>;
@@ -55,8 +58,9 @@ impl Process {
         specification: &Specification,
         netns: Option<&Path>,
         rootfs: Option<&Path>,
+        inside: Inside<'_>,
     ) -> ttrpc::Result<Arc<Process>> {
-        let mut command = command(specification, rootfs)?;
+        let mut command = enter(command(specification, rootfs)?, specification, inside);
         let terminal = if specification.Terminal { Some(attach_terminal(&mut command)?) } else { None };
         let runtime = tokio::runtime::Handle::current();
         let mut spawn = || {
@@ -200,11 +204,106 @@ fn command(specification: &Specification, rootfs: Option<&Path>) -> ttrpc::Resul
     if !specification.Cwd.is_empty() {
         command.current_dir(&specification.Cwd);
     }
-    if specification.User.UID != 0 || specification.User.GID != 0 {
-        command.uid(specification.User.UID).gid(specification.User.GID);
-    }
+    Ok(streams(command))
+}
+
+fn streams(mut command: Command) -> Command {
     command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    Ok(command)
+    command
+}
+
+/// Where a container's process finds its mounts.
+#[derive(Clone, Copy)]
+pub(crate) enum Inside<'b> {
+    /// It has none of its own.
+    Nothing,
+    /// In a mount namespace that is made for it.
+    New(&'b [Bind], &'b Path),
+    /// In that of this process.
+    Of(i32),
+}
+
+impl<'b> Inside<'b> {
+    /// One of its own for these, that says by a file that they are there.
+    pub(crate) fn new(binds: &'b [Bind], ready: &'b Path) -> Inside<'b> {
+        if binds.is_empty() { Inside::Nothing } else { Inside::New(binds, ready) }
+    }
+}
+
+/// A volume at its place in a container.
+pub(crate) struct Bind {
+    source: String,
+    destination: String,
+    read_only: bool,
+}
+
+impl Bind {
+    /// Of a mount of the specification, if it is of a volume.
+    pub(crate) fn of(mount: &Mount) -> Option<Bind> {
+        (mount.type_ == "bind" && mount.source.starts_with(VOLUMES)).then(|| Bind {
+            source: mount.source.clone(),
+            destination: mount.destination.clone(),
+            read_only: mount.options.iter().any(|option| option == "ro"),
+        })
+    }
+}
+
+/// Mounts, then becomes the program: `unshare` and `nsenter` of util-linux do in the child what would need unsafe code
+/// here.
+const MOUNT: &str = r#"set -e
+ready=$1
+shift
+while [ "$1" != -- ]; do
+    if [ -d "$1" ]; then mkdir -p "$2"; else mkdir -p "$(dirname "$2")"; touch "$2"; fi
+    mount --bind "$1" "$2"
+    if [ "$3" = ro ]; then mount -o remount,bind,ro "$2"; fi
+    shift 3
+done
+shift
+: > "$ready"
+exec "$@""#;
+
+fn enter(command: Command, specification: &Specification, inside: Inside<'_>) -> Command {
+    let user = &specification.User;
+    let mut outer = match inside {
+        Inside::Nothing => {
+            let mut command = command;
+            if user.UID != 0 || user.GID != 0 {
+                command.uid(user.UID).gid(user.GID);
+            }
+            return command;
+        }
+        Inside::New(binds, ready) => {
+            let mut outer = Command::new("unshare");
+            outer.args(["--mount", "--propagation", "private", "sh", "-c", MOUNT, "sh"]).arg(ready);
+            for bind in binds {
+                let how = if bind.read_only { "ro" } else { "rw" };
+                outer.args([bind.source.as_str(), bind.destination.as_str(), how]);
+            }
+            outer.arg("--");
+            outer
+        }
+        Inside::Of(pid) => {
+            let mut outer = Command::new("nsenter");
+            outer.args(["--target", &pid.to_string(), "--mount", "--"]);
+            outer
+        }
+    };
+    if user.UID != 0 || user.GID != 0 {
+        let groups: Vec<String> = user.AdditionalGids.iter().map(u32::to_string).collect();
+        outer.args(["setpriv", "--reuid", &user.UID.to_string(), "--regid", &user.GID.to_string()]);
+        match groups.is_empty() {
+            true => outer.arg("--clear-groups"),
+            false => outer.args(["--groups", &groups.join(",")]),
+        };
+    }
+    let inner = command.as_std();
+    outer.arg(inner.get_program()).args(inner.get_args()).env_clear();
+    outer.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    if let Some(folder) = inner.get_current_dir() {
+        outer.current_dir(folder);
+    }
+    streams(outer)
 }
 
 /// This very program, as its little tools.

@@ -18,7 +18,7 @@ use peerpod_proto::{
 use tokio::sync::watch;
 use ttrpc::{Code, Result, asynchronous::TtrpcContext};
 
-use crate::{container::Containers, error, files, image, process::Output, stats};
+use crate::{container::Containers, error, files, image, process::Output, stats, storage::Storages};
 
 /// What is served; everything else of the service is UNIMPLEMENTED.
 pub(crate) const METHODS: &[&str] = &[
@@ -40,6 +40,9 @@ pub(crate) const METHODS: &[&str] = &[
     "CloseStdin",
 ];
 
+/// A container's mounts are made in milliseconds.
+const MOUNTED: Duration = Duration::from_secs(10);
+
 /// What the real agent reports, as recorded.
 const MEMORY_BLOCK: u64 = 128 << 20;
 const STORAGE_HANDLERS: &[&str] = &[
@@ -60,6 +63,7 @@ pub(crate) struct Agent {
     /// `/run/kata-containers`, or a test's own.
     root: PathBuf,
     containers: Containers,
+    storages: Storages,
     done: watch::Sender<bool>,
 }
 
@@ -67,7 +71,7 @@ impl Agent {
     /// The receiver turns true when the program should end.
     pub(crate) fn new(root: PathBuf) -> (Agent, watch::Receiver<bool>) {
         let (done, receiver) = watch::channel(false);
-        (Agent { root, containers: Containers::default(), done }, receiver)
+        (Agent { root, containers: Containers::default(), storages: Storages::default(), done }, receiver)
     }
 }
 
@@ -134,6 +138,7 @@ impl AgentService for Agent {
             return Err(error::invalid("Invalid container id"));
         }
         let rootfs = image::pull(&self.root, &request).await?;
+        self.storages.add(&request)?;
         self.containers.create(request, rootfs)?;
         fs::create_dir_all(self.root.join(&id).join("rootfs")).map_err(error::io)?;
         Ok(Empty::new())
@@ -141,6 +146,19 @@ impl AgentService for Agent {
 
     async fn start_container(&self, _: &TtrpcContext, request: StartContainerRequest) -> Result<Empty> {
         self.containers.start(&request.container_id)?;
+        if let Some(ready) = self.containers.waits_for(&request.container_id) {
+            // The real agent has everything mounted before the first process runs.
+            let deadline = tokio::time::Instant::now() + MOUNTED;
+            while !ready.exists() {
+                if tokio::time::Instant::now() > deadline {
+                    return Err(error::status(
+                        Code::INTERNAL,
+                        "its mounts could not be made; see the agent's log",
+                    ));
+                }
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        }
         Ok(Empty::new())
     }
 
@@ -187,6 +205,7 @@ impl AgentService for Agent {
         } else if tokio::time::timeout(Duration::from_secs(request.timeout.into()), all).await.is_err() {
             return Err(error::status(Code::DEADLINE_EXCEEDED, "ETIME: Timer expired"));
         }
+        self.storages.remove(&request.container_id);
         image::unmount(&self.root.join(&request.container_id).join("rootfs"));
         // The bundle may never have been made; the container is gone either way.
         drop(fs::remove_dir_all(self.root.join(&request.container_id)));

@@ -11,6 +11,17 @@ use protobuf::Message;
 use super::Notice;
 
 mod gpu;
+mod volumes;
+
+pub(super) use volumes::Waiting;
+
+/// What became of a request.
+pub(super) enum Rewritten {
+    /// It can go to the agent.
+    Whole(Vec<u8>),
+    /// Its volumes must be ready first.
+    Waits(Waiting),
+}
 
 /// Who has it may change the pod's network.
 const NETWORK_ADMIN: &str = "CAP_NET_ADMIN";
@@ -20,6 +31,8 @@ const NETWORK_ADMIN: &str = "CAP_NET_ADMIN";
 pub(super) enum Error {
     #[error("cannot be decoded: {0}")]
     Decode(#[from] protobuf::Error),
+    #[error("{0}")]
+    Volumes(String),
     #[error(
         "with the pod's network namespace it has {0} bytes, more than the {MAX_PAYLOAD} an agent accepts"
     )]
@@ -28,16 +41,24 @@ pub(super) enum Error {
 
 /// Puts the pod's network namespace into the container's and tells what the container binds and may do.
 /// A request without an OCI spec passes unchanged: the agent has the right words for it.
-pub(super) fn create_container(payload: Vec<u8>, podns: &str, notice: &dyn Notice) -> Result<Vec<u8>, Error> {
+pub(super) fn create_container(
+    payload: Vec<u8>,
+    podns: &str,
+    notice: &dyn Notice,
+) -> Result<Rewritten, Error> {
     let mut request = Request::parse_from_bytes(&payload)?;
     let mut container = CreateContainerRequest::parse_from_bytes(&request.payload)?;
-    let Some(spec) = container.OCI.as_mut() else { return Ok(payload) };
+    let wanted = volumes::wanted(&container)?;
+    let Some(spec) = container.OCI.as_mut() else { return Ok(Rewritten::Whole(payload)) };
 
     let is_bind = |mount: &&peerpod_proto::intercept::Mount| {
         mount.type_ == "bind" || mount.options.iter().any(|option| option == "bind" || option == "rbind")
     };
     for mount in spec.Mounts.iter().filter(is_bind) {
-        notice.bind_source(&mount.source);
+        // What lies on a volume is made there, when the volume is.
+        if !wanted.iter().any(|volume| volumes::path_on(&volume.id, &mount.source).is_some()) {
+            notice.bind_source(&mount.source);
+        }
     }
     if let Some(capabilities) = spec.Process.as_ref().and_then(|process| process.Capabilities.as_ref()) {
         let mut all =
@@ -58,8 +79,11 @@ pub(super) fn create_container(payload: Vec<u8>, podns: &str, notice: &dyn Notic
     network.Path = podns.to_owned();
     namespaces.push(network);
 
+    if !wanted.is_empty() {
+        return Ok(Rewritten::Waits(Waiting { wanted, request, container }));
+    }
     request.payload = container.write_to_bytes()?;
-    encode(&request)
+    encode(&request).map(Rewritten::Whole)
 }
 
 /// Takes out the pod's DNS lines: the agent would write them over the VM's own resolv.conf, and containers get theirs

@@ -11,6 +11,7 @@ use protobuf::{Message, UnknownValueRef};
 use super::*;
 
 mod gpu;
+mod volumes;
 
 #[derive(Default)]
 struct Seen(Mutex<Vec<String>>, std::sync::atomic::AtomicU32);

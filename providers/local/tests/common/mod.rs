@@ -83,6 +83,10 @@ impl Place {
         assert!(!mounts.contains(&self.dir.display().to_string()), "mounts: {mounts}");
         let left: Vec<_> = fs::read_dir(self.dir.join("state/vms")).unwrap().collect();
         assert!(left.is_empty(), "directories: {left:?}");
+        let left: Vec<_> = fs::read_dir(self.dir.join("state/disks")).unwrap().collect();
+        assert!(left.is_empty(), "disks: {left:?}");
+        let loops = run("losetup", &["--list", "--noheadings", "--output", "BACK-FILE"]);
+        assert!(!loops.contains(&self.dir.display().to_string()), "loop devices: {loops}");
     }
 }
 
@@ -113,6 +117,7 @@ pub fn config(dir: &Path) -> LocalConfig {
         ipv4: true,
         boot_delay: Duration::ZERO,
         max_batch: 8,
+        volumes_dir: dir.join("volumes"),
     }
 }
 

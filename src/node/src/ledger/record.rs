@@ -13,6 +13,7 @@ use crate::{
     sandbox::phase::Phase,
     spec::{PodRef, SandboxId},
     trust::Ticket,
+    volumes::PodVolumes,
 };
 
 /// The version this program writes. It reads all up to it.
@@ -54,6 +55,9 @@ pub struct Record {
     /// GPUs of the VM, as the pod asked.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub gpus: u32,
+    /// The pod's volumes; `None`: it has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub volumes: Option<PodVolumes>,
     /// What the VM shows in order to join.
     #[serde(default)]
     pub ticket: Option<Ticket>,
@@ -175,6 +179,7 @@ impl Record {
             attempt: 0,
             initdata: None,
             gpus: 0,
+            volumes: None,
             ticket: None,
             seat: None,
             binding: None,

@@ -19,7 +19,16 @@ pub(super) struct Left {
     pub(super) flush: Option<Duration>,
     pub(super) relay: bool,
     pub(super) vm: Option<InstanceId>,
+    /// Tell whose volumes are free.
+    pub(super) volumes: Option<Release>,
     pub(super) network: Option<Undo>,
+}
+
+/// What [`Effects::release`] is told.
+#[derive(Clone, Debug)]
+pub(super) struct Release {
+    pub(super) uid: String,
+    pub(super) vm: Option<InstanceId>,
 }
 
 /// What [`Effects::disconnect`] is told.
@@ -42,7 +51,8 @@ pub(super) struct Pass {
 
 impl Left {
     pub(super) fn is_nothing(&self) -> bool {
-        self.flush.is_none() && !self.relay && self.vm.is_none() && self.network.is_none()
+        let outside = self.vm.is_none() && self.volumes.is_none() && self.network.is_none();
+        self.flush.is_none() && !self.relay && outside
     }
 }
 
@@ -76,6 +86,17 @@ pub(super) async fn pass(fx: Arc<dyn Effects>, mut left: Left) -> Pass {
                 reached.push(("vm_deleted", fx.now_ms()));
             }
             Err(error) => errors.push(format!("delete of VM {vm}: {error}")),
+        }
+    }
+    if left.vm.is_none()
+        && let Some(Release { uid, vm }) = &left.volumes
+    {
+        match fx.release(&left.id, vm.as_ref(), uid).await {
+            Ok(()) => {
+                left.volumes = None;
+                reached.push(("volumes_released", fx.now_ms()));
+            }
+            Err(error) => errors.push(format!("volumes: {error}")),
         }
     }
     if let Some(Undo { netns, network, address }) = &left.network {

@@ -20,6 +20,7 @@ use crate::{
     ledger::{self, Batch, NetnsRef, Network, Record},
     spec::{PodRef, SandboxId},
     trust::Ticket,
+    volumes::PodVolumes,
 };
 
 pub use peerpod_provider_api::{Error as CloudError, Retry};
@@ -193,6 +194,26 @@ pub trait Effects: Send + Sync + 'static {
     /// What the provider says of VMs unasked; nothing, where it does not.
     fn events(&self) -> BoxStream<'static, ProviderEvent> {
         stream::pending().boxed()
+    }
+
+    /// The pod's volumes, as its CSI wrapper recorded them; `None`: it has none. Of no other pod.
+    async fn volumes(&self, _pod: &PodRef) -> Result<Option<PodVolumes>, String> {
+        Ok(None)
+    }
+
+    /// Has every volume that is not yet attached to the VM attached, or finds it so; with how the guest recognises each.
+    async fn attach(
+        &self,
+        _id: &SandboxId,
+        _vm: &InstanceId,
+        volumes: PodVolumes,
+    ) -> Result<PodVolumes, CloudError> {
+        Ok(volumes)
+    }
+
+    /// Says that what was attached to the VM is free, once the VM is gone for sure.
+    async fn release(&self, _id: &SandboxId, _vm: Option<&InstanceId>, _uid: &str) -> Result<(), CloudError> {
+        Ok(())
     }
 
     /// The VM's addresses, best first; waits until they are known.

@@ -55,6 +55,17 @@ pub enum Error {
         /// Whose it is.
         other: SandboxId,
     },
+    /// Another sandbox's VM has a volume that only one may have.
+    #[error(
+        "volume {volume} has one writer at a time, and sandbox {other} of this node has it (or is giving it back); the pod \
+         starts when that one is gone"
+    )]
+    VolumeTaken {
+        /// Name and id.
+        volume: String,
+        /// Whose it is.
+        other: SandboxId,
+    },
     /// The request itself is wrong.
     #[error("{0}")]
     Invalid(String),

@@ -18,7 +18,7 @@ use super::{
     slots::{Outcome, Which},
     task::{Task, Unapplied},
 };
-use crate::ledger::Record;
+use crate::{ledger::Record, volumes::PodVolumes};
 
 /// Before the cloud is asked again for the addresses of a VM whose guest knocks from one that it did not name.
 const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
@@ -39,6 +39,8 @@ impl Task {
             Outcome::Found { result: Err(error), after } => self.not_looked(error, after).await,
             Outcome::Located(Ok(addresses)) => self.located(addresses).await,
             Outcome::Located(Err(error)) => self.not_located(error).await,
+            Outcome::Attached(Ok(volumes)) => self.attached(*volumes).await,
+            Outcome::Attached(Err(error)) => self.not_attached(error).await,
             Outcome::Reserved(Ok(network)) => {
                 let mut record = self.record.clone();
                 record.network = Some(network);
@@ -307,6 +309,31 @@ impl Task {
         Ok(())
     }
 
+    async fn attached(&mut self, volumes: PodVolumes) -> Result<(), Unapplied> {
+        if !self.record.phase.is_live() {
+            return Ok(());
+        }
+        let mut record = self.record.clone();
+        record.volumes = Some(volumes);
+        record.reached("volumes_attached", self.fx.now_ms());
+        self.worked(Which::Volumes);
+        self.save(record).await.map_err(Unapplied::Disk)
+    }
+
+    async fn not_attached(&mut self, error: CloudError) -> Result<(), Unapplied> {
+        match error.retry() {
+            Retry::After(pause) => {
+                self.trouble(Which::Volumes, error.to_string());
+                self.slots.volumes.rest(pause);
+                Ok(())
+            }
+            Retry::NextOffering | Retry::Never if self.record.phase.is_live() => {
+                self.fail("volumes", error.to_string()).await
+            }
+            Retry::NextOffering | Retry::Never => Ok(()),
+        }
+    }
+
     async fn not_located(&mut self, error: CloudError) -> Result<(), Unapplied> {
         match error.retry() {
             Retry::After(pause) => {
@@ -491,6 +518,13 @@ impl Task {
             _ if self.record.addresses.is_empty() => {
                 ("addresses", format!("{name} got no address within {limit:?}{}", after(Which::Cloud)))
             }
+            _ if self.record.volumes.as_ref().is_some_and(|volumes| !volumes.is_ready()) => (
+                "volumes",
+                format!(
+                    "the pod's volumes were not attached to {name} within {limit:?}{}",
+                    after(Which::Volumes)
+                ),
+            ),
             _ if self.plan.is_none() => (
                 "network",
                 format!(

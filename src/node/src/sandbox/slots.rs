@@ -16,7 +16,7 @@ use super::{
     effects::{CloudError, Followed, NetworkError, PullSecretError, RelayError, Trusted},
     follow::Heard,
 };
-use crate::ledger::Network;
+use crate::{ledger::Network, volumes::PodVolumes};
 
 /// What an effect came to.
 #[derive(Clone)]
@@ -36,6 +36,8 @@ pub(super) enum Outcome {
         after: Option<CloudError>,
     },
     Located(Result<Vec<IpAddr>, CloudError>),
+    /// The pod's volumes are attached to its VM.
+    Attached(Result<Box<PodVolumes>, CloudError>),
     Reserved(Result<Network, NetworkError>),
     Connected(Result<Box<NetworkPlan>, NetworkError>),
     /// Another look at the pod's network; `heard`: what had been heard when it began.
@@ -172,6 +174,8 @@ impl Slot {
 pub(super) struct Slots {
     /// Place, create, find, addresses.
     pub(super) cloud: Slot,
+    /// The pod's volumes.
+    pub(super) volumes: Slot,
     /// Reserve and connect.
     pub(super) network: Slot,
     /// PutSandbox.
@@ -190,6 +194,7 @@ pub(super) struct Slots {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Which {
     Cloud,
+    Volumes,
     Network,
     Relay,
     Localhost,
@@ -202,6 +207,7 @@ impl Slots {
     pub(super) fn get(&mut self, which: Which) -> &mut Slot {
         match which {
             Which::Cloud => &mut self.cloud,
+            Which::Volumes => &mut self.volumes,
             Which::Network => &mut self.network,
             Which::Relay => &mut self.relay,
             Which::Localhost => &mut self.localhost,
@@ -217,6 +223,7 @@ impl Slots {
     pub(super) async fn next(&mut self) -> (Which, Outcome) {
         tokio::select! {
             outcome = self.cloud.done() => (Which::Cloud, outcome),
+            outcome = self.volumes.done() => (Which::Volumes, outcome),
             outcome = self.network.done() => (Which::Network, outcome),
             outcome = self.relay.done() => (Which::Relay, outcome),
             outcome = self.localhost.done() => (Which::Localhost, outcome),

@@ -16,12 +16,15 @@ use tracing::{info, warn};
 use super::{
     batch::{Seat, Way},
     claims::fingerprints,
-    clear::{self, Left, Undo},
+    clear::{self, Left, Release, Undo},
     phase::{Action, Phase, duty},
     slots::Outcome,
     task::Task,
 };
-use crate::ledger::{Member, Network, Record};
+use crate::{
+    ledger::{Member, Network, Record},
+    volumes::PodVolumes,
+};
 
 /// Addresses at which a guest is dialled.
 const MOST_DIALLED: usize = 8;
@@ -39,6 +42,7 @@ impl Task {
             Action::Join => {
                 self.ask_pull_secret();
                 self.locate();
+                self.attach();
                 self.weave();
                 self.tell_relay();
                 self.carry_localhost();
@@ -103,6 +107,25 @@ impl Task {
                 None => Outcome::Seated(None),
             }
         });
+    }
+
+    /// Has the pod's volumes attached, beside everything else that goes on before it runs.
+    fn attach(&mut self) {
+        let (Phase::Joining { vm }, Some(volumes)) = (&self.record.phase, &self.record.volumes) else {
+            return;
+        };
+        if volumes.is_ready() || !self.slots.volumes.is_idle() {
+            return;
+        }
+        let (fx, id, vm, volumes) = (self.fx.clone(), self.record.id.clone(), vm.clone(), volumes.clone());
+        self.slots
+            .volumes
+            .start(async move { Outcome::Attached(fx.attach(&id, &vm, volumes).await.map(Box::new)) });
+    }
+
+    /// Whether the pod's volumes are with its VM and known to the relay, which is to recognise them without us.
+    fn has_volumes(&self) -> bool {
+        self.record.volumes.as_ref().is_none_or(|volumes| volumes.is_ready() && self.put_done > 0)
     }
 
     /// Has the attempt's place chosen and recorded, then the VM made there. A create that may have been sent before is
@@ -278,6 +301,7 @@ impl Task {
             pod: self.record.pod_name(),
             tunnel_peer: self.tunnel_peer().into(),
             dial: self.dial(),
+            volumes: self.record.volumes.as_ref().map(PodVolumes::for_relay).unwrap_or_default(),
             ..Default::default()
         };
         self.slots.relay.start(async move { Outcome::Put { version, result: fx.put(request).await } });
@@ -285,7 +309,7 @@ impl Task {
 
     /// Personalises the guest as soon as it is there; again when it is another one.
     fn greet(&mut self) {
-        if !self.slots.guest.is_idle() {
+        if !self.slots.guest.is_idle() || !self.has_volumes() {
             return;
         }
         let guest = self.guest.borrow_and_update().clone();
@@ -316,6 +340,7 @@ impl Task {
             initdata_digest: digest_of(self.record.initdata.as_deref()),
             gpus: self.record.gpus,
             images: self.images().into(),
+            volumes: self.record.volumes.as_ref().map(PodVolumes::for_guest).unwrap_or_default(),
             ..Default::default()
         });
         let (fx, id, session) = (self.fx.clone(), self.record.id.clone(), guest.session);
@@ -355,6 +380,11 @@ impl Task {
             flush: greeted.then_some(self.settings.flush_timeout),
             relay: true,
             vm: self.record.phase.vm().cloned(),
+            volumes: self
+                .record
+                .volumes
+                .as_ref()
+                .map(|volumes| Release { uid: volumes.uid.clone(), vm: self.record.phase.vm().cloned() }),
             network: self.record.netns.clone().map(|netns| Undo {
                 netns,
                 network: self.record.network.clone(),

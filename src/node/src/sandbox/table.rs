@@ -10,6 +10,7 @@ use std::{
     time::Duration,
 };
 
+use peerpod_proto::guest::{Reply, Request};
 use peerpod_provider_api::{CreateRequest, InstanceId};
 use tokio::{
     sync::{mpsc, oneshot, watch},
@@ -40,6 +41,7 @@ use crate::{
     ledger::{NetnsRef, Record, VERSION},
     metrics::Metrics,
     spec::{SandboxId, Wanted},
+    volumes::PodVolumes,
 };
 
 /// What CreateVM wishes for.
@@ -109,7 +111,8 @@ impl Sandboxes {
             .netns(&wish.netns)
             .await
             .map_err(|error| Error::Netns { id: wish.id.clone(), why: error.text })?;
-        let record = self.record(wish.id, wanted, netns)?;
+        let volumes = self.0.fx.volumes(&wanted.pod).await.map_err(Error::Invalid)?;
+        let record = self.record(wish.id, wanted, netns, volumes)?;
         let view = self.admit(record)?;
         born(view).await.map(|()| path)
     }
@@ -286,6 +289,27 @@ impl Sandboxes {
         }
     }
 
+    /// The sandbox whose VM has the volumes of the pod with this UID.
+    pub fn of_pod_uid(&self, uid: &str) -> Option<SandboxId> {
+        self.state().of_uid(uid).cloned()
+    }
+
+    /// One request to the guest of a sandbox.
+    ///
+    /// # Errors
+    /// In words, when it has no answer.
+    pub async fn ask_guest(
+        &self,
+        id: &SandboxId,
+        request: Request,
+        limit: Duration,
+    ) -> Result<Reply, String> {
+        match tokio::time::timeout(limit, self.0.fx.call(id, request, limit)).await {
+            Ok(answer) => answer.map_err(|error| error.text),
+            Err(_) => Err(format!("the guest of sandbox {id} did not answer within {limit:?}")),
+        }
+    }
+
     /// All that are not tombstones, as they are now.
     pub fn views(&self) -> Vec<View> {
         let state = self.state();
@@ -330,7 +354,13 @@ impl Sandboxes {
     }
 
     /// The record of a new sandbox. Everything that a repeated cloud call must repeat is in it.
-    fn record(&self, id: SandboxId, wanted: Wanted, netns: NetnsRef) -> Result<Record, Error> {
+    fn record(
+        &self,
+        id: SandboxId,
+        wanted: Wanted,
+        netns: NetnsRef,
+        volumes: Option<PodVolumes>,
+    ) -> Result<Record, Error> {
         let Inner { fx, settings, .. } = &*self.0;
         let now = fx.now_ms();
         let ticket = fx.ticket(settings.ticket_ttl).map_err(Error::Unavailable)?;
@@ -354,6 +384,7 @@ impl Sandboxes {
             instance_type: wanted.instance_type,
             image: wanted.image,
             second_nic: settings.second_nic,
+            disks: volumes.as_ref().map(PodVolumes::disks).unwrap_or_default(),
             labels,
             ..CreateRequest::default()
         };
@@ -366,6 +397,7 @@ impl Sandboxes {
             request: Some(request),
             initdata: wanted.initdata,
             gpus,
+            volumes,
             ticket: Some(ticket),
             trust: Some(fx.trusted().borrow().id.clone()),
             cause: None,
@@ -386,6 +418,12 @@ impl Sandboxes {
         }
         if state.count >= self.0.settings.max_sandboxes {
             return Err(Error::Full { limit: self.0.settings.max_sandboxes });
+        }
+        for volume in record.volumes.iter().flat_map(PodVolumes::single_writers) {
+            if let Some(other) = state.writer_of(&volume.id) {
+                let volume = format!("{} ({})", volume.name, volume.id);
+                return Err(Error::VolumeTaken { volume, other: other.clone() });
+            }
         }
         let mut predecessor = None;
         if let Some(netns) = &record.netns
@@ -454,6 +492,7 @@ impl Sandboxes {
             view: view.clone(),
             netns: record.netns.clone(),
             pod: record.pod.as_ref().map(|pod| (pod.namespace.clone(), pod.name.clone())),
+            volumes: record.volumes.as_ref().map(state::Volumes::of),
         };
         state.link(&record, running);
         let epoch = fx.relay_epoch();

@@ -229,6 +229,8 @@ impl Task {
             self.left_ms = self.fx.now_ms();
             self.slots.guest.cancel();
             self.slots.secret.cancel();
+            // What is attached goes with the VM.
+            self.slots.volumes.cancel();
             // What runs goes on to its end, so that clearing finds all of it; what only waits does not.
             self.slots.network.wake();
             self.slots.relay.wake();

@@ -1,27 +1,37 @@
 //! What sits between one connection of a shim to `agent.ttrpc` and its stream to the guest: it knows which calls
 //! are pending, so that they can be answered when the guest is gone, and keeps the bounds. Pure; bytes in, bytes out.
 //!
-//! Requests pass as they come, header first. Answers of the guest up to `HOLD` bytes are handed on whole, larger
+//! Requests pass as they come, header first; in a pod with volumes those are read whole that make a container or copy a
+//! small file (see [`crate::volumes`]). Answers of the guest up to `HOLD` bytes are handed on whole, larger
 //! ones as they come: a guest that is lost in the middle of a held one costs that call an error; in the middle of a
 //! larger one it costs the connection, because bytes that were never sent cannot be made up.
 
 use std::sync::{
-    Arc,
+    Arc, PoisonError, RwLock,
     atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
 };
 
 use bytes::BytesMut;
 use peerpod_link::{
     endpoint::Filter,
-    frame::{self, FrameReader, Header, MAX_PAYLOAD, PEEK_LIMIT, Peek, Piece},
+    frame::{self, FrameReader, HEADER_LEN, Header, MAX_PAYLOAD, PEEK_LIMIT, Peek, Piece},
     ids::IdMap,
 };
+use peerpod_proto::{intercept::CopyFileRequest, ttrpc_frame::Request};
+use protobuf::Message;
 use serde::{Deserialize, Serialize};
 
-use crate::{door::code, metrics::Totals};
+use crate::{
+    door::code,
+    metrics::Totals,
+    volumes::{self, Copies, Volume},
+};
 
 /// Largest answer that is held back until it is whole, in bytes.
 const HOLD: usize = 16 << 10;
+/// A marker's CopyFile is some 300 bytes.
+const SMALL_COPY: usize = 4 << 10;
+const SERVICE: &str = "grpc.AgentService";
 
 /// What all connections of one sandbox share.
 #[derive(Debug, Default)]
@@ -35,9 +45,20 @@ pub struct Shared {
     /// Frames of the guest that nobody had asked for, and frames of the shim that were refused.
     pub(crate) dropped: AtomicU64,
     pub(crate) totals: Totals,
+    /// The pod's volumes.
+    volumes: RwLock<Arc<[Volume]>>,
 }
 
 impl Shared {
+    /// The pod has these volumes, for all requests that begin from now on.
+    pub(crate) fn set_volumes(&self, volumes: &[Volume]) {
+        *self.volumes.write().unwrap_or_else(PoisonError::into_inner) = volumes.into();
+    }
+
+    fn volumes(&self) -> Arc<[Volume]> {
+        self.volumes.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     pub(crate) fn new(totals: Totals) -> Shared {
         Shared { totals, ..Shared::default() }
     }
@@ -77,8 +98,12 @@ enum Fate {
     Pass,
     /// It is dropped.
     Skip,
-    /// It is collected and handed on whole (answers only).
+    /// It is collected, header and all, and handed on whole (answers only).
     Hold(Vec<u8>),
+    /// A request of a pod with volumes, header and all, until its method is known.
+    Look(Vec<u8>),
+    /// One that is read, or changed, when it is whole.
+    Gather(Vec<u8>),
 }
 
 /// Where a filter stands, for another process.
@@ -90,6 +115,8 @@ struct Standing {
     answers: FrameReader,
     answer: Fate,
     naming: Option<(u32, Vec<u8>)>,
+    #[serde(default)]
+    copies: Copies,
 }
 
 /// The filter of one connection.
@@ -105,6 +132,8 @@ pub struct AgentFilter {
     answer: Fate,
     /// The request whose body passes just now and whose method is not known yet: its stream, its first bytes.
     naming: Option<(u32, Vec<u8>)>,
+    /// What was copied into the VM for containers that are still to come.
+    copies: Copies,
 }
 
 impl AgentFilter {
@@ -119,6 +148,7 @@ impl AgentFilter {
             answers: FrameReader::new(),
             answer: Fate::None,
             naming: None,
+            copies: Copies::default(),
         }
     }
 
@@ -133,10 +163,15 @@ impl AgentFilter {
             if self.pending.insert(header.stream, false).is_none() {
                 self.shared.pending.fetch_add(1, Relaxed);
             }
-            self.naming = Some((header.stream, Vec::new()));
         }
         self.shared.frames_to_guest.fetch_add(1, Relaxed);
         self.shared.totals.frames_to_guest.inc();
+        if header.kind == frame::REQUEST {
+            if !self.shared.volumes().is_empty() {
+                return Fate::Look(header.encode().to_vec());
+            }
+            self.naming = Some((header.stream, Vec::new()));
+        }
         peer.extend_from_slice(&header.encode());
         Fate::Pass
     }
@@ -187,6 +222,66 @@ impl AgentFilter {
                 self.naming = Some((stream, start));
             }
             Peek::Method { .. } | Peek::More | Peek::Unknown => {}
+        }
+    }
+
+    /// More of a request of a pod with volumes.
+    fn look(&mut self, body: &[u8], peer: &mut BytesMut) {
+        match &mut self.request {
+            Fate::Gather(have) => return have.extend_from_slice(body),
+            Fate::Look(have) => have.extend_from_slice(body),
+            Fate::None | Fate::Pass | Fate::Skip | Fate::Hold(_) => return,
+        }
+        let Fate::Look(have) = std::mem::replace(&mut self.request, Fate::Pass) else { return };
+        let Some((head, payload)) = have.split_first_chunk::<HEADER_LEN>() else { return };
+        let head = Header::decode(head);
+        match frame::peek(&payload[..payload.len().min(PEEK_LIMIT)]) {
+            Peek::Method { service: SERVICE, method: "CreateContainer" } => {
+                self.request = Fate::Gather(have);
+                return;
+            }
+            Peek::Method { service: SERVICE, method: "CopyFile" } if head.length as usize <= SMALL_COPY => {
+                self.request = Fate::Gather(have);
+                return;
+            }
+            Peek::More if payload.len() < PEEK_LIMIT => {
+                self.request = Fate::Look(have);
+                return;
+            }
+            Peek::Method { service: SERVICE, method: "GetOOMEvent" } => {
+                self.pending.insert(head.stream, true);
+            }
+            Peek::Method { .. } | Peek::More | Peek::Unknown => {}
+        }
+        peer.extend_from_slice(&have);
+    }
+
+    /// A request that was gathered is whole.
+    fn gathered(&mut self, have: &[u8], peer: &mut BytesMut, local: &mut BytesMut) {
+        let Some((head, payload)) = have.split_first_chunk::<HEADER_LEN>() else { return };
+        let head = Header::decode(head);
+        let volumes = self.shared.volumes();
+        if let Peek::Method { method: "CopyFile", .. } = frame::peek(payload) {
+            let copied = Request::parse_from_bytes(payload)
+                .and_then(|request| CopyFileRequest::parse_from_bytes(&request.payload));
+            // What cannot be read is the agent's to refuse.
+            if let Ok(copied) = copied {
+                self.copies.note(&volumes, &copied);
+            }
+            return peer.extend_from_slice(have);
+        }
+        match volumes::create_container(payload, &volumes, &mut self.copies) {
+            Ok(payload) => {
+                let length = u32::try_from(payload.len()).unwrap_or(u32::MAX);
+                peer.extend_from_slice(&Header { length, ..head }.encode());
+                peer.extend_from_slice(&payload);
+            }
+            Err(why) => {
+                tracing::warn!(why, "a container is refused");
+                self.shared.dropped.fetch_add(1, Relaxed);
+                self.settle(head.stream);
+                local.extend_from_slice(&frame::error_response(head.stream, code::FAILED_PRECONDITION, &why));
+            }
         }
     }
 
@@ -241,10 +336,17 @@ impl AgentFilter {
                     if matches!(self.request, Fate::Pass) {
                         self.name(body);
                         peer.extend_from_slice(body);
+                    } else {
+                        self.look(body, peer);
                     }
                 }
                 Piece::End => {
-                    self.request = Fate::None;
+                    match std::mem::replace(&mut self.request, Fate::None) {
+                        Fate::Gather(have) => self.gathered(&have, peer, local),
+                        // Too short to name a method: the guest has the words for it.
+                        Fate::Look(have) => peer.extend_from_slice(&have),
+                        Fate::None | Fate::Pass | Fate::Skip | Fate::Hold(_) => {}
+                    }
                     self.naming = None;
                 }
             }
@@ -260,7 +362,7 @@ impl AgentFilter {
                 Piece::Body(body) => match &mut self.answer {
                     Fate::Pass => local.extend_from_slice(body),
                     Fate::Hold(frame) => frame.extend_from_slice(body),
-                    Fate::Skip | Fate::None => {}
+                    Fate::Skip | Fate::None | Fate::Look(_) | Fate::Gather(_) => {}
                 },
                 Piece::End => {
                     if let Fate::Hold(frame) = std::mem::replace(&mut self.answer, Fate::None) {
@@ -281,7 +383,7 @@ impl AgentFilter {
             Fate::Hold(frame) => {
                 frame.first_chunk().map(|head| Header::decode(head).stream).into_iter().collect()
             }
-            Fate::Skip | Fate::None => Vec::new(),
+            Fate::Skip | Fate::None | Fate::Look(_) | Fate::Gather(_) => Vec::new(),
         };
         let pending = self.pending.iter().filter(|(_, long_poll)| all || !**long_poll);
         streams.extend(pending.map(|(stream, _)| *stream));
@@ -297,7 +399,7 @@ impl AgentFilter {
     /// The guest's side of this connection is gone. False when the shim's connection cannot go on.
     pub(crate) fn lost(&mut self, local: &mut BytesMut) -> bool {
         // The rest of a request that began to pass has nowhere to go.
-        if matches!(self.request, Fate::Pass) {
+        if !matches!(self.request, Fate::None) {
             self.request = Fate::Skip;
         }
         self.naming = None;
@@ -354,6 +456,7 @@ impl Filter for AgentFilter {
             answers: self.answers.clone(),
             answer: self.answer.clone(),
             naming: self.naming.clone(),
+            copies: self.copies.clone(),
         };
         serde_json::to_value(standing).ok()
     }
@@ -369,6 +472,7 @@ impl Filter for AgentFilter {
         (self.requests, self.request) = (standing.requests, standing.request);
         (self.answers, self.answer) = (standing.answers, standing.answer);
         self.naming = standing.naming;
+        self.copies = standing.copies;
         true
     }
 }

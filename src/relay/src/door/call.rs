@@ -14,6 +14,7 @@ pub(crate) mod code {
     pub(crate) const DEADLINE_EXCEEDED: i32 = 4;
     pub(crate) const RESOURCE_EXHAUSTED: i32 = 8;
     pub(crate) const UNIMPLEMENTED: i32 = 12;
+    pub(crate) const FAILED_PRECONDITION: i32 = 9;
     pub(crate) const INTERNAL: i32 = 13;
     pub(crate) const UNAVAILABLE: i32 = 14;
 

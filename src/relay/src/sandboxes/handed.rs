@@ -139,6 +139,7 @@ impl Sandboxes {
         };
         let guest = Arc::new(Guest::new(record.id.clone(), self.states.clone(), self.metrics.clone()));
         guest.set_pod(&record.pod);
+        guest.traffic.set_volumes(&record.volumes);
         guest.count_calls_from(last_call);
         let frozen = Frozen { state: endpoint, sockets: connections };
         let (endpoint, handle) = Endpoint::restore(GuestHandler(guest.clone()), self.limits.clone(), frozen)

@@ -36,6 +36,7 @@ impl World {
             pod: "shop/web".into(),
             tunnel_peer: None,
             dial: Vec::new(),
+            volumes: Vec::new(),
         }
     }
 }

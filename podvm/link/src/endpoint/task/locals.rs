@@ -214,6 +214,10 @@ impl<H: Handler> Task<H> {
             self.remove(at, CloseReason::Closed);
             return true;
         }
+        if local.filter.poll(cx, &mut scratch.peer, &mut scratch.local) {
+            moved = true;
+            self.give_filtered(at, cx, scratch);
+        }
         self.poll_local_read(at, cx, scratch) || moved
     }
 

@@ -11,10 +11,13 @@ use tokio::{
     task::JoinSet,
 };
 
+use peerpod_volume::VolumeId;
+
 use crate::{
     ledger::{NetnsRef, Record},
     sandbox::{revive::Panics, task::Command, tickets::Tickets, view::View},
     spec::SandboxId,
+    volumes::PodVolumes,
 };
 
 #[derive(Default)]
@@ -23,6 +26,10 @@ pub(in crate::sandbox) struct State {
     tickets: Arc<Tickets>,
     pods: HashMap<(String, String), Vec<SandboxId>>,
     pub(super) netns: HashMap<(u64, u64), SandboxId>,
+    /// Whose VM has a volume that one VM at a time may have; also one that is on its way out.
+    writers: HashMap<VolumeId, SandboxId>,
+    /// The newest sandbox of a pod with volumes, by the pod's UID.
+    uids: HashMap<String, SandboxId>,
     /// Tombstones that are not on disk yet.
     pub(super) unwritten: HashSet<SandboxId>,
     /// How many entries are tasks.
@@ -49,6 +56,20 @@ pub(in crate::sandbox) struct Running {
     pub(in crate::sandbox) view: watch::Receiver<View>,
     pub(in crate::sandbox) netns: Option<NetnsRef>,
     pub(in crate::sandbox) pod: Option<(String, String)>,
+    pub(super) volumes: Option<Arc<Volumes>>,
+}
+
+/// A pod's volumes, as far as they are an index.
+pub(in crate::sandbox) struct Volumes {
+    uid: String,
+    single_writers: Vec<VolumeId>,
+}
+
+impl Volumes {
+    pub(super) fn of(volumes: &PodVolumes) -> Arc<Volumes> {
+        let single_writers = volumes.single_writers().map(|volume| volume.id.clone()).collect();
+        Arc::new(Volumes { uid: volumes.uid.clone(), single_writers })
+    }
 }
 
 impl State {
@@ -71,6 +92,12 @@ impl State {
                 *owner = id.clone();
             }
         }
+        if let Some(volumes) = &running.volumes {
+            for volume in &volumes.single_writers {
+                self.writers.entry(volume.clone()).or_insert_with(|| id.clone());
+            }
+            self.uids.insert(volumes.uid.clone(), id.clone());
+        }
         self.entries.insert(id.clone(), Entry::Task(running));
         self.count += 1;
     }
@@ -89,11 +116,31 @@ impl State {
                 ids.remove();
             }
         }
+        if let Some(volumes) = &running.volumes {
+            for volume in &volumes.single_writers {
+                if self.writers.get(volume) == Some(id) {
+                    self.writers.remove(volume);
+                }
+            }
+            if self.uids.get(&volumes.uid) == Some(id) {
+                self.uids.remove(&volumes.uid);
+            }
+        }
         if let Some(netns) = &running.netns
             && self.netns.get(&netns.identity()) == Some(id)
         {
             self.netns.remove(&netns.identity());
         }
+    }
+
+    /// The sandbox that has a volume which one VM at a time may have.
+    pub(super) fn writer_of(&self, volume: &VolumeId) -> Option<&SandboxId> {
+        self.writers.get(volume)
+    }
+
+    /// The sandbox of the pod with this UID, where it has volumes.
+    pub(super) fn of_uid(&self, uid: &str) -> Option<&SandboxId> {
+        self.uids.get(uid)
     }
 
     /// Makes the entry a tombstone for `ttl` from when it was gone.

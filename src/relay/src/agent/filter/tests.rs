@@ -6,6 +6,8 @@ use protobuf::Message;
 
 use super::*;
 
+mod volumes;
+
 fn frame(kind: u8, stream: u32, body: &[u8]) -> Vec<u8> {
     let header = Header { length: body.len() as u32, stream, kind, flags: 0 };
     [&header.encode()[..], body].concat()

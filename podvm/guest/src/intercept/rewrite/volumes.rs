@@ -1,0 +1,141 @@
+//! A container's volumes: which it wants, by what the relay put into the request, and what the agent is told when they
+//! are ready.
+
+use std::path::{Path, PathBuf};
+
+use peerpod_proto::{
+    intercept::{CreateContainerRequest, Device, FSGroup, LinuxDevice, LinuxDeviceCgroup, Storage},
+    ttrpc_frame::Request,
+};
+use protobuf::{Message, MessageField};
+
+use super::Error;
+use crate::intercept::{Ready, Use, VOLUMES};
+
+/// The driver of a Storage, and the type of a Device, that the relay leaves to us.
+const OURS: &str = "peerpod-volume";
+/// Volumes of one container.
+const MOST: usize = 256;
+
+/// A request whose volumes are being made ready.
+pub(in crate::intercept) struct Waiting {
+    pub(in crate::intercept) wanted: Vec<Use>,
+    pub(super) request: Request,
+    pub(super) container: CreateContainerRequest,
+}
+
+/// Where a path lies on a volume, if it does.
+pub(super) fn path_on(id: &str, source: &str) -> Option<PathBuf> {
+    Path::new(source).strip_prefix(Path::new(VOLUMES).join(id)).ok().map(Path::to_owned)
+}
+
+/// What the container wants: a volume for each Storage and each Device that is ours to fill in.
+pub(super) fn wanted(container: &CreateContainerRequest) -> Result<Vec<Use>, Error> {
+    let storages = container.storages.iter().filter(|storage| storage.driver == OURS);
+    let devices = container.devices.iter().filter(|device| device.type_ == OURS);
+    let ids = storages.map(|storage| &storage.source).chain(devices.map(|device| &device.vm_path));
+    let mut wanted: Vec<Use> = Vec::new();
+    for id in ids {
+        if id.is_empty() || id.contains('/') || wanted.len() >= MOST {
+            return Err(Error::Volumes(format!("{id:?} is no volume, or it is one of more than {MOST}")));
+        }
+        if !wanted.iter().any(|volume| volume.id == *id) {
+            let mounts = container.OCI.iter().flat_map(|spec| &spec.Mounts);
+            let paths = mounts.filter_map(|mount| path_on(id, &mount.source)).collect();
+            wanted.push(Use { id: id.clone(), paths });
+        }
+    }
+    Ok(wanted)
+}
+
+impl Waiting {
+    /// The request as the agent gets it.
+    pub(in crate::intercept) fn with(mut self, ready: &[Ready]) -> Result<Vec<u8>, Error> {
+        for (wanted, ready) in self.wanted.iter().zip(ready) {
+            self.container
+                .storages
+                .iter_mut()
+                .filter(|s| s.driver == OURS && s.source == wanted.id)
+                .for_each(|storage| fill_storage(storage, ready));
+            fill_mounts(&mut self.container, wanted, ready);
+            fill_devices(&mut self.container, &wanted.id, ready);
+        }
+        let left = self.container.storages.iter().any(|storage| storage.driver == OURS)
+            || self.container.devices.iter().any(|device| device.type_ == OURS);
+        if left {
+            return Err(Error::Volumes("not all of its volumes were made ready".into()));
+        }
+        self.request.payload = self.container.write_to_bytes()?;
+        super::encode(&self.request)
+    }
+}
+
+fn fill_storage(storage: &mut Storage, ready: &Ready) {
+    storage.driver.clone_from(&ready.driver);
+    storage.source.clone_from(&ready.source);
+    storage.fstype.clone_from(&ready.fstype);
+    storage.options.clone_from(&ready.options);
+    storage.fs_group = match ready.fs_group {
+        None => MessageField::none(),
+        Some((group_id, on_mismatch)) => {
+            let group_change_policy = u32::from(on_mismatch);
+            MessageField::some(FSGroup { group_id, group_change_policy, ..FSGroup::default() })
+        }
+    };
+}
+
+fn fill_mounts(container: &mut CreateContainerRequest, wanted: &Use, ready: &Ready) {
+    let mounts = container.OCI.as_mut().into_iter().flat_map(|spec| &mut spec.Mounts);
+    let ours = mounts.filter(|mount| path_on(&wanted.id, &mount.source).is_some());
+    for (mount, path) in ours.zip(&ready.paths) {
+        let source = Path::new(VOLUMES).join(&wanted.id).join(path);
+        mount.source = source.to_string_lossy().trim_end_matches('/').to_owned();
+        if ready.read_only {
+            mount.options.retain(|option| option != "rw" && option != "ro");
+            mount.options.push("ro".to_owned());
+        }
+    }
+}
+
+/// A raw device: the numbers that the container's specification has are those of the node's placeholder, which in the VM
+/// may be somebody else's.
+fn fill_devices(container: &mut CreateContainerRequest, id: &str, ready: &Ready) {
+    let Some((major, minor)) = ready.device else { return };
+    let (major, minor) = (i64::from(major), i64::from(minor));
+    let ours = |device: &&mut Device| device.type_ == OURS && device.vm_path == id;
+    let mut places = Vec::new();
+    for device in container.devices.iter_mut().filter(ours) {
+        device.type_.clone_from(&ready.driver);
+        device.vm_path.clone_from(&ready.source);
+        places.push(device.container_path.clone());
+    }
+    let linux = container.OCI.mut_or_insert_default().Linux.mut_or_insert_default();
+    for place in places {
+        let at = linux.Devices.iter().position(|device| device.Path == place);
+        let resources = linux.Resources.mut_or_insert_default();
+        let new = LinuxDevice {
+            Path: place,
+            Type: "b".into(),
+            Major: major,
+            Minor: minor,
+            ..LinuxDevice::default()
+        };
+        match at {
+            Some(at) => {
+                let device = &mut linux.Devices[at];
+                let (old_major, old_minor) = (device.Major, device.Minor);
+                resources.Devices.retain(|rule| (rule.Major, rule.Minor) != (old_major, old_minor));
+                (device.Type, device.Major, device.Minor) = (new.Type, major, minor);
+            }
+            None => linux.Devices.push(new),
+        }
+        resources.Devices.push(LinuxDeviceCgroup {
+            Allow: true,
+            Type: "b".into(),
+            Major: major,
+            Minor: minor,
+            Access: if ready.read_only { "rm" } else { "rwm" }.into(),
+            ..LinuxDeviceCgroup::default()
+        });
+    }
+}

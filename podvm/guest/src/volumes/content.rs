@@ -1,0 +1,148 @@
+//! What is on a disk. A disk counts as empty only when its first and its last MiB are all zeros: every signature that
+//! file systems, partition tables, RAIDs and encryption leave lies there. Reads, never writes.
+
+use std::{fs::File, io, os::unix::fs::FileExt, path::Path};
+
+/// Looked at, at either end.
+const END: u64 = 1 << 20;
+
+/// What a disk holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Content {
+    /// Nothing: it may get a file system.
+    Empty,
+    /// A file system, or something else that has a name.
+    Is(Signature),
+    /// Something that is not known here. It is somebody's.
+    Unknown,
+}
+
+/// Something by its signature.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Signature {
+    /// As mount(8) calls it; what cannot be mounted by its usual name.
+    pub(super) name: &'static str,
+    /// A file system that its maker did not finish, and that was never mounted.
+    pub(super) unfinished: bool,
+}
+
+/// Fixed bytes at a fixed place.
+const SIGNATURES: &[(usize, &[u8], &str)] = &[
+    (0, b"XFSB", "xfs"),
+    (0, b"LUKS\xba\xbe", "a LUKS container"),
+    (0, b"hsqs", "squashfs"),
+    (512, b"EFI PART", "a GPT partition table"),
+    (512, b"LABELONE", "an LVM volume"),
+    (3, b"NTFS    ", "ntfs"),
+    (3, b"EXFAT   ", "exfat"),
+    (1024, &[0xe2, 0xe1, 0xf5, 0xe0], "erofs"),
+    (1024, &[0x10, 0x20, 0xf5, 0xf2], "f2fs"),
+    (4086, b"SWAPSPACE2", "a swap area"),
+    (32769, b"CD001", "iso9660"),
+    (65600, b"_BHRfS_M", "btrfs"),
+    (54, b"FAT1", "vfat"),
+    (82, b"FAT32", "vfat"),
+    (510, &[0x55, 0xaa], "a partition table or boot sector"),
+];
+
+/// Looks at a disk of this size.
+///
+/// # Errors
+/// When it cannot be read.
+pub(super) fn look(node: &Path, size: u64) -> io::Result<Content> {
+    let file = File::open(node)?;
+    let first = read(&file, 0, size.min(END))?;
+    let last = read(&file, size.saturating_sub(END).max(first.len() as u64), size)?;
+    Ok(of(&first, &last))
+}
+
+fn read(file: &File, from: u64, to: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; usize::try_from(to.saturating_sub(from)).unwrap_or(0).min(END as usize)];
+    file.read_exact_at(&mut bytes, from)?;
+    Ok(bytes)
+}
+
+fn of(first: &[u8], last: &[u8]) -> Content {
+    if let Some(ext) = ext(first) {
+        return Content::Is(ext);
+    }
+    let found = SIGNATURES
+        .iter()
+        .find(|(at, bytes, _)| first.get(*at..at + bytes.len()).is_some_and(|there| there == *bytes));
+    if let Some((_, _, name)) = found {
+        let unfinished = *name == "xfs" && first.get(XFS_IN_PROGRESS).is_some_and(|byte| *byte != 0);
+        return Content::Is(Signature { name, unfinished });
+    }
+    if first.iter().chain(last).all(|byte| *byte == 0) { Content::Empty } else { Content::Unknown }
+}
+
+/// `sb_inprogress` of XFS's superblock (`xfs_format.h`): set by its maker first and cleared last.
+const XFS_IN_PROGRESS: usize = 126;
+
+/// ext2 to ext4: the superblock begins at 1024. Its maker marks the file system as valid last, after all else was
+/// flushed.
+fn ext(first: &[u8]) -> Option<Signature> {
+    let block = first.get(1024..2048)?;
+    let half = |at: usize| u16::from_le_bytes([block[at], block[at + 1]]);
+    let word = |at: usize| u32::from(half(at)) | u32::from(half(at + 2)) << 16;
+    if half(56) != 0xef53 {
+        return None;
+    }
+    const HAS_JOURNAL: u32 = 4;
+    // Extents, 64 bit, flexible block groups … : what ext3 does not have.
+    const ONLY_EXT4: u32 = 0x40 | 0x80 | 0x200;
+    let name = match (word(96) & ONLY_EXT4 != 0, word(92) & HAS_JOURNAL != 0) {
+        (true, _) => "ext4",
+        (false, true) => "ext3",
+        (false, false) => "ext2",
+    };
+    let (valid, mounted) = (half(58) & 1 != 0, word(44) != 0 || half(52) != 0);
+    Some(Signature { name, unfinished: !valid && !mounted })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(at: usize, bytes: &[u8]) -> Vec<u8> {
+        let mut disk = vec![0; 1 << 20];
+        disk[at..at + bytes.len()].copy_from_slice(bytes);
+        disk
+    }
+
+    #[test]
+    fn only_zeros_are_nothing() {
+        let zeros = vec![0; 1 << 20];
+        assert_eq!(of(&zeros, &zeros), Content::Empty);
+        for at in [0, 511, 70_000, (1 << 20) - 1] {
+            assert_eq!(of(&with(at, &[1]), &zeros), Content::Unknown, "{at}");
+            assert_eq!(of(&zeros, &with(at, &[1])), Content::Unknown, "{at} of the end");
+        }
+        assert_eq!(of(&[0; 100], &[]), Content::Empty);
+    }
+
+    #[test]
+    fn signatures_have_their_names() {
+        for (at, bytes, name) in SIGNATURES {
+            let found = of(&with(*at, bytes), &[]);
+            assert_eq!(found, Content::Is(Signature { name, unfinished: false }));
+        }
+        let mut half_made = with(0, b"XFSB");
+        half_made[XFS_IN_PROGRESS] = 1;
+        assert_eq!(of(&half_made, &[]), Content::Is(Signature { name: "xfs", unfinished: true }));
+    }
+
+    #[test]
+    fn what_mke2fs_makes_is_recognised() {
+        let file = std::env::temp_dir().join(format!("peerpod-content-{}", std::process::id()));
+        for (kind, name) in [("ext4", "ext4"), ("ext3", "ext3"), ("ext2", "ext2")] {
+            File::create(&file).unwrap().set_len(16 << 20).unwrap();
+            assert_eq!(look(&file, 16 << 20).unwrap(), Content::Empty);
+            let made =
+                std::process::Command::new("mke2fs").args(["-q", "-F", "-t", kind]).arg(&file).status();
+            assert!(made.unwrap().success());
+            assert_eq!(look(&file, 16 << 20).unwrap(), Content::Is(Signature { name, unfinished: false }));
+        }
+        std::fs::remove_file(file).unwrap();
+    }
+}

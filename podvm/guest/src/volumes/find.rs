@@ -1,0 +1,287 @@
+//! Finds a disk by what its hardware says of itself, never by its order or name: names are given again after a removal,
+//! so this is asked anew at each use. First a look at sysfs, then the kernel's events are waited for, with a deadline.
+//! May read `/sys/class/block` and `/dev/disk/by-id`.
+
+use std::{
+    fs, io,
+    os::fd::OwnedFd,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use peerpod_link::reactor;
+use peerpod_volume::Identity;
+use tokio::{
+    io::{Interest, unix::AsyncFd},
+    time::{Instant, sleep_until, timeout_at},
+};
+
+use super::Fault;
+use crate::init::uevents::Uevents;
+
+/// What a virtio disk has of a serial number.
+const VIRTIO_SERIAL: usize = 20;
+/// A look between two events: links are made by others than the kernel, after its event.
+const LOOK: Duration = Duration::from_millis(100);
+/// A file of sysfs is a page.
+const MAX_ATTRIBUTE: u64 = 4096;
+
+/// A disk that is there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Disk {
+    /// The kernel's name: `vdb`.
+    pub(super) name: String,
+    /// `/dev/vdb`.
+    pub(super) node: PathBuf,
+    /// In bytes.
+    pub(super) size: u64,
+}
+
+/// Where disks are looked for.
+#[derive(Clone, Debug)]
+pub(super) struct Places {
+    pub(super) block: PathBuf,
+    pub(super) dev: PathBuf,
+}
+
+impl Default for Places {
+    fn default() -> Self {
+        Places { block: "/sys/class/block".into(), dev: "/dev".into() }
+    }
+}
+
+impl Places {
+    /// Waits until the disk is there.
+    pub(super) async fn wait(&self, identity: &Identity, limit: Duration) -> Result<Disk, Fault> {
+        let deadline = Instant::now() + limit;
+        // First the ear, then the look: so nothing falls between the two.
+        let uevents = Uevents::listen().ok();
+        let ear = uevents.as_ref().and_then(|uevents| ear(uevents).ok());
+        loop {
+            if let Some(disk) = self.look(identity)? {
+                return Ok(disk);
+            }
+            if Instant::now() >= deadline {
+                return Err(Fault::not_now(format!(
+                    "no disk with {} came within {limit:?}; there are {}",
+                    words(identity),
+                    self.there()
+                )));
+            }
+            let next = deadline.min(Instant::now() + LOOK);
+            match &ear {
+                Some(ear) => {
+                    if let Ok(Ok(mut ready)) = timeout_at(next, ear.readable()).await {
+                        if let Some(uevents) = &uevents {
+                            drop(uevents.take());
+                        }
+                        ready.clear_ready();
+                    }
+                }
+                None => sleep_until(next).await,
+            }
+        }
+    }
+
+    /// The one disk that this is said of; two are an error: one of them is not the pod's.
+    pub(super) fn look(&self, identity: &Identity) -> Result<Option<Disk>, Fault> {
+        let names = match identity {
+            Identity::ById(name) => self.by_id(name)?.into_iter().collect(),
+            _ => self.disks().into_iter().filter(|name| self.is(name, identity)).collect::<Vec<_>>(),
+        };
+        match &names[..] {
+            [] => Ok(None),
+            [name] => Ok(self.disk(name)),
+            several => {
+                Err(Fault::never(format!("several disks have {}: {}", words(identity), several.join(", "))))
+            }
+        }
+    }
+
+    fn disk(&self, name: &str) -> Option<Disk> {
+        let node = self.dev.join(name);
+        let sectors: u64 = self.attribute(name, "size")?.parse().ok()?;
+        // One that is just coming has no size, or no node yet.
+        (sectors > 0 && node.exists()).then(|| Disk { name: name.to_owned(), node, size: sectors * 512 })
+    }
+
+    fn by_id(&self, name: &str) -> Result<Option<String>, Fault> {
+        if name.is_empty() || name.starts_with('.') || name.contains(['/', '\0']) {
+            return Err(Fault::never(format!("{name:?} is no name below /dev/disk/by-id")));
+        }
+        match fs::read_link(self.dev.join("disk/by-id").join(name)) {
+            Ok(target) => Ok(target.file_name().and_then(|name| name.to_str()).map(str::to_owned)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(Fault::not_now(format!("read /dev/disk/by-id/{name}: {error}"))),
+        }
+    }
+
+    /// All whole disks.
+    fn disks(&self) -> Vec<String> {
+        let entries = fs::read_dir(&self.block).into_iter().flatten().flatten();
+        let mut names: Vec<String> = entries
+            .filter_map(|entry| entry.file_name().to_str().map(str::to_owned))
+            .filter(|name| !self.block.join(name).join("partition").exists())
+            .collect();
+        names.sort();
+        names
+    }
+
+    fn is(&self, name: &str, identity: &Identity) -> bool {
+        let attribute = |file: &str| self.attribute(name, file);
+        match identity {
+            Identity::Serial(wanted) => {
+                let has = attribute("serial").or_else(|| attribute("device/serial")).unwrap_or_default();
+                let cut = name.starts_with("vd").then(|| wanted.as_bytes().get(..VIRTIO_SERIAL)).flatten();
+                !has.is_empty() && (has == *wanted || cut == Some(has.as_bytes()))
+            }
+            Identity::Wwn(wanted) => {
+                let has = attribute("wwid").or_else(|| attribute("device/wwid")).unwrap_or_default();
+                !bare(&has).is_empty() && bare(&has) == bare(wanted)
+            }
+            Identity::Lun(wanted) => self.lun(name) == Some(*wanted) && !self.has_partitions(name),
+            Identity::ById(_) => false,
+        }
+    }
+
+    /// The logical unit of a SCSI disk (the last of `host:channel:target:lun`), or the number of an NVMe namespace.
+    fn lun(&self, name: &str) -> Option<u32> {
+        if let Some(namespace) = self.attribute(name, "nsid") {
+            return namespace.parse().ok();
+        }
+        let device = fs::read_link(self.block.join(name).join("device")).ok()?;
+        device.file_name()?.to_str()?.rsplit_once(':')?.1.parse().ok()
+    }
+
+    /// A logical unit's number is its controller's alone; the VM's own disk, which has partitions, may have the same.
+    fn has_partitions(&self, name: &str) -> bool {
+        let entries = fs::read_dir(self.block.join(name)).into_iter().flatten().flatten();
+        entries.into_iter().any(|entry| entry.path().join("partition").exists())
+    }
+
+    fn attribute(&self, name: &str, file: &str) -> Option<String> {
+        let content = crate::files::read_bounded(&self.block.join(name).join(file), MAX_ATTRIBUTE).ok()??;
+        Some(String::from_utf8_lossy(&content).trim_matches(['\0', ' ', '\n', '\t']).to_owned())
+    }
+
+    /// For messages: what a person would look at.
+    fn there(&self) -> String {
+        let mut words: Vec<String> = Vec::new();
+        for name in self.disks().into_iter().take(32) {
+            let serial = self.attribute(&name, "serial").or_else(|| self.attribute(&name, "device/serial"));
+            let serial = serial.filter(|serial| !serial.is_empty());
+            if self.disk(&name).is_some() {
+                words.push(serial.map_or(name.clone(), |serial| format!("{name} (serial {serial})")));
+            }
+        }
+        if words.is_empty() { "none at all".to_owned() } else { words.join(", ") }
+    }
+}
+
+fn ear(uevents: &Uevents) -> io::Result<AsyncFd<OwnedFd>> {
+    reactor::register(uevents.fd().try_clone_to_owned()?, Interest::READABLE)
+}
+
+/// A World Wide Name without what says of which kind it is.
+fn bare(wwn: &str) -> String {
+    let lower = wwn.trim().to_ascii_lowercase();
+    let cut = ["naa.", "eui.", "nvme.", "uuid.", "wwn-", "0x"];
+    cut.iter().fold(lower, |text, prefix| text.strip_prefix(prefix).unwrap_or(&text).to_owned())
+}
+
+pub(super) fn words(identity: &Identity) -> String {
+    match identity {
+        Identity::Serial(serial) => format!("serial number {serial:?}"),
+        Identity::ById(name) => format!("name {name:?} in /dev/disk/by-id"),
+        Identity::Lun(lun) => format!("logical unit {lun}"),
+        Identity::Wwn(wwn) => format!("World Wide Name {wwn:?}"),
+    }
+}
+
+/// How large a disk is now.
+pub(super) fn size_of(name: &str) -> Option<u64> {
+    Places::default().disk(name).map(|disk| disk.size)
+}
+
+/// Has the kernel ask a SCSI disk for its size; others tell by themselves.
+pub(super) fn rescan(name: &str) {
+    let path = Path::new("/sys/class/block").join(name).join("device/rescan");
+    if path.exists()
+        && let Err(error) = fs::write(&path, "1")
+    {
+        tracing::warn!(%error, disk = name, "cannot ask for the disk's new size");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::files::testing::TempDir;
+
+    fn disk(dir: &TempDir, name: &str, files: &[(&str, &str)]) {
+        let folder = dir.path().join("block").join(name);
+        for (file, content) in [("size", "2048\n")].iter().chain(files) {
+            let path = folder.join(file);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, content).unwrap();
+        }
+        fs::create_dir_all(dir.path().join("dev")).unwrap();
+        fs::write(dir.path().join("dev").join(name), "").unwrap();
+    }
+
+    fn places(dir: &TempDir) -> Places {
+        Places { block: dir.path().join("block"), dev: dir.path().join("dev") }
+    }
+
+    fn name(places: &Places, identity: Identity) -> Option<String> {
+        places.look(&identity).unwrap().map(|disk| disk.name)
+    }
+
+    #[test]
+    fn disks_are_found_by_what_they_say_of_themselves() {
+        let dir = TempDir::new();
+        disk(&dir, "vda", &[("serial", "pvc-0123456789abcdef")]);
+        disk(&dir, "vdb", &[("serial", "other\n")]);
+        disk(
+            &dir,
+            "nvme1n1",
+            &[("device/serial", "vol0abc   \n"), ("wwid", "nvme.1d0f-aa\n"), ("nsid", "7\n")],
+        );
+        disk(&dir, "nvme1n1p1", &[("partition", "1")]);
+        let places = places(&dir);
+        let long = Identity::Serial("pvc-0123456789abcdef-and-more".into());
+        assert_eq!(name(&places, long).as_deref(), Some("vda"), "virtio shows 20 bytes");
+        assert_eq!(name(&places, Identity::Serial("vol0abc".into())).as_deref(), Some("nvme1n1"));
+        assert_eq!(name(&places, Identity::Serial("vol0".into())), None);
+        assert_eq!(name(&places, Identity::Wwn("0x1D0F-AA".into())).as_deref(), Some("nvme1n1"));
+        assert_eq!(name(&places, Identity::Lun(7)).as_deref(), Some("nvme1n1"));
+        assert_eq!(name(&places, Identity::Lun(1)), None);
+
+        fs::create_dir_all(dir.path().join("dev/disk/by-id")).unwrap();
+        std::os::unix::fs::symlink("../../vdb", dir.path().join("dev/disk/by-id/mine")).unwrap();
+        assert_eq!(name(&places, Identity::ById("mine".into())).as_deref(), Some("vdb"));
+        assert!(places.look(&Identity::ById("../vda".into())).is_err());
+    }
+
+    #[test]
+    fn two_of_one_name_are_an_error_and_never_the_first() {
+        let dir = TempDir::new();
+        disk(&dir, "vda", &[("serial", "same")]);
+        disk(&dir, "vdb", &[("serial", "same")]);
+        let error = places(&dir).look(&Identity::Serial("same".into())).unwrap_err().to_string();
+        assert!(error.contains("vda, vdb"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_disk_that_comes_late_is_waited_for_and_one_that_never_comes_not_for_ever() {
+        let dir = TempDir::new();
+        disk(&dir, "vda", &[]);
+        let places = places(&dir);
+        let wanted = Identity::Serial("late".into());
+        let error = places.wait(&wanted, Duration::from_millis(150)).await.unwrap_err().to_string();
+        assert!(error.contains("\"late\"") && error.contains("vda"), "{error}");
+        let waiting = tokio::spawn(async move { places.wait(&wanted, Duration::from_secs(20)).await });
+        disk(&dir, "vdb", &[("serial", "late")]);
+        assert_eq!(waiting.await.unwrap().unwrap().name, "vdb");
+    }
+}

@@ -1,0 +1,274 @@
+//! Makes the file system of a disk that is provably empty: once, and so that a crash in the middle neither leaves the
+//! disk unusable nor lets anything be formatted over.
+//!
+//! Before its maker runs, a note is written near the end of the disk, into the last MiB, which the file system is made
+//! not to reach; after it, the note is taken away. Each step is on the disk before the next begins, and nothing is
+//! mounted before the last. So a note says that a maker of ours was at work here and that nobody mounted what it made
+//! since. Both makers set a mark last, after all else is on the disk (ext4: valid; XFS: not in progress): with the mark
+//! the file system is whole; without it, and never mounted, it is made again. A note beside anything else is not
+//! believed.
+//!
+//! The MiB is not lost: growing the file system takes it.
+
+use std::{
+    fs::{File, OpenOptions},
+    io,
+    os::unix::fs::FileExt,
+    path::Path,
+    process::Stdio,
+    time::Duration,
+};
+
+use peerpod_volume::VolumeId;
+use tokio::{process::Command, task::spawn_blocking, time::timeout};
+
+use super::{
+    Fault,
+    content::{self, Content},
+    find::Disk,
+};
+
+/// What the file system leaves free at the end.
+const TAIL: u64 = 1 << 20;
+/// Where the note is, from the end: beyond what makers clear of a disk's end.
+const NOTE_FROM_END: u64 = 512 << 10;
+const NOTE: usize = 4096;
+/// Makers write little; a slow cloud disk takes its time all the same.
+const MAKE: Duration = Duration::from_secs(180);
+/// Bytes of a maker's complaint that are handed on.
+const WORDS: usize = 600;
+
+/// The file systems that can be made.
+pub(super) const MAKERS: &[&str] = &["ext4", "xfs"];
+
+/// What to mount the disk as, made first if it is empty.
+pub(super) async fn filesystem(
+    disk: &Disk,
+    id: &VolumeId,
+    wanted: Option<&str>,
+    read_only: bool,
+) -> Result<String, Fault> {
+    let (node, size, note) = (disk.node.clone(), disk.size, note(id, disk.size));
+    let looked = spawn_blocking(move || {
+        let content = content::look(&node, size)?;
+        let noted = size > 2 * TAIL && read_note(&node, size)? == note;
+        io::Result::Ok((content, noted))
+    });
+    let failed = |error: io::Error| Fault::not_now(format!("read {}: {error}", disk.node.display()));
+    let (content, noted) = looked.await.map_err(|error| failed(io::Error::other(error)))?.map_err(failed)?;
+    let make = match &content {
+        Content::Is(found) if found.unfinished && noted => true,
+        Content::Is(found) => {
+            check(found.name, wanted)?;
+            if noted && !read_only {
+                clear_note(disk).await?;
+            }
+            return Ok(found.name.to_owned());
+        }
+        // The note itself is in the last MiB.
+        Content::Unknown => noted,
+        Content::Empty => true,
+    };
+    if !make {
+        return Err(Fault::never(
+            "the disk has no file system that is known here, and is not empty: it is not formatted over. Format it by \
+             hand, or clear its first and last MiB if nothing on it is needed"
+                .into(),
+        ));
+    }
+    if read_only {
+        return Err(Fault::never(
+            "the disk is empty and the volume is read-only: nothing can be made on it".into(),
+        ));
+    }
+    let kind = wanted.unwrap_or("ext4");
+    make_one(disk, id, kind).await?;
+    Ok(kind.to_owned())
+}
+
+fn check(found: &str, wanted: Option<&str>) -> Result<(), Fault> {
+    let mountable = !found.contains(' ');
+    match wanted {
+        Some(wanted) if wanted != found => Err(Fault::never(format!(
+            "the disk has {found} on it and the volume asks for {wanted}; it is not formatted over. Set the volume's fsType \
+             to what is there"
+        ))),
+        None if !mountable => {
+            Err(Fault::never(format!("the disk has {found} on it, which cannot be mounted")))
+        }
+        _ => Ok(()),
+    }
+}
+
+async fn make_one(disk: &Disk, id: &VolumeId, kind: &str) -> Result<(), Fault> {
+    if disk.size <= 2 * TAIL {
+        return Err(Fault::never(format!("the disk has {} bytes: too few for a file system", disk.size)));
+    }
+    let bytes = (disk.size - TAIL) / 4096 * 4096;
+    let (program, mut arguments): (_, Vec<String>) = match kind {
+        "ext4" => ("mke2fs", ["-t", "ext4", "-F", "-q", "-b", "4096"].map(String::from).into()),
+        "xfs" => ("mkfs.xfs", ["-f", "-q", "-d"].map(String::from).into()),
+        other => {
+            return Err(Fault::never(format!(
+                "the disk is empty and the volume asks for {other}; here {} can be made",
+                MAKERS.join(" and ")
+            )));
+        }
+    };
+    let node = disk.node.display().to_string();
+    match kind {
+        "xfs" => arguments.extend([format!("size={bytes}"), node.clone()]),
+        _ => arguments.extend([node.clone(), format!("{}", bytes / 4096)]),
+    }
+    let program = find_program(program)?;
+    tracing::info!(disk = node, volume = %id, kind, "the disk is empty: making its file system");
+    let content = note(id, disk.size);
+    write_note(disk, content).await?;
+    run(&program, &arguments, MAKE).await?;
+    clear_note(disk).await
+}
+
+/// Runs a program to its end; its complaint is the error.
+pub(super) async fn run(program: &Path, arguments: &[String], limit: Duration) -> Result<(), Fault> {
+    let child = Command::new(program)
+        .args(arguments)
+        .current_dir("/")
+        .env_clear()
+        .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .output();
+    let name = program.display();
+    let output = timeout(limit, child)
+        .await
+        .map_err(|_| Fault::not_now(format!("{name} did not end within {limit:?}")))?
+        .map_err(|error| Fault::not_now(format!("run {name}: {error}")))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let words = String::from_utf8_lossy(&output.stderr);
+    let words: String = words.chars().map(|c| if c.is_control() { ' ' } else { c }).take(WORDS).collect();
+    Err(Fault::not_now(format!("{name} {}: {}: {}", arguments.join(" "), output.status, words.trim())))
+}
+
+/// Where the image has it.
+pub(super) fn find_program(name: &str) -> Result<std::path::PathBuf, Fault> {
+    let folders = ["/usr/sbin", "/sbin", "/usr/bin", "/bin"];
+    let found = folders.iter().map(|folder| Path::new(folder).join(name)).find(|path| path.exists());
+    found.ok_or_else(|| Fault::never(format!("the VM's image has no {name}")))
+}
+
+fn note(id: &VolumeId, size: u64) -> Vec<u8> {
+    let mut note =
+        format!("peerpod 1: a file system is being made here. volume {id}, {size} bytes\n").into_bytes();
+    note.resize(NOTE, 0);
+    note
+}
+
+fn read_note(node: &Path, size: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; NOTE];
+    File::open(node)?.read_exact_at(&mut bytes, size - NOTE_FROM_END)?;
+    Ok(bytes)
+}
+
+async fn clear_note(disk: &Disk) -> Result<(), Fault> {
+    write_note(disk, vec![0; NOTE]).await
+}
+
+/// On the disk, with all that was written before, when this returns.
+async fn write_note(disk: &Disk, content: Vec<u8>) -> Result<(), Fault> {
+    let (node, at) = (disk.node.clone(), disk.size - NOTE_FROM_END);
+    let written = spawn_blocking(move || {
+        let file = OpenOptions::new().write(true).open(node)?;
+        file.sync_all()?;
+        file.write_all_at(&content, at)?;
+        file.sync_all()
+    });
+    let failed = |error: io::Error| Fault::not_now(format!("write to {}: {error}", disk.node.display()));
+    written.await.map_err(|error| failed(io::Error::other(error)))?.map_err(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::files::testing::TempDir;
+
+    const SIZE: u64 = 64 << 20;
+
+    fn disk(dir: &TempDir) -> Disk {
+        let node = dir.path().join("disk");
+        File::create(&node).unwrap().set_len(SIZE).unwrap();
+        Disk { name: "disk".into(), node, size: SIZE }
+    }
+
+    fn id() -> VolumeId {
+        VolumeId::of("driver", "volume")
+    }
+
+    #[tokio::test]
+    async fn an_empty_disk_gets_its_file_system_once() {
+        let dir = TempDir::new();
+        let disk = disk(&dir);
+        assert_eq!(filesystem(&disk, &id(), None, false).await.unwrap(), "ext4");
+        let made = std::fs::read(&disk.node).unwrap();
+        assert!(made[(SIZE - TAIL) as usize..].iter().all(|byte| *byte == 0), "the note is gone");
+        assert_eq!(filesystem(&disk, &id(), Some("ext4"), false).await.unwrap(), "ext4");
+        assert!(std::fs::read(&disk.node).unwrap() == made, "not a byte was changed");
+        let error = filesystem(&disk, &id(), Some("xfs"), false).await.unwrap_err().to_string();
+        assert!(error.contains("ext4") && error.contains("asks for xfs"), "{error}");
+        assert!(std::fs::read(&disk.node).unwrap() == made);
+    }
+
+    #[tokio::test]
+    async fn anything_else_is_left_as_it_is() {
+        let dir = TempDir::new();
+        for at in [0, 700, 500_000, SIZE - 1, SIZE - 600_000] {
+            let disk = disk(&dir);
+            let file = OpenOptions::new().write(true).open(&disk.node).unwrap();
+            file.write_all_at(b"precious", at.min(SIZE - 8)).unwrap();
+            let before = std::fs::read(&disk.node).unwrap();
+            let error = filesystem(&disk, &id(), Some("ext4"), false).await.unwrap_err().to_string();
+            assert!(error.contains("not formatted over"), "{error}");
+            assert!(std::fs::read(&disk.node).unwrap() == before);
+        }
+        let disk = disk(&dir);
+        assert!(filesystem(&disk, &id(), None, true).await.is_err(), "read-only");
+        assert!(filesystem(&disk, &id(), Some("btrfs"), false).await.is_err());
+    }
+
+    #[tokio::test]
+    async fn a_maker_that_was_killed_is_run_again_and_what_it_finished_is_kept() {
+        let dir = TempDir::new();
+        let disk = disk(&dir);
+        // Killed after the first bytes.
+        write_note(&disk, note(&id(), SIZE)).await.unwrap();
+        let file = OpenOptions::new().write(true).open(&disk.node).unwrap();
+        file.write_all_at(&[7; 5000], 200_000).unwrap();
+        assert_eq!(filesystem(&disk, &id(), None, false).await.unwrap(), "ext4");
+        // Killed between the last byte and the note's end: nothing is made again.
+        write_note(&disk, note(&id(), SIZE)).await.unwrap();
+        let before = std::fs::read(&disk.node).unwrap();
+        assert_eq!(filesystem(&disk, &id(), None, false).await.unwrap(), "ext4");
+        let after = std::fs::read(&disk.node).unwrap();
+        assert!(before[..(SIZE - TAIL) as usize] == after[..(SIZE - TAIL) as usize]);
+        assert!(after[(SIZE - TAIL) as usize..].iter().all(|byte| *byte == 0));
+        // A superblock that is not valid yet, never mounted: made again, but only by the note.
+        for (noted, made_again) in [(false, false), (true, true)] {
+            let mut half = after.clone();
+            half[1024 + 58] = 0;
+            std::fs::write(&disk.node, &half).unwrap();
+            if noted {
+                write_note(&disk, note(&id(), SIZE)).await.unwrap();
+            }
+            filesystem(&disk, &id(), None, false).await.unwrap();
+            let now = std::fs::read(&disk.node).unwrap();
+            assert_eq!(now[1024 + 58] == 1, made_again);
+        }
+        // Another volume's note is nobody's.
+        let other = super::super::tests::zeros(&dir, SIZE);
+        write_note(&other, note(&VolumeId::of("d", "other"), SIZE)).await.unwrap();
+        assert!(filesystem(&other, &id(), None, false).await.is_err());
+    }
+}

@@ -1,0 +1,124 @@
+//! NFS and SMB: what the kernel's own client is told, in the VM's own network (the agent is not in the pod's). No mount
+//! program runs, so names are resolved here.
+
+use std::{net::IpAddr, time::Duration};
+
+use peerpod_volume::SecretRef;
+use tokio::{net::lookup_host, time::timeout};
+
+use super::Fault;
+use crate::intercept::Ready;
+
+/// A name server's answer.
+const RESOLVE: Duration = Duration::from_secs(10);
+
+/// The agent's handler that mounts anything by any file system's name.
+const ANY: &str = "virtio-fs";
+
+async fn address(server: &str) -> Result<IpAddr, Fault> {
+    let bare = server.trim_start_matches('[').trim_end_matches(']');
+    if let Ok(address) = bare.parse() {
+        return Ok(address);
+    }
+    let failed = |why: String| {
+        Fault::not_now(format!(
+            "the VM's name servers do not find the server {server}: {why}; give its address"
+        ))
+    };
+    let found = timeout(RESOLVE, lookup_host((bare, 0))).await;
+    let mut found = found
+        .map_err(|_| failed(format!("no answer within {RESOLVE:?}")))?
+        .map_err(|error| failed(error.to_string()))?;
+    found.next().map(|address| address.ip()).ok_or_else(|| failed("it has no address".into()))
+}
+
+fn value<'o>(options: &'o [String], names: &[&str]) -> Option<&'o str> {
+    let pairs = options.iter().filter_map(|option| option.split_once('='));
+    pairs.filter(|(name, _)| names.contains(name)).map(|(_, value)| value).next_back()
+}
+
+fn supported(kind: &str) -> Result<(), Fault> {
+    // A module is loaded by the mount itself; where neither is there the kernel would only say "no such device".
+    let known = std::fs::read_to_string("/proc/filesystems").unwrap_or_default();
+    let listed = known.lines().any(|line| line.split_whitespace().next_back() == Some(kind));
+    let release = nix::sys::utsname::uname().map(|name| name.release().to_owned()).unwrap_or_default();
+    let module = std::path::Path::new("/lib/modules").join(release).join("modules.dep");
+    if listed || module.exists() {
+        return Ok(());
+    }
+    Err(Fault::never(format!("the VM's kernel has no {kind}; use an image whose kernel has it")))
+}
+
+/// An export of an NFS server. Version 4 where nothing else is asked for.
+pub(super) async fn nfs(server: &str, export: &str, options: &[String]) -> Result<Ready, Fault> {
+    let version = value(options, &["vers", "nfsvers"]).unwrap_or("4.2").to_owned();
+    let fstype = if version.starts_with('4') { "nfs4" } else { "nfs" };
+    supported(if fstype == "nfs4" { "nfs4" } else { "nfs" })?;
+    let address = address(server).await?;
+    let mut told: Vec<String> = options
+        .iter()
+        .filter(|option| !option.starts_with("nfsvers=") && !option.starts_with("vers="))
+        .cloned()
+        .collect();
+    told.push(format!("vers={version}"));
+    told.push(format!("addr={address}"));
+    if fstype == "nfs" {
+        // There is no lock daemon, and nobody but this pod in the VM.
+        for alone in ["nolock"] {
+            if !told.iter().any(|option| option == alone) {
+                told.push(alone.to_owned());
+            }
+        }
+        told.push(format!("mountaddr={address}"));
+    }
+    let host = if address.is_ipv6() { format!("[{address}]") } else { address.to_string() };
+    Ok(Ready {
+        driver: ANY.into(),
+        source: format!("{host}:{export}"),
+        fstype: fstype.into(),
+        options: told,
+        ..Ready::default()
+    })
+}
+
+/// A share of an SMB server.
+pub(super) async fn smb(
+    server: &str,
+    share: &str,
+    secret: Option<&SecretRef>,
+    options: &[String],
+) -> Result<Ready, Fault> {
+    supported("cifs")?;
+    if let Some(SecretRef { namespace, name }) = secret {
+        return Err(Fault::never(format!(
+            "its user and password are in secret {namespace}/{name}, and are not brought into the VM by this version"
+        )));
+    }
+    let address = address(server).await?;
+    let unc = format!("//{server}/{}", share.trim_matches('/'));
+    let mut told = options.to_vec();
+    told.extend([format!("ip={address}"), format!("unc={}", unc.replace('/', "\\"))]);
+    if value(options, &["user", "username"]).is_none() {
+        told.push("sec=none".into());
+    }
+    Ok(Ready { driver: ANY.into(), source: unc, fstype: "cifs".into(), options: told, ..Ready::default() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_of_an_option_counts() {
+        let options = ["vers=3", "hard", "nfsvers=4.1"].map(String::from);
+        assert_eq!(value(&options, &["vers", "nfsvers"]), Some("4.1"));
+        assert_eq!(value(&options, &["addr"]), None);
+    }
+
+    #[tokio::test]
+    async fn a_name_nobody_knows_is_said() {
+        let error = address("no-such-host.invalid").await.unwrap_err().to_string();
+        assert!(error.contains("no-such-host.invalid"), "{error}");
+        assert_eq!(address("[fd00::1]").await.unwrap(), "fd00::1".parse::<IpAddr>().unwrap());
+    }
+}

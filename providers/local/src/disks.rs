@@ -1,0 +1,293 @@
+//! Disks: files on the node, shown to a VM as loop devices. A disk's id is the file's path, or its name in
+//! `provider.local.volumes-dir`; in the VM it has a name below `/dev/disk/by-id` that follows from the id, whatever number
+//! the kernel gave its device.
+//!
+//! Which disk is whose is written down before anything is done (`<state-dir>/disks/<hash>.json`) and forgotten after the
+//! last: what a crash leaves is found by its file. A disk that may be written to is with one VM at a time, and is free when
+//! the kernel has let its device go, not when it was asked to.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use nix::sys::stat::{Mode, SFlag, makedev, mknod};
+use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId, Volumes};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use crate::store::{Status, VERSION, read_json, write_json};
+use crate::{LocalProvider, Shared, blocking, disk as failed};
+
+/// Linux gives loop devices this major number.
+const LOOP: u64 = 7;
+
+/// A disk that some VM has.
+#[derive(Debug, Serialize, Deserialize)]
+struct Taken {
+    version: u32,
+    volume: String,
+    file: PathBuf,
+    read_only: bool,
+    vms: Vec<String>,
+}
+
+#[async_trait]
+impl Volumes for LocalProvider {
+    async fn attach(&self, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error> {
+        Arc::clone(&self.shared).attach(id.clone(), disk.clone()).await
+    }
+
+    async fn detach(&self, id: &InstanceId, volume: &str) -> Result<(), Error> {
+        let shared = Arc::clone(&self.shared);
+        let (id, volume) = (id.clone(), volume.to_owned());
+        let _turn = self.shared.disks.lock().await;
+        blocking(move || shared.detach_now(&id, &volume)).await
+    }
+}
+
+impl Shared {
+    /// Attaches, or finds attached.
+    pub(crate) async fn attach(
+        self: Arc<Shared>,
+        id: InstanceId,
+        disk: DiskRequest,
+    ) -> Result<DiskIdentity, Error> {
+        let shared = Arc::clone(&self);
+        let _turn = self.disks.lock().await;
+        blocking(move || shared.attach_now(&id, &disk)).await
+    }
+
+    fn attach_now(&self, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error> {
+        let what = format!("attach of {} to local VM {id}", disk.volume);
+        match self.status(id)? {
+            Status::Running(_) => {}
+            Status::Pending(_) => {
+                return Err(Error::transient(format!("{what}: the VM is still being made")));
+            }
+            Status::Unreadable(why) => return Err(Error::invalid(format!("{what}: {why}"))),
+            Status::Absent | Status::Ended(..) | Status::Deleting(_) => {
+                return Err(Error::not_found(format!("{what}: there is no such VM, or it has ended")));
+            }
+        }
+        let file = self.file(&disk.volume).map_err(|why| Error::not_found(format!("{what}: {why}")))?;
+        let path = self.taken_path(&disk.volume);
+        let mut taken = match read_json::<Taken>(&path).map_err(|error| failed(&what, &error))? {
+            Some(taken) => taken,
+            None => Taken {
+                version: VERSION,
+                volume: disk.volume.clone(),
+                file: file.clone(),
+                read_only: disk.read_only,
+                vms: Vec::new(),
+            },
+        };
+        let others = taken.vms.iter().any(|vm| vm != id.as_str());
+        if others && !(taken.read_only && disk.read_only) {
+            return Err(Error::transient(format!("{what}: VM {} has it", taken.vms.join(", "))));
+        }
+        if !others {
+            taken.read_only = disk.read_only;
+        }
+        if !taken.vms.iter().any(|vm| vm == id.as_str()) {
+            taken.vms.push(id.to_string());
+        }
+        write_json(&path, &taken).map_err(|error| failed(&what, &error))?;
+        let number =
+            loop_device(&file, taken.read_only).map_err(|why| Error::transient(format!("{what}: {why}")))?;
+        let name = name_of(&disk.volume);
+        self.show(id, number, &name).map_err(|error| failed(&what, &error))?;
+        Ok(DiskIdentity::ById(name))
+    }
+
+    /// Makes the device's node and name in the VM's own /dev.
+    fn show(&self, id: &InstanceId, number: u64, name: &str) -> io::Result<()> {
+        let dev = self.dev_of(id)?.ok_or_else(|| io::Error::other("the VM's first process is gone"))?;
+        let node = format!("loop{number}");
+        let there = fs::symlink_metadata(dev.join(&node));
+        let right = |found: &fs::Metadata| {
+            found.file_type().is_block_device() && found.rdev() == makedev(LOOP, number)
+        };
+        if !there.as_ref().is_ok_and(right) {
+            gone(fs::remove_file(dev.join(&node)))?;
+            let mode = Mode::S_IRUSR | Mode::S_IWUSR;
+            mknod(&dev.join(&node), SFlag::S_IFBLK, mode, makedev(LOOP, number))?;
+        }
+        let names = dev.join("disk/by-id");
+        fs::create_dir_all(&names)?;
+        let target = Path::new("../..").join(&node);
+        if fs::read_link(names.join(name)).ok().as_ref() != Some(&target) {
+            gone(fs::remove_file(names.join(name)))?;
+            symlink(target, names.join(name))?;
+        }
+        Ok(())
+    }
+
+    fn detach_now(&self, id: &InstanceId, volume: &str) -> Result<(), Error> {
+        let what = format!("detach of {volume} from local VM {id}");
+        let path = self.taken_path(volume);
+        let Some(mut taken) = read_json::<Taken>(&path).map_err(|error| failed(&what, &error))? else {
+            return Ok(());
+        };
+        if !taken.vms.iter().any(|vm| vm == id.as_str()) {
+            return Ok(());
+        }
+        let last = taken.vms.len() == 1;
+        if last && let Some(number) = loops_of(&taken.file).map_err(Error::transient)?.first().copied() {
+            let run = losetup(&["--detach", &format!("/dev/loop{number}")]);
+            let still = loops_of(&taken.file).map_err(Error::transient)?.contains(&number);
+            // The kernel lets it go when its last user does.
+            if still {
+                let why = run.err().unwrap_or_else(|| "it is in use, is it mounted?".to_owned());
+                return Err(Error::transient(format!("{what}: {why}")));
+            }
+        }
+        if let Ok(Some(dev)) = self.dev_of(id) {
+            let link = dev.join("disk/by-id").join(name_of(volume));
+            gone(fs::remove_file(link)).map_err(|error| failed(&what, &error))?;
+        }
+        taken.vms.retain(|vm| vm != id.as_str());
+        let written =
+            if taken.vms.is_empty() { gone(fs::remove_file(&path)) } else { write_json(&path, &taken) };
+        written.map_err(|error| failed(&what, &error))
+    }
+
+    /// Detaches all that a VM has whose processes are gone. Its mounts go with its mount namespace, a little later.
+    pub(crate) async fn detach_all(self: Arc<Shared>, id: InstanceId) -> Result<(), Error> {
+        let shared = Arc::clone(&self);
+        let _turn = self.disks.lock().await;
+        blocking(move || {
+            let all = shared.taken().map_err(|error| failed("list the disks", &error))?;
+            let ours = all.into_iter().filter(|taken| taken.vms.iter().any(|vm| vm == id.as_str()));
+            for taken in ours {
+                shared.detach_now(&id, &taken.volume)?;
+            }
+            Ok(())
+        })
+        .await
+    }
+
+    fn taken(&self) -> io::Result<Vec<Taken>> {
+        let entries = match fs::read_dir(self.config.state_dir.join("disks")) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries?,
+        };
+        let mut all = Vec::new();
+        for entry in entries {
+            let path = entry?.path();
+            if path.extension().is_some_and(|extension| extension == "json") {
+                all.extend(read_json(&path)?);
+            }
+        }
+        Ok(all)
+    }
+
+    fn taken_path(&self, volume: &str) -> PathBuf {
+        self.config.state_dir.join("disks").join(format!("{}.json", hash(volume)))
+    }
+
+    /// The disk's file.
+    fn file(&self, volume: &str) -> Result<PathBuf, String> {
+        let path = match Path::new(volume) {
+            path if path.is_absolute() => path.to_owned(),
+            _ if volume.is_empty() || volume.starts_with('.') || volume.contains('/') => {
+                return Err("neither a path nor a name in provider.local.volumes-dir".to_owned());
+            }
+            name => self.config.volumes_dir.join(name),
+        };
+        let kind = fs::metadata(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+        if kind.is_file() { Ok(path) } else { Err(format!("{} is not a file", path.display())) }
+    }
+
+    /// The VM's own /dev, through its first process; `None`: that is gone.
+    fn dev_of(&self, id: &InstanceId) -> io::Result<Option<PathBuf>> {
+        let Some(guest) = self.store.machine(id)?.and_then(|machine| machine.guest) else { return Ok(None) };
+        Ok(guest.alive()?.then(|| PathBuf::from(format!("/proc/{}/root/dev", guest.pid))))
+    }
+}
+
+/// The name that the guest finds it by.
+fn name_of(volume: &str) -> String {
+    let fits = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
+    match volume {
+        plain if plain.len() <= 128 && plain.bytes().all(fits) => format!("peerpod-{plain}"),
+        other => format!("peerpod-{}", hash(other)),
+    }
+}
+
+fn hash(volume: &str) -> String {
+    Sha256::digest(volume).iter().take(16).map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The file's loop device, made if there is none.
+fn loop_device(file: &Path, read_only: bool) -> Result<u64, String> {
+    let wanted = u8::from(read_only).to_string();
+    for number in loops_of(file)? {
+        let path = format!("/sys/block/loop{number}/ro");
+        if fs::read_to_string(&path).is_ok_and(|ro| ro.trim() == wanted) {
+            return Ok(number);
+        }
+        return Err(format!(
+            "{} is /dev/loop{number} already, and that is not read-only as asked",
+            file.display()
+        ));
+    }
+    let path = file.to_str().ok_or("its path is not UTF-8")?;
+    let mut arguments = vec!["--find", "--show", "--nooverlap"];
+    if read_only {
+        arguments.push("--read-only");
+    }
+    arguments.push(path);
+    let made = losetup(&arguments)?;
+    number(made.trim()).ok_or_else(|| format!("losetup answered {made:?}"))
+}
+
+/// The loop devices of a file, by what the file is and not how it is called.
+fn loops_of(file: &Path) -> Result<Vec<u64>, String> {
+    if !file.exists() {
+        return Ok(Vec::new());
+    }
+    let path = file.to_str().ok_or("its path is not UTF-8")?;
+    let listed = losetup(&["--associated", path, "--output", "NAME", "--noheadings"])?;
+    Ok(listed.lines().filter_map(|line| number(line.trim())).collect())
+}
+
+fn number(device: &str) -> Option<u64> {
+    device.strip_prefix("/dev/loop")?.parse().ok()
+}
+
+/// Runs util-linux's program: its ioctls would be unsafe code here.
+fn losetup(arguments: &[&str]) -> Result<String, String> {
+    let output = Command::new("losetup").args(arguments).output();
+    let output = output.map_err(|error| format!("run losetup: {error}"))?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    Err(format!("losetup {}: {}", arguments.join(" "), String::from_utf8_lossy(&output.stderr).trim()))
+}
+
+fn gone(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disks_name_follows_from_its_id() {
+        assert_eq!(name_of("pvc-1.x"), "peerpod-pvc-1.x");
+        let odd = name_of("/var/lib/disks/a b");
+        assert_eq!(odd, name_of("/var/lib/disks/a b"));
+        assert_ne!(odd, name_of("/var/lib/disks/a c"));
+        assert!(!odd["peerpod-".len()..].contains(['/', ' ']));
+        assert_eq!(number("/dev/loop12"), Some(12));
+        assert_eq!(number("/dev/loop12p1"), None);
+    }
+}

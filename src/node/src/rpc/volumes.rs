@@ -1,0 +1,106 @@
+//! What `peerpod-csi node` asks of volumes that are mounted in VMs: how full they are, and that they grow. Handed on to the
+//! guest of the pod's VM; nothing is kept here.
+
+use std::{sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use peerpod_proto::{
+    guest::{ExpandVolume, Reply, Request, VolumeFault, VolumeFill, VolumeStats},
+    volumes::{ExpandRequest, ExpandResponse, StatsRequest, StatsResponse},
+    volumes_ttrpc::{Volumes, create_volumes},
+};
+use tracing::debug;
+use ttrpc::{
+    Code,
+    asynchronous::{Server, TtrpcContext, transport::Listener},
+};
+
+use super::{patience, status};
+use crate::sandbox::Sandboxes;
+
+/// For who sets no deadline. Kubelet waits two minutes for its CSI calls.
+const STATS: Duration = Duration::from_secs(20);
+const EXPAND: Duration = Duration::from_secs(110);
+
+/// The service, on its own socket: its caller has no business at the door.
+struct Asked(Sandboxes);
+
+/// Serves it.
+///
+/// # Errors
+/// When the server cannot be started.
+pub async fn serve(listener: Listener, sandboxes: Sandboxes) -> Result<Server, ttrpc::Error> {
+    let mut server =
+        Server::new().add_listener(listener).register_service(create_volumes(Arc::new(Asked(sandboxes))));
+    server.start().await?;
+    Ok(server)
+}
+
+impl Asked {
+    async fn ask(
+        &self,
+        uid: &str,
+        volume: &str,
+        request: Request,
+        limit: Duration,
+    ) -> ttrpc::Result<VolumeFill> {
+        if uid.len() > 253 || volume.len() > 64 {
+            return Err(status(Code::INVALID_ARGUMENT, "no pod and no volume is called so"));
+        }
+        let Some(id) = self.0.of_pod_uid(uid) else {
+            return Err(status(Code::NOT_FOUND, format!("no VM of pod {uid} has volumes on this node")));
+        };
+        let answer = self.0.ask_guest(&id, request, limit).await;
+        let reply =
+            answer.map_err(|why| status(Code::UNAVAILABLE, format!("ask the VM of pod {uid}: {why}")))?;
+        filled(reply)
+            .inspect_err(|error| debug!(sandbox = %id, volume, %error, "a volume's fill is not told"))
+    }
+}
+
+fn filled(reply: Reply) -> ttrpc::Result<VolumeFill> {
+    if let (Some(fill), true) = (reply.volume.as_ref(), reply.error.is_empty()) {
+        return Ok(fill.clone());
+    }
+    let code = match reply.volume_fault.enum_value_or_default() {
+        VolumeFault::VOLUME_FAULT_UNKNOWN => Code::NOT_FOUND,
+        VolumeFault::VOLUME_FAULT_NEVER => Code::FAILED_PRECONDITION,
+        VolumeFault::VOLUME_FAULT_NOT_NOW | VolumeFault::VOLUME_FAULT_NONE => Code::UNAVAILABLE,
+    };
+    let said: String = reply.error.chars().map(|c| if c.is_control() { ' ' } else { c }).take(1000).collect();
+    Err(status(
+        code,
+        if said.is_empty() { "the guest did not say how full the volume is".to_owned() } else { said },
+    ))
+}
+
+#[async_trait]
+impl Volumes for Asked {
+    async fn stats(&self, context: &TtrpcContext, request: StatsRequest) -> ttrpc::Result<StatsResponse> {
+        let mut ask = Request::new();
+        ask.set_volume_stats(VolumeStats { id: request.volume_id.clone(), ..VolumeStats::default() });
+        let limit = patience(context).unwrap_or(STATS);
+        let fill = self.ask(&request.pod_uid, &request.volume_id, ask, limit).await?;
+        Ok(StatsResponse {
+            total_bytes: fill.total_bytes,
+            available_bytes: fill.available_bytes,
+            used_bytes: fill.used_bytes,
+            total_inodes: fill.total_inodes,
+            free_inodes: fill.free_inodes,
+            used_inodes: fill.used_inodes,
+            block: fill.block,
+            ..StatsResponse::default()
+        })
+    }
+
+    async fn expand(&self, context: &TtrpcContext, request: ExpandRequest) -> ttrpc::Result<ExpandResponse> {
+        let mut ask = Request::new();
+        let (id, bytes) = (request.volume_id.clone(), request.capacity_bytes);
+        ask.set_expand_volume(ExpandVolume { id, bytes, ..ExpandVolume::default() });
+        let limit = patience(context).unwrap_or(EXPAND);
+        let fill = self.ask(&request.pod_uid, &request.volume_id, ask, limit).await?;
+        // A share has no disk: its own size counts.
+        let capacity_bytes = if fill.disk_bytes > 0 { fill.disk_bytes } else { fill.total_bytes };
+        Ok(ExpandResponse { capacity_bytes, ..ExpandResponse::default() })
+    }
+}

@@ -1,0 +1,272 @@
+//! A pod's volumes between the CSI wrapper's records and the pod's VM: whose records they are, what the provider, the relay
+//! and the guest are told of each. Reads and writes the folder of the records (`csi.volumes-dir`) and nothing else; who
+//! attaches, and when, is the sandbox's.
+
+use std::{
+    io,
+    os::unix::fs::{FileTypeExt, MetadataExt},
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use peerpod_proto::{guest, relay};
+use peerpod_provider_api::{DiskIdentity, DiskRequest};
+use peerpod_volume::{
+    GuestVolume, Identity, Mode, Source, VolumeId,
+    descriptor::{Attach, VERSION},
+    records::{Record, Records, Vm},
+};
+use serde::{Deserialize, Serialize};
+use tokio::time::{Instant, sleep};
+
+use crate::spec::PodRef;
+
+/// Who knows the pods of this node as the API server has them.
+pub trait Pods: Send + Sync + 'static {
+    /// UIDs of the pods of this name that are on this node and not over; empty where none is known (yet).
+    fn uids(&self, namespace: &str, name: &str) -> Vec<String>;
+}
+
+/// How often it is looked whether a driver has attached a volume; that takes a cloud's seconds.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// All volumes of one pod.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PodVolumes {
+    /// The pod's UID.
+    pub uid: String,
+    /// In the order of their ids.
+    pub volumes: Vec<PodVolume>,
+}
+
+/// A volume of a pod, as it was when the pod's VM was asked for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PodVolume {
+    /// What the guest is told.
+    pub volume: GuestVolume,
+    /// Where it is published on this node.
+    pub target_path: PathBuf,
+    /// The content of the marker file there.
+    pub marker: String,
+    /// The holder's fencing token, where the volume has one writer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fence: Option<u64>,
+    /// The block device that stands for a raw device on this node.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub placeholder: Option<(u32, u32)>,
+    /// How the guest recognises its disk, once it is attached.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub identity: Option<Identity>,
+}
+
+impl PodVolume {
+    fn of(record: Record) -> PodVolume {
+        let placeholder = match record.volume.mode {
+            Mode::Block => placeholder(&record.target_path),
+            Mode::Filesystem { .. } => None,
+        };
+        PodVolume {
+            volume: record.volume,
+            target_path: record.target_path,
+            marker: record.marker,
+            fence: record.fence,
+            placeholder,
+            identity: None,
+        }
+    }
+
+    /// What the provider is to attach; `None`: it is not the provider's.
+    pub fn disk(&self) -> Option<DiskRequest> {
+        match &self.volume.source {
+            Source::AttachedBlock { volume, zone, attach: Attach::Provider } => Some(DiskRequest {
+                volume: volume.clone(),
+                read_only: self.volume.read_only,
+                zone: zone.clone(),
+            }),
+            _ => None,
+        }
+    }
+
+    /// Whether the CSI driver attaches it.
+    pub fn is_drivers(&self) -> bool {
+        matches!(self.volume.source, Source::AttachedBlock { attach: Attach::Driver, .. })
+    }
+
+    /// Whether something must still be attached.
+    pub fn is_missing(&self) -> bool {
+        self.identity.is_none() && matches!(self.volume.source, Source::AttachedBlock { .. })
+    }
+}
+
+impl PodVolumes {
+    /// Whether everything is attached.
+    pub fn is_ready(&self) -> bool {
+        !self.volumes.iter().any(PodVolume::is_missing)
+    }
+
+    /// What the VM is asked for with.
+    pub fn disks(&self) -> Vec<DiskRequest> {
+        self.volumes.iter().filter_map(PodVolume::disk).collect()
+    }
+
+    /// Volumes that one VM at a time may have.
+    pub fn single_writers(&self) -> impl Iterator<Item = &GuestVolume> {
+        self.volumes.iter().filter(|one| one.fence.is_some()).map(|one| &one.volume)
+    }
+
+    /// What the relay recognises them by.
+    pub fn for_relay(&self) -> Vec<relay::Volume> {
+        let volume = |one: &PodVolume| {
+            let (device_major, device_minor) = one.placeholder.unwrap_or_default();
+            relay::Volume {
+                id: one.volume.id.to_string(),
+                name: one.volume.name.clone(),
+                target_path: one.target_path.to_string_lossy().into_owned(),
+                marker: one.marker.clone(),
+                read_only: one.volume.read_only,
+                block: one.volume.mode == Mode::Block,
+                device_major,
+                device_minor,
+                ..relay::Volume::default()
+            }
+        };
+        self.volumes.iter().map(volume).collect()
+    }
+
+    /// What the guest is told of them.
+    pub fn for_guest(&self) -> Vec<guest::Volume> {
+        let json = |value: serde_json::Result<Vec<u8>>| value.unwrap_or_default();
+        let volume = |one: &PodVolume| guest::Volume {
+            descriptor: json(serde_json::to_vec(&one.volume)),
+            identity: one.identity.as_ref().map(|it| json(serde_json::to_vec(it))).unwrap_or_default(),
+            ..guest::Volume::default()
+        };
+        self.volumes.iter().map(volume).collect()
+    }
+}
+
+/// The provider's word for how a disk is recognised, in the descriptor's: they are the same.
+pub fn identity(told: DiskIdentity) -> Identity {
+    match told {
+        DiskIdentity::Serial(serial) => Identity::Serial(serial),
+        DiskIdentity::ById(name) => Identity::ById(name),
+        DiskIdentity::Lun(lun) => Identity::Lun(lun),
+        DiskIdentity::Wwn(wwn) => Identity::Wwn(wwn),
+    }
+}
+
+/// The numbers of the block device that kubelet was given for a raw device.
+fn placeholder(target: &Path) -> Option<(u32, u32)> {
+    let found = std::fs::metadata(target).ok().filter(|found| found.file_type().is_block_device())?;
+    let part = |number: u64| u32::try_from(number).ok();
+    part(nix::sys::stat::major(found.rdev())).zip(part(nix::sys::stat::minor(found.rdev())))
+}
+
+/// The records, and who is asked whose they are.
+#[derive(Clone)]
+pub struct Volumes {
+    records: Records,
+    pods: Option<Arc<dyn Pods>>,
+}
+
+impl Volumes {
+    /// In this folder.
+    pub fn new(folder: &Path, pods: Option<Arc<dyn Pods>>) -> Volumes {
+        Volumes { records: Records::new(folder), pods }
+    }
+
+    /// A pod's volumes, and no other's; `None`: it has none. Blocks for some file reads.
+    ///
+    /// # Errors
+    /// In words, naming what is in the way; then no VM may be made.
+    pub fn of_pod(&self, pod: &PodRef) -> Result<Option<PodVolumes>, String> {
+        let Some(uid) = self.uid(pod).map_err(|why| format!("find out the volumes of pod {pod}: {why}"))?
+        else {
+            return Ok(None);
+        };
+        let records = self.records.of_pod(&uid);
+        let records = records.map_err(|error| format!("read the volumes of pod {pod}: {error}"))?;
+        if let Some(record) =
+            records.iter().find(|r| r.pod.namespace != pod.namespace || r.pod.name != pod.name)
+        {
+            let other = &record.pod;
+            return Err(format!(
+                "read the volumes of pod {pod}: the record of volume {} is of pod {}/{}",
+                record.volume.name, other.namespace, other.name
+            ));
+        }
+        let volumes: Vec<PodVolume> = records.into_iter().map(PodVolume::of).collect();
+        Ok((!volumes.is_empty()).then_some(PodVolumes { uid, volumes }))
+    }
+
+    /// Which pod it is. No shim says it, and a name may be of two pods for a while.
+    fn uid(&self, pod: &PodRef) -> Result<Option<String>, String> {
+        if let Some(uid) = &pod.uid {
+            return Ok(Some(uid.clone()));
+        }
+        let recorded = self.records.uids(&pod.namespace, &pod.name).map_err(|error| error.to_string())?;
+        if recorded.is_empty() {
+            return Ok(None);
+        }
+        let known = self.pods.as_ref().map(|pods| pods.uids(&pod.namespace, &pod.name)).unwrap_or_default();
+        match (&known[..], &recorded[..]) {
+            ([one], _) => Ok(Some(one.clone())),
+            ([], [one]) => Ok(Some(one.clone())),
+            (known, recorded) => {
+                let mut all: Vec<&str> = known.iter().chain(recorded).map(String::as_str).collect();
+                all.sort_unstable();
+                all.dedup();
+                Err(format!(
+                    "there are several pods of this name with volumes here, and it is not known which of them this is (UIDs {}); \
+                     it is tried again when the old ones' volumes are unpublished",
+                    all.join(", ")
+                ))
+            }
+        }
+    }
+
+    /// Notes the pod's VM, for the wrapper. With `gone` only where the pod still has files there: nobody waits else.
+    ///
+    /// # Errors
+    /// When it could not be made durable.
+    pub fn note_vm(&self, uid: &str, sandbox: &str, instance: Option<&str>, gone: bool) -> io::Result<()> {
+        if gone && !self.records.pod(uid)?.exists() {
+            return Ok(());
+        }
+        let vm =
+            Vm { version: VERSION, sandbox: sandbox.into(), instance: instance.map(str::to_owned), gone };
+        self.records.put_vm(uid, &vm)
+    }
+
+    /// Waits until the driver has attached a volume to this VM.
+    ///
+    /// # Errors
+    /// When it has not within `limit`, or what it noted cannot be read.
+    pub async fn attached(
+        &self,
+        uid: &str,
+        id: &VolumeId,
+        instance: &str,
+        limit: Duration,
+    ) -> io::Result<Identity> {
+        let deadline = Instant::now() + limit;
+        loop {
+            let (records, pod, volume) = (self.records.clone(), uid.to_owned(), id.clone());
+            let read = tokio::task::spawn_blocking(move || records.attached(&pod, &volume));
+            let found = read.await.map_err(io::Error::other)??;
+            match found.filter(|found| found.version == VERSION && found.instance == instance) {
+                Some(found) => return Ok(found.identity),
+                None if Instant::now() > deadline => {
+                    let text =
+                        format!("its CSI driver has not attached it to VM {instance} within {limit:?}");
+                    return Err(io::Error::new(io::ErrorKind::TimedOut, text));
+                }
+                None => sleep(LOOK).await,
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

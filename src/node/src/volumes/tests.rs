@@ -1,0 +1,114 @@
+use peerpod_volume::records::Pod;
+
+use super::*;
+
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Folder {
+        Folder(std::env::temp_dir().join(format!("peerpod-volumes-{}-{name}", std::process::id())))
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        std::fs::remove_dir_all(&self.0).ok();
+    }
+}
+
+fn record(uid: &str, handle: &str, attach: Attach) -> Record {
+    Record {
+        version: VERSION,
+        volume: GuestVolume {
+            version: VERSION,
+            id: VolumeId::of("driver", handle),
+            name: handle.into(),
+            source: Source::AttachedBlock { volume: handle.into(), zone: None, attach },
+            mode: Mode::Block,
+            read_only: false,
+        },
+        pod: Pod { uid: uid.into(), namespace: "shop".into(), name: "web-0".into() },
+        driver: "driver".into(),
+        handle: handle.into(),
+        target_path: "/t".into(),
+        marker: "m".into(),
+        fence: Some(7),
+    }
+}
+
+fn pod(uid: Option<&str>) -> PodRef {
+    PodRef { namespace: "shop".into(), name: "web-0".into(), uid: uid.map(str::to_owned) }
+}
+
+struct Known(Vec<&'static str>);
+
+impl Pods for Known {
+    fn uids(&self, _: &str, _: &str) -> Vec<String> {
+        self.0.iter().map(|uid| (*uid).to_owned()).collect()
+    }
+}
+
+fn handles(volumes: &Volumes, pod: &PodRef) -> Vec<String> {
+    let found = volumes.of_pod(pod).unwrap();
+    found.map(|all| all.volumes.into_iter().map(|one| one.volume.name).collect()).unwrap_or_default()
+}
+
+#[test]
+fn a_pod_gets_its_own_and_an_unknown_one_gets_none_of_them() {
+    let folder = Folder::new("own");
+    let volumes = Volumes::new(&folder.0, None);
+    assert_eq!(handles(&volumes, &pod(None)), [""; 0]);
+    volumes.records.put(&record("u-1", "a", Attach::Provider)).unwrap();
+    assert_eq!(handles(&volumes, &pod(None)), ["a"], "one pod of that name");
+    assert_eq!(handles(&volumes, &pod(Some("u-9"))), [""; 0], "another pod of that name");
+    let other = PodRef { name: "web-1".into(), ..pod(None) };
+    assert_eq!(handles(&volumes, &other), [""; 0]);
+    // By the UID alone another pod's would be found.
+    assert!(volumes.of_pod(&PodRef { uid: Some("u-1".into()), ..other }).unwrap_err().contains("shop/web-0"));
+}
+
+#[test]
+fn two_pods_of_one_name_are_told_apart_or_refused() {
+    let folder = Folder::new("two");
+    let volumes = Volumes::new(&folder.0, None);
+    volumes.records.put(&record("u-1", "a", Attach::Provider)).unwrap();
+    volumes.records.put(&record("u-2", "b", Attach::Provider)).unwrap();
+    let error = volumes.of_pod(&pod(None)).unwrap_err();
+    assert!(error.contains("u-1, u-2") && error.contains("shop/web-0"), "{error}");
+    assert_eq!(handles(&volumes, &pod(Some("u-2"))), ["b"], "CRI-O says it");
+    let known = |uids| Volumes::new(&folder.0, Some(Arc::new(Known(uids))));
+    assert_eq!(handles(&known(vec!["u-2"]), &pod(None)), ["b"], "the API server says it");
+    assert_eq!(handles(&known(vec!["u-3"]), &pod(None)), [""; 0], "a new pod without volumes");
+    assert!(known(vec![]).of_pod(&pod(None)).is_err());
+    assert!(known(vec!["u-1", "u-2"]).of_pod(&pod(None)).is_err());
+}
+
+#[tokio::test]
+async fn a_drivers_attachment_counts_for_its_vm_alone() {
+    let folder = Folder::new("driver");
+    let volumes = Volumes::new(&folder.0, None);
+    let record = record("u-1", "a", Attach::Driver);
+    volumes.records.put(&record).unwrap();
+    let found = volumes.of_pod(&pod(None)).unwrap().unwrap();
+    assert!(found.disks().is_empty() && !found.is_ready() && found.volumes[0].is_drivers());
+    volumes.note_vm("u-1", "s", Some("i-2"), false).unwrap();
+    let attached = |instance: &str| peerpod_volume::records::Attached {
+        version: VERSION,
+        instance: instance.into(),
+        identity: Identity::Serial(instance.into()),
+    };
+    let id = &record.volume.id;
+    volumes.records.put_attached("u-1", id, &attached("i-1")).unwrap();
+    let late = volumes.attached("u-1", id, "i-2", Duration::from_millis(1)).await.unwrap_err();
+    assert!(late.to_string().contains("i-2"), "{late}");
+    let waiting = {
+        let (volumes, id) = (volumes.clone(), id.clone());
+        tokio::spawn(async move { volumes.attached("u-1", &id, "i-2", Duration::from_secs(20)).await })
+    };
+    volumes.records.put_attached("u-1", id, &attached("i-2")).unwrap();
+    assert_eq!(waiting.await.unwrap().unwrap(), Identity::Serial("i-2".into()));
+
+    volumes.records.remove(&record.pod, id).unwrap();
+    volumes.note_vm("u-1", "s", Some("i-2"), true).unwrap();
+    assert!(volumes.records.pods().unwrap().is_empty(), "nothing is left of a pod that is over");
+}

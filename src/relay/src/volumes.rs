@@ -1,0 +1,122 @@
+//! Which mount of a container is which volume of its pod. The shim's request does not say: what kubelet had published is
+//! copied into the VM like any folder, and would be a folder there that loses its data silently.
+//!
+//! A mount is a volume by the original source that the container's bundle on this node names for its destination
+//! (`bundle.rs`), or by the marker file that was copied from there just before. Never by order. A volume of ours that
+//! cannot be matched fails the container. Pure but for the bundle.
+
+mod bundle;
+mod rewrite;
+
+use std::collections::BTreeMap;
+
+use peerpod_proto::intercept::CopyFileRequest;
+use serde::{Deserialize, Serialize};
+
+pub(crate) use rewrite::create_container;
+
+/// Volumes of one pod.
+pub(crate) const MOST: usize = 256;
+/// Where shims copy to.
+const COPIES: &str = "/run/kata-containers/shared/containers/";
+/// The marker file's name in a published target.
+const MARKER: &str = ".peerpod-volume";
+/// Folders that a connection may have copied and no container has mounted yet.
+const FOLDERS: usize = 4096;
+/// Of a file's kind in its mode.
+const KIND: u32 = 0o170_000;
+const FOLDER: u32 = 0o040_000;
+
+/// A volume of the pod, as the node told of it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Volume {
+    pub(crate) id: String,
+    pub(crate) name: String,
+    /// Where it is published on this node.
+    pub(crate) target_path: String,
+    /// The marker file's content.
+    #[serde(default)]
+    pub(crate) marker: String,
+    #[serde(default)]
+    pub(crate) read_only: bool,
+    #[serde(default)]
+    pub(crate) block: bool,
+    /// The node's placeholder of a raw device.
+    #[serde(default)]
+    pub(crate) device: Option<(u32, u32)>,
+}
+
+/// What was copied into a folder.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+enum Folder {
+    /// Nothing yet.
+    #[default]
+    Empty,
+    /// Files, of which none is a marker.
+    Files,
+    /// The marker of this volume.
+    Volume(String),
+    /// A marker that is no volume's of this pod.
+    Stranger,
+}
+
+/// The folders that shims copied on one connection.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Copies(BTreeMap<String, Folder>);
+
+impl Copies {
+    /// Takes note of a file or folder that is copied.
+    pub(crate) fn note(&mut self, volumes: &[Volume], copied: &CopyFileRequest) {
+        let path = copied.path.trim_end_matches('/');
+        if !path.starts_with(COPIES) {
+            return;
+        }
+        if copied.file_mode & KIND == FOLDER {
+            if self.0.len() < FOLDERS {
+                self.0.entry(path.to_owned()).or_default();
+            }
+            return;
+        }
+        let Some((folder, name)) = path.rsplit_once('/') else { return };
+        let is_marker = name == MARKER && copied.offset == 0;
+        let found = is_marker.then(|| {
+            let whole = i64::try_from(copied.data.len()) == Ok(copied.file_size);
+            let of = |volume: &&Volume| !volume.marker.is_empty() && volume.marker.as_bytes() == copied.data;
+            let volume = volumes.iter().find(of).filter(|_| whole);
+            volume.map_or(Folder::Stranger, |volume| Folder::Volume(volume.id.clone()))
+        });
+        // A marker counts also where the folder itself was not seen to come.
+        let there = match &found {
+            Some(_) if self.0.len() < FOLDERS => Some(self.0.entry(folder.to_owned()).or_default()),
+            _ => self.0.get_mut(folder),
+        };
+        match (there, found) {
+            (Some(there), Some(found)) => *there = found,
+            (Some(there @ Folder::Empty), None) => *there = Folder::Files,
+            _ => {}
+        }
+    }
+
+    fn of(&self, source: &str) -> Option<&Folder> {
+        self.0.get(source.trim_end_matches('/'))
+    }
+
+    /// The markers that came for this container and lie below none of these sources.
+    fn unused(&self, container: &str, sources: &[&str]) -> Option<&str> {
+        let prefix = format!("{COPIES}{container}-");
+        let markers = self.0.iter().filter(|(_, seen)| matches!(seen, Folder::Volume(_) | Folder::Stranger));
+        let mut unused = markers.filter(|(folder, _)| folder.starts_with(&prefix));
+        unused
+            .find(|(folder, _)| !sources.iter().any(|source| source.trim_end_matches('/') == folder.as_str()))
+            .map(|(folder, _)| folder.as_str())
+    }
+
+    /// A container has come: what was copied for it is not needed any more.
+    fn forget(&mut self, container: &str) {
+        let prefix = format!("{COPIES}{container}-");
+        self.0.retain(|folder, _| !folder.starts_with(&prefix));
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,230 @@
+//! A container's bundle on this node: the specification as the container runtime wrote it, with the original host sources
+//! of its mounts. Read with a bound; a path that is not a plain file's is not read.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io::{self, Read},
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
+    path::{Component, Path, PathBuf},
+};
+
+use nix::libc::{O_NOFOLLOW, O_NONBLOCK};
+use serde::Deserialize;
+
+use super::Volume;
+
+/// The most of a specification that is read; a large one has some ten kilobytes.
+const MAX_SPEC: u64 = 4 << 20;
+/// Linux gives loop devices this major number.
+const LOOP: u32 = 7;
+/// A node with a thousand pods has some ten thousand mounts.
+const MAX_MOUNTS: u64 = 32 << 20;
+
+/// What of a specification matters here.
+#[derive(Debug, Default, Deserialize)]
+pub(super) struct Spec {
+    #[serde(default)]
+    mounts: Vec<Mount>,
+    #[serde(default)]
+    linux: Linux,
+}
+
+#[derive(Debug, Deserialize)]
+struct Mount {
+    destination: String,
+    #[serde(default)]
+    source: String,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct Linux {
+    #[serde(default)]
+    devices: Option<Vec<Device>>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Device {
+    path: String,
+    #[serde(rename = "type", default)]
+    kind: String,
+    #[serde(default)]
+    major: i64,
+    #[serde(default)]
+    minor: i64,
+}
+
+/// Where a mount lies on a volume.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) volume: usize,
+    /// Below its root; empty: all of it.
+    pub(super) path: PathBuf,
+}
+
+impl Spec {
+    /// Reads the bundle's `config.json`.
+    pub(super) fn read(bundle: &str) -> Result<Spec, String> {
+        let path = Path::new(bundle).join("config.json");
+        if !is_plain(&path) {
+            return Err(format!("{bundle:?} is not an absolute path of a bundle"));
+        }
+        let failed = |why: String| format!("read {}: {why}", path.display());
+        let bytes = read_file(&path, MAX_SPEC).map_err(|error| failed(error.to_string()))?;
+        serde_json::from_slice(&bytes).map_err(|error| failed(error.to_string()))
+    }
+
+    /// The original source of what is mounted there. `None`: the specification has no such mount, or two.
+    pub(super) fn source(&self, destination: &str) -> Option<&Path> {
+        let mut of = self.mounts.iter().filter(|mount| mount.destination == destination);
+        let first = of.next()?;
+        of.next().is_none().then_some(Path::new(&first.source))
+    }
+
+    /// The device files of the container, with their numbers on this node.
+    pub(super) fn devices(&self) -> impl Iterator<Item = (&str, (i64, i64))> {
+        let devices = self.linux.devices.iter().flatten().filter(|device| device.kind == "b");
+        devices.map(|device| (device.path.as_str(), (device.major, device.minor)))
+    }
+}
+
+/// Which volume a host path is, or is part of. By the path itself; a subPath is bound to another one by kubelet, and is
+/// recognised by the file system that it is of.
+pub(super) fn place(volumes: &[Volume], source: &Path) -> Result<Option<Place>, String> {
+    if !is_plain(source) {
+        return Ok(None);
+    }
+    for (volume, one) in volumes.iter().enumerate().filter(|(_, one)| !one.block) {
+        if let Ok(path) = source.strip_prefix(&one.target_path) {
+            return Ok(Some(Place { volume, path: path.to_owned() }));
+        }
+    }
+    let device = |path: &Path| fs::symlink_metadata(path).map(|found| found.dev()).ok();
+    let Some(of) = device(source) else { return Ok(None) };
+    let same = |(_, one): &(usize, &Volume)| {
+        let target = Path::new(&one.target_path);
+        !one.block && device(target) == Some(of) && is_mount(target, of)
+    };
+    let mut found = volumes.iter().enumerate().filter(same).map(|(at, _)| at);
+    let Some(volume) = found.next() else { return Ok(None) };
+    if found.next().is_some() {
+        return Err(format!("{} is of a file system that two volumes are published with", source.display()));
+    }
+    let path = root_of(source)?;
+    Ok(Some(Place { volume, path }))
+}
+
+/// Whether a device of this node stands for a raw volume: it is the one that the node saw at the target, or a loop device
+/// of a file that begins with the volume's marker.
+pub(super) fn stands_for(volume: &Volume, (major, minor): (i64, i64)) -> bool {
+    let number = u32::try_from(major).ok().zip(u32::try_from(minor).ok());
+    if volume.device.is_some() && volume.device == number {
+        return true;
+    }
+    let Some((LOOP, minor)) = number else { return false };
+    let named = read_file(Path::new(&format!("/sys/dev/block/{LOOP}:{minor}/loop/backing_file")), 4096);
+    let Some(file) = named.ok().and_then(|name| String::from_utf8(name).ok()) else { return false };
+    let start = open(Path::new(file.trim_end_matches('\n'))).and_then(|file| {
+        let mut start = Vec::new();
+        file.take(volume.marker.len() as u64).read_to_end(&mut start).map(|_| start)
+    });
+    !volume.marker.is_empty() && start.is_ok_and(|start| start == volume.marker.as_bytes())
+}
+
+/// Whether a published target is a mount of its own, and not just a folder of the node's disk.
+fn is_mount(target: &Path, device: u64) -> bool {
+    let parent = target.parent().and_then(|parent| fs::symlink_metadata(parent).ok());
+    parent.is_some_and(|parent| parent.dev() != device)
+}
+
+/// Which part of its file system is mounted there, by the kernel's list of mounts.
+fn root_of(mounted: &Path) -> Result<PathBuf, String> {
+    let failed =
+        |why: &str| format!("find out which part of its volume is mounted at {}: {why}", mounted.display());
+    let list =
+        read_file(Path::new("/proc/self/mountinfo"), MAX_MOUNTS).map_err(|e| failed(&e.to_string()))?;
+    let list = String::from_utf8_lossy(&list);
+    // The last one of a place lies on top.
+    let root = list.lines().rev().find_map(|line| {
+        let mut fields = line.split(' ').skip(3);
+        let (root, place) = (fields.next()?, fields.next()?);
+        (unescape(place) == mounted.as_os_str().as_encoded_bytes()).then(|| unescape(root))
+    });
+    let root = root.and_then(|root| String::from_utf8(root).ok()).ok_or_else(|| failed("it is no mount"))?;
+    let path = PathBuf::from(root.trim_start_matches('/'));
+    if path.components().all(|part| matches!(part, Component::Normal(_))) {
+        Ok(path)
+    } else {
+        Err(failed(&format!("{root:?} is none")))
+    }
+}
+
+/// The kernel writes space, tab, newline and backslash as three octal digits.
+fn unescape(field: &str) -> Vec<u8> {
+    let mut out = Vec::with_capacity(field.len());
+    let mut rest = field.as_bytes();
+    while let [first, after @ ..] = rest {
+        let digits = after.get(..3).and_then(|digits| std::str::from_utf8(digits).ok());
+        match digits.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
+            Some(byte) if *first == b'\\' => {
+                out.push(byte);
+                rest = &after[3..];
+            }
+            _ => {
+                out.push(*first);
+                rest = after;
+            }
+        }
+    }
+    out
+}
+
+/// Absolute, and without a step back.
+fn is_plain(path: &Path) -> bool {
+    path.is_absolute()
+        && path.components().all(|part| matches!(part, Component::RootDir | Component::Normal(_)))
+}
+
+/// Opens a file, and nothing that only looks like one.
+fn open(path: &Path) -> io::Result<File> {
+    // A FIFO, or what hangs when it is opened, is none of a runtime's.
+    let file: File = OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a file"));
+    }
+    Ok(file)
+}
+
+fn read_file(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+    let file = open(path)?;
+    let mut bytes = Vec::new();
+    file.take(limit + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > limit {
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("more than {limit} bytes")));
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_plain_paths_are_followed() {
+        for bad in ["", "relative", "/a/../b"] {
+            assert!(Spec::read(bad).is_err(), "{bad}");
+            assert_eq!(place(&[], Path::new(bad)), Ok(None));
+        }
+        assert_eq!(unescape("/a\\040b\\134\\9"), b"/a b\\\\9");
+    }
+
+    #[test]
+    fn a_source_below_a_target_is_that_volumes() {
+        let volume = |path: &str| Volume { target_path: path.into(), ..Volume::default() };
+        let volumes = [volume("/pods/u/v1/mount"), volume("/pods/u/v10/mount")];
+        let of = |path: &str| place(&volumes, Path::new(path)).unwrap();
+        assert_eq!(of("/pods/u/v10/mount"), Some(Place { volume: 1, path: "".into() }));
+        assert_eq!(of("/pods/u/v1/mount/a/b"), Some(Place { volume: 0, path: "a/b".into() }));
+        assert_eq!(of("/pods/u/v1/mountain"), None);
+        assert_eq!(of("/pods/u/v2/mount"), None);
+    }
+}

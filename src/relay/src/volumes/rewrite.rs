@@ -1,0 +1,182 @@
+//! A CreateContainer with its volumes: each becomes a Storage (or a Device) that the guest fills in, and the mounts that
+//! are of it name where it will be mounted.
+
+use std::path::Path;
+
+use peerpod_link::frame::MAX_PAYLOAD;
+use peerpod_proto::{
+    intercept::{CreateContainerRequest, Device, LinuxDevice, Mount, Storage},
+    ttrpc_frame::Request,
+};
+use protobuf::Message;
+
+use super::{
+    COPIES, Copies, Folder, Volume,
+    bundle::{self, Place, Spec},
+};
+
+/// Where containers' volumes are mounted in the VM.
+const VOLUMES: &str = "/run/peerpod/volumes";
+/// The driver of a Storage, and the type of a Device, that the guest fills in.
+const OURS: &str = "peerpod-volume";
+/// Names the bundle's folder on this node.
+const BUNDLE: &str = "io.katacontainers.pkg.oci.bundle_path";
+
+/// The request as the guest gets it, or why the container cannot have what it asks for. Reads the bundle.
+pub(crate) fn create_container(
+    payload: &[u8],
+    volumes: &[Volume],
+    copies: &mut Copies,
+) -> Result<Vec<u8>, String> {
+    let unreadable = |error: protobuf::Error| format!("CreateContainer cannot be decoded: {error}");
+    let mut request = Request::parse_from_bytes(payload).map_err(unreadable)?;
+    let mut container = CreateContainerRequest::parse_from_bytes(&request.payload).map_err(unreadable)?;
+    let result = rewrite(&mut container, volumes, copies);
+    copies.forget(&container.container_id);
+    result.map_err(|why| format!("volumes of container {}: {why}", container.container_id))?;
+    request.payload = container.write_to_bytes().map_err(unreadable)?;
+    let bytes = request.write_to_bytes().map_err(unreadable)?;
+    if bytes.len() > MAX_PAYLOAD {
+        return Err(format!(
+            "with its volumes CreateContainer has {} bytes, more than {MAX_PAYLOAD}",
+            bytes.len()
+        ));
+    }
+    Ok(bytes)
+}
+
+fn rewrite(
+    container: &mut CreateContainerRequest,
+    volumes: &[Volume],
+    copies: &Copies,
+) -> Result<(), String> {
+    // Words that only we may say.
+    if container.storages.iter().any(|storage| storage.driver == OURS)
+        || container.devices.iter().any(|device| device.type_ == OURS)
+    {
+        return Err(format!("the request has a {OURS} already, which only the relay adds"));
+    }
+    let Some(oci) = container.OCI.as_mut() else { return Ok(()) };
+    let spec = match oci.Annotations.get(BUNDLE) {
+        Some(bundle) => Spec::read(bundle),
+        None => Err(format!("the annotation {BUNDLE} is missing")),
+    };
+    let sources: Vec<&str> = oci.Mounts.iter().map(|mount| mount.source.as_str()).collect();
+    if let Some(folder) = copies.unused(&container.container_id, &sources) {
+        return Err(format!(
+            "a volume was copied to {folder}, and no mount of the container has that for its source"
+        ));
+    }
+    let mut used = vec![false; volumes.len()];
+    for mount in oci.Mounts.iter_mut().filter(|mount| is_bind(mount)) {
+        let Some(Place { volume, path }) = place(mount, spec.as_ref(), volumes, copies)? else { continue };
+        let of = &volumes[volume];
+        used[volume] = true;
+        let source = Path::new(VOLUMES).join(&of.id).join(path);
+        mount.source = source
+            .to_str()
+            .ok_or("a subPath that is not UTF-8 cannot be mounted")?
+            .trim_end_matches('/')
+            .into();
+        if of.read_only {
+            mount.options.retain(|option| option != "rw" && option != "ro");
+            mount.options.push("ro".into());
+        }
+    }
+    for (volume, _) in volumes.iter().zip(used).filter(|(_, used)| *used) {
+        container.storages.push(Storage {
+            driver: OURS.into(),
+            source: volume.id.clone(),
+            mount_point: format!("{VOLUMES}/{}", volume.id),
+            ..Storage::default()
+        });
+    }
+    devices(container, spec.as_ref().ok(), volumes)
+}
+
+fn is_bind(mount: &Mount) -> bool {
+    mount.type_ == "bind" || mount.options.iter().any(|option| option == "bind" || option == "rbind")
+}
+
+/// Which volume a mount is: what bundle and marker say, who must not contradict each other.
+fn place(
+    mount: &Mount,
+    spec: Result<&Spec, &String>,
+    volumes: &[Volume],
+    copies: &Copies,
+) -> Result<Option<Place>, String> {
+    let here = |why: &str| format!("mount {}: {why}", mount.destination);
+    let copied = copies.of(&mount.source);
+    let marked = match copied {
+        Some(Folder::Volume(id)) => volumes.iter().position(|volume| volume.id == *id),
+        Some(Folder::Stranger) => {
+            return Err(here(
+                "it has the marker of a volume that is not among those that this pod had when its VM was made; start the pod \
+                 anew",
+            ));
+        }
+        _ => None,
+    };
+    let by_bundle = match spec.map(|spec| spec.source(&mount.destination)) {
+        Ok(Some(source)) => bundle::place(volumes, source).map_err(|why| here(&why))?,
+        _ => None,
+    };
+    match (by_bundle, marked) {
+        (Some(place), Some(marked)) if place.volume != marked => {
+            let (one, other) = (&volumes[place.volume].name, &volumes[marked].name);
+            Err(here(&format!("by its source it is volume {one}, by its marker {other}")))
+        }
+        (Some(place), _) => Ok(Some(place)),
+        (None, Some(volume)) => Ok(Some(Place { volume, path: "".into() })),
+        // A subPath of a volume is copied as an empty folder, and only the bundle tells it from others.
+        (None, None) => match spec {
+            Err(why)
+                if copied == Some(&Folder::Empty)
+                    && mount.source.starts_with(COPIES)
+                    && may_be_files(volumes) =>
+            {
+                Err(here(&format!(
+                    "it may be a subPath of a volume, which only the container's bundle can tell: {why}"
+                )))
+            }
+            _ => Ok(None),
+        },
+    }
+}
+
+fn may_be_files(volumes: &[Volume]) -> bool {
+    volumes.iter().any(|volume| !volume.block)
+}
+
+/// Raw devices, by the numbers of the placeholders that kubelet mapped.
+fn devices(
+    container: &mut CreateContainerRequest,
+    spec: Option<&Spec>,
+    volumes: &[Volume],
+) -> Result<(), String> {
+    let blocks: Vec<&Volume> = volumes.iter().filter(|volume| volume.block).collect();
+    if blocks.is_empty() {
+        return Ok(());
+    }
+    let of =
+        |number| blocks.iter().find(|volume| bundle::stands_for(volume, number)).map(|volume| &volume.id);
+    let linux = container.OCI.mut_or_insert_default().Linux.mut_or_insert_default();
+    let told = |device: &LinuxDevice| (device.Path.clone(), (device.Major, device.Minor));
+    let listed: Vec<(String, (i64, i64))> = match spec {
+        Some(spec) => spec.devices().map(|(path, number)| (path.to_owned(), number)).collect(),
+        None => linux.Devices.iter().filter(|device| device.Type == "b").map(told).collect(),
+    };
+    for (path, number) in listed {
+        let Some(id) = of(number) else { continue };
+        // The shim's own idea of it is a device that no VM has.
+        container.devices.retain(|device| device.container_path != path);
+        container.devices.push(Device {
+            id: id.clone(),
+            type_: OURS.into(),
+            vm_path: id.clone(),
+            container_path: path,
+            ..Device::default()
+        });
+    }
+    Ok(())
+}

@@ -1,0 +1,135 @@
+//! A container's Storages and Devices, as the real agent does them: mounted once for each mount point, counted, and
+//! unmounted with the last container; what was mounted for a container that could not be made stays.
+
+use std::{
+    collections::HashMap,
+    fs,
+    os::unix::fs::{MetadataExt, PermissionsExt, lchown},
+    path::{Path, PathBuf},
+    sync::{Mutex, PoisonError},
+};
+
+use nix::{
+    errno::Errno,
+    mount::{MntFlags, MsFlags, mount, umount2},
+    sys::stat::{Mode, SFlag, mknod},
+};
+use peerpod_proto::agent::{CreateContainerRequest, Device, FSGroup, Storage};
+
+use crate::error;
+
+/// Drivers that mount what is given; the others of the real agent make folders and images, which are not ours to play.
+const MOUNTED: &[&str] = &["blk", "mmioblk", "virtio-fs"];
+
+/// What is mounted, and for how many containers.
+#[derive(Default)]
+pub(crate) struct Storages(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    mounted: HashMap<PathBuf, usize>,
+    of: HashMap<String, Vec<PathBuf>>,
+}
+
+impl Storages {
+    /// Mounts what the container asks for.
+    pub(crate) fn add(&self, request: &CreateContainerRequest) -> ttrpc::Result<()> {
+        request.devices.iter().try_for_each(device)?;
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let wanted = request.storages.iter().filter(|storage| MOUNTED.contains(&storage.driver.as_str()));
+        for storage in wanted.filter(|storage| !storage.fstype.is_empty()) {
+            let place = PathBuf::from(&storage.mount_point);
+            let count = state.mounted.entry(place.clone()).or_default();
+            if *count == 0 {
+                mount_one(storage, &place)?;
+            }
+            *count += 1;
+            state.of.entry(request.container_id.clone()).or_default().push(place);
+        }
+        Ok(())
+    }
+
+    /// Gives back what a container had.
+    pub(crate) fn remove(&self, container: &str) {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        for place in state.of.remove(container).unwrap_or_default() {
+            let Some(count) = state.mounted.get_mut(&place) else { continue };
+            *count -= 1;
+            if *count == 0 {
+                state.mounted.remove(&place);
+                match umount2(&place, MntFlags::UMOUNT_NOFOLLOW) {
+                    Ok(()) => drop(fs::remove_dir(&place)),
+                    Err(error) => tracing::warn!(%error, place = %place.display(), "a storage stays mounted"),
+                }
+            }
+        }
+    }
+}
+
+fn mount_one(storage: &Storage, place: &Path) -> ttrpc::Result<()> {
+    tracing::info!(source = storage.source, fstype = storage.fstype, options = ?storage.options, "storage");
+    fs::create_dir_all(place).map_err(error::io)?;
+    let (mut flags, mut data) = (MsFlags::empty(), Vec::new());
+    for option in &storage.options {
+        match option.as_str() {
+            "ro" => flags |= MsFlags::MS_RDONLY,
+            "noatime" => flags |= MsFlags::MS_NOATIME,
+            "nodev" => flags |= MsFlags::MS_NODEV,
+            "nosuid" => flags |= MsFlags::MS_NOSUID,
+            "noexec" => flags |= MsFlags::MS_NOEXEC,
+            "rw" | "defaults" => {}
+            own => data.push(own),
+        }
+    }
+    let (source, kind, data) = (storage.source.as_str(), storage.fstype.as_str(), data.join(","));
+    mount(Some(source), place, Some(kind), flags, Some(data.as_str())).map_err(error::errno)?;
+    match storage.fs_group.as_ref() {
+        Some(group) => give(place, group).map_err(error::io),
+        None => Ok(()),
+    }
+}
+
+/// Of files and folders, as the real agent has them.
+const FILES: u32 = 0o660;
+const FOLDERS: u32 = 0o2770;
+
+fn give(root: &Path, group: &FSGroup) -> std::io::Result<()> {
+    let found = fs::symlink_metadata(root)?;
+    let matches = found.gid() == group.group_id && found.mode() & FOLDERS == FOLDERS;
+    if group.group_change_policy.value() == 1 && matches {
+        return Ok(());
+    }
+    let mut left = vec![root.to_owned()];
+    while let Some(path) = left.pop() {
+        let found = fs::symlink_metadata(&path)?;
+        lchown(&path, None, Some(group.group_id))?;
+        if found.is_symlink() {
+            continue;
+        }
+        let mask = if found.is_dir() { FOLDERS } else { FILES };
+        fs::set_permissions(&path, fs::Permissions::from_mode((found.mode() | mask) & 0o7777))?;
+        if found.is_dir() {
+            for entry in fs::read_dir(&path)? {
+                left.push(entry?.path());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A device that is there already gets its name in the container, which here is one of the VM.
+fn device(device: &Device) -> ttrpc::Result<()> {
+    if device.type_ != "mmioblk" {
+        return Err(error::invalid(format!("Failed to parse PCI path of {:?}", device.vm_path)));
+    }
+    let number = fs::metadata(&device.vm_path).map_err(error::io)?.rdev();
+    let place = Path::new(&device.container_path);
+    if let Some(folder) = place.parent() {
+        fs::create_dir_all(folder).map_err(error::io)?;
+    }
+    match mknod(place, SFlag::S_IFBLK, Mode::from_bits_truncate(0o600), number) {
+        Ok(()) => Ok(()),
+        Err(Errno::EEXIST) if fs::metadata(place).is_ok_and(|there| there.rdev() == number) => Ok(()),
+        Err(errno) => Err(error::errno(errno)),
+    }
+}

@@ -1,0 +1,347 @@
+//! A pod with volumes, as the CSI wrapper, kubelet, the container runtime and the shim make one: records, published
+//! targets, bundles, copied markers. Everything behind them is real.
+
+#![allow(dead_code, unreachable_pub, missing_docs)] // each test binary uses its part
+#![allow(clippy::unwrap_used)] // these are tests, which the lint does not see in a module
+
+use std::{
+    fs,
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::Context;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use peerpod_client::{AgentClient, Annotations, ContainerSpec, Output, ShimClient, copy_file, exec_request};
+use peerpod_proto::agent::{CopyFileRequest, CreateContainerRequest, CreateSandboxRequest};
+use peerpod_tests::{PATIENCE, fresh_id, stop_in_time};
+use peerpod_volume::{
+    FsGroup, FsGroupPolicy, GuestVolume, Mode, Source, VolumeId,
+    descriptor::{Attach, VERSION},
+    records::{self, Record, Records},
+};
+use peerpod_world::{Daemons, Pod, Settings, World};
+
+/// A node with disks.
+pub struct Node {
+    pub world: World,
+    pub daemons: Daemons,
+    pub records: Records,
+}
+
+impl Node {
+    pub async fn start() -> Node {
+        Node::start_with(Settings::none()).await
+    }
+
+    pub async fn start_with(settings: Settings) -> Node {
+        let world = World::new().unwrap();
+        let disks = world.folder().join("disks");
+        fs::create_dir_all(&disks).unwrap();
+        let settings = settings.set("provider.local.volumes-dir", disks.to_str().unwrap());
+        let daemons = Daemons::start(&world, settings).await.unwrap();
+        let records = Records::new(world.folder().join("state/volumes"));
+        Node { world, daemons, records }
+    }
+
+    /// An empty disk.
+    pub fn disk(&self, name: &str, mib: u64) -> Disk {
+        let disk = Disk { name: name.into(), file: self.world.folder().join("disks").join(name) };
+        fs::File::create(&disk.file).unwrap().set_len(mib << 20).unwrap();
+        disk
+    }
+
+    /// A pod that is to have these volumes: recorded, published, not started.
+    pub fn pod(&self, name: &str, volumes: Vec<Volume>) -> PodToBe {
+        let (name, uid) = (name.to_owned(), fresh_id("uid"));
+        let volumes = volumes.into_iter().map(|volume| self.publish(&name, &uid, volume)).collect();
+        PodToBe { name, uid, volumes }
+    }
+
+    fn publish(&self, pod: &str, uid: &str, volume: Volume) -> Record {
+        let id = VolumeId::of("test.driver", &volume.handle);
+        let target_path =
+            self.world.folder().join("kubelet/pods").join(uid).join(&volume.handle).join("mount");
+        let marker = format!("{id}{id}");
+        if volume.mode != Mode::Block {
+            fs::create_dir_all(&target_path).unwrap();
+            if volume.tmpfs {
+                mount(Some("tmpfs"), &target_path, Some("tmpfs"), MsFlags::empty(), Some("size=64k"))
+                    .unwrap();
+            }
+            fs::write(target_path.join(records::MARKER), &marker).unwrap();
+        }
+        let record = Record {
+            version: VERSION,
+            volume: GuestVolume {
+                version: VERSION,
+                id,
+                name: format!("pvc-{}", volume.handle),
+                source: volume.source,
+                mode: volume.mode,
+                read_only: volume.read_only,
+            },
+            pod: records::Pod { uid: uid.into(), namespace: "default".into(), name: pod.into() },
+            driver: "test.driver".into(),
+            handle: volume.handle,
+            target_path,
+            marker,
+            fence: Some(1),
+        };
+        self.records.put(&record).unwrap();
+        record
+    }
+
+    /// CreateVM, StartVM, CreateSandbox.
+    pub async fn boot(&self, pod: PodToBe) -> anyhow::Result<Running> {
+        let (id, network) = (fresh_id("volumes"), self.world.pod()?);
+        let shim = self.daemons.shim().await?;
+        let annotations = Annotations::new("default", &pod.name);
+        let socket = shim.create_vm(&id, annotations, &network.namespace().path()).await?;
+        let started = tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await;
+        started.context("StartVM was not answered")?.with_context(|| self.daemons.log_tails())?;
+        let agent = AgentClient::connect(&socket).await?;
+        let mut request = CreateSandboxRequest::new();
+        request.sandbox_id.clone_from(&id);
+        agent.create_sandbox(&request).await?;
+        Ok(Running { id, folder: self.world.folder().to_owned(), pod, shim, agent, _network: network })
+    }
+
+    /// As [`Node::boot`], for pods that must start.
+    pub async fn run(&self, pod: PodToBe) -> Running {
+        self.boot(pod).await.unwrap_or_else(|error| panic!("{error:#}\n{}", self.daemons.log_tails()))
+    }
+
+    /// StopVM, and the volumes unpublished when the pod is gone, as kubelet does.
+    pub async fn stop(&self, running: Running) {
+        stop_in_time(&running.shim, &running.id).await.unwrap();
+        self.daemons.gone(&running.id, PATIENCE * 2).await.unwrap();
+        for record in &running.pod.volumes {
+            self.records.remove(&record.pod, &record.volume.id).unwrap();
+            umount2(&record.target_path, MntFlags::MNT_DETACH).ok();
+        }
+    }
+
+    /// Loop devices of this node's disks.
+    pub fn loops(&self) -> Vec<String> {
+        let output =
+            Command::new("losetup").args(["--list", "--noheadings", "--output", "BACK-FILE"]).output();
+        let text = String::from_utf8(output.unwrap().stdout).unwrap();
+        let ours = self.world.folder().display().to_string();
+        text.lines().filter(|line| line.contains(&ours)).map(str::to_owned).collect()
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        // What a failed test left mounted.
+        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        let ours = self.world.folder().join("kubelet").display().to_string();
+        for place in
+            mounts.lines().filter_map(|line| line.split(' ').nth(4)).filter(|at| at.starts_with(&ours))
+        {
+            umount2(place, MntFlags::MNT_DETACH).ok();
+        }
+    }
+}
+
+pub struct Disk {
+    pub name: String,
+    pub file: PathBuf,
+}
+
+impl Disk {
+    pub fn write(&self, at: u64, bytes: &[u8]) {
+        fs::OpenOptions::new().write(true).open(&self.file).unwrap().write_all_at(bytes, at).unwrap();
+    }
+
+    pub fn read(&self) -> Vec<u8> {
+        fs::read(&self.file).unwrap()
+    }
+
+    /// As the cloud makes one larger: the file, and what the VM sees of it.
+    pub fn grow(&self, mib: u64) {
+        fs::OpenOptions::new().write(true).open(&self.file).unwrap().set_len(mib << 20).unwrap();
+        let listed = run(
+            "losetup",
+            &["--associated", self.file.to_str().unwrap(), "--output", "NAME", "--noheadings"],
+        );
+        for device in listed.lines() {
+            run("losetup", &["--set-capacity", device.trim()]);
+        }
+    }
+
+    /// A volume of it.
+    pub fn volume(&self) -> Volume {
+        Volume {
+            handle: self.name.clone(),
+            source: Source::AttachedBlock { volume: self.name.clone(), zone: None, attach: Attach::Provider },
+            mode: Mode::Filesystem { fs_type: None, mount_options: Vec::new(), fs_group: None },
+            read_only: false,
+            tmpfs: false,
+        }
+    }
+}
+
+pub fn run(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program).args(arguments).output().unwrap_or_else(|e| panic!("{program}: {e}"));
+    assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// A volume as a pod asks for it.
+pub struct Volume {
+    pub handle: String,
+    pub source: Source,
+    pub mode: Mode,
+    pub read_only: bool,
+    /// The published target is a tmpfs of its own.
+    pub tmpfs: bool,
+}
+
+impl Volume {
+    pub fn fs(mut self, kind: &str) -> Volume {
+        if let Mode::Filesystem { fs_type, .. } = &mut self.mode {
+            *fs_type = Some(kind.to_owned());
+        }
+        self
+    }
+
+    pub fn group(mut self, gid: u32, policy: FsGroupPolicy) -> Volume {
+        if let Mode::Filesystem { fs_group, .. } = &mut self.mode {
+            *fs_group = Some(FsGroup { gid, policy });
+        }
+        self
+    }
+
+    pub fn block(mut self) -> Volume {
+        self.mode = Mode::Block;
+        self
+    }
+
+    pub fn read_only(mut self) -> Volume {
+        self.read_only = true;
+        self
+    }
+
+    pub fn published_as_tmpfs(mut self) -> Volume {
+        self.tmpfs = true;
+        self
+    }
+}
+
+pub struct PodToBe {
+    pub name: String,
+    pub uid: String,
+    pub volumes: Vec<Record>,
+}
+
+/// One mount of a container: of which volume, which part of it, where.
+pub struct At {
+    pub volume: usize,
+    pub path: &'static str,
+    pub place: &'static str,
+    pub read_only: bool,
+    /// The host path that kubelet bound the part to; else it is below the target.
+    pub source: Option<PathBuf>,
+}
+
+pub fn at(volume: usize, place: &'static str) -> At {
+    At { volume, path: "", place, read_only: false, source: None }
+}
+
+/// By what a container's mounts are recognised.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum By {
+    Bundle,
+    Marker,
+    Nothing,
+}
+
+pub struct Running {
+    pub id: String,
+    folder: PathBuf,
+    pub pod: PodToBe,
+    pub shim: ShimClient,
+    pub agent: AgentClient,
+    _network: Pod,
+}
+
+impl Running {
+    /// A CreateContainer as the shim sends it, with what it copied before.
+    pub fn container(
+        &self,
+        name: &str,
+        mounts: &[At],
+        by: By,
+    ) -> (Vec<CopyFileRequest>, CreateContainerRequest) {
+        let bundle = self.folder.join("bundles").join(&self.id).join(name);
+        fs::create_dir_all(&bundle).unwrap();
+        let mut spec = ContainerSpec::new(name, &["sleep", "infinity"]);
+        let (mut copies, mut listed) = (Vec::new(), Vec::new());
+        for (number, mount) in mounts.iter().enumerate() {
+            let record = &self.pod.volumes[mount.volume];
+            let base = Path::new(mount.place).file_name().unwrap().to_str().unwrap();
+            let copied = format!("{name}-{number:016x}-{base}");
+            let mut folder = copy_file(&copied, 0, b"");
+            folder.file_mode = 0o40755;
+            folder.dir_mode = 0o40750;
+            copies.push(folder);
+            if by != By::Nothing && mount.path.is_empty() {
+                let marker =
+                    copy_file(&format!("{copied}/{}", records::MARKER), 0o444, record.marker.as_bytes());
+                copies.push(marker);
+            }
+            let source = mount.source.clone().unwrap_or_else(|| record.target_path.join(mount.path));
+            listed.push(serde_json::json!({ "destination": mount.place, "type": "bind", "source": source }));
+            spec = spec.bind(&format!("/run/kata-containers/shared/containers/{copied}"), mount.place);
+        }
+        if by == By::Bundle {
+            let config = serde_json::json!({ "ociVersion": "1.1.0", "mounts": listed });
+            fs::write(bundle.join("config.json"), config.to_string()).unwrap();
+        }
+        let spec = spec.annotation("io.katacontainers.pkg.oci.bundle_path", bundle.to_str().unwrap());
+        let mut request = spec.request();
+        for (mount, sent) in mounts.iter().zip(request.OCI.mut_or_insert_default().Mounts.iter_mut().skip(1))
+        {
+            if mount.read_only {
+                sent.options = ["rbind", "ro"].map(str::to_owned).into();
+            }
+        }
+        (copies, request)
+    }
+
+    pub async fn try_create(&self, name: &str, mounts: &[At], by: By) -> Result<(), peerpod_client::Error> {
+        let (copies, request) = self.container(name, mounts, by);
+        for copied in &copies {
+            self.agent.copy_file(copied).await?;
+        }
+        self.agent.create_container(&request).await?;
+        self.agent.start_container(name).await
+    }
+
+    /// A container with these mounts, running.
+    pub async fn create(&self, name: &str, mounts: &[At]) {
+        self.try_create(name, mounts, By::Bundle).await.unwrap_or_else(|error| panic!("{name}: {error}"));
+    }
+
+    pub async fn remove(&self, name: &str) {
+        self.agent.signal_process(name, "", 9).await.unwrap();
+        self.agent.remove_container(name).await.unwrap();
+    }
+
+    /// What a script in the container says and ends with.
+    pub async fn try_shell(&self, container: &str, script: &str) -> Output {
+        let request = exec_request(container, &fresh_id("exec"), &["/bin/sh", "-c", script]);
+        self.agent.exec(&request).await.unwrap()
+    }
+
+    /// What a script says that must succeed.
+    pub async fn shell(&self, container: &str, script: &str) -> String {
+        let output = self.try_shell(container, script).await;
+        let words = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        assert_eq!(output.status, 0, "{script}: {} {}", words(&output.stdout), words(&output.stderr));
+        words(&output.stdout)
+    }
+}
