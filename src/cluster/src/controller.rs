@@ -11,6 +11,8 @@ pub mod app;
 mod config;
 mod part;
 pub mod parts;
+mod vms;
 
 pub use config::ControllerConfig;
 pub use part::{Context, Part};
+pub use vms::VmsConfig;

@@ -54,7 +54,7 @@ const ROLES: [Role; 2] = [
     Role {
         name: "webhook",
         about: "answers admission reviews: a pod that asks for a VM comes in, a patch goes out",
-        mine: &["webhook", "log"],
+        mine: &["webhook", "kubernetes", "log"],
         read: |reader| {
             let (config, log) = (WebhookConfig::read(reader), LogConfig::read(reader));
             Box::new(move || {
@@ -68,7 +68,7 @@ const ROLES: [Role; 2] = [
     Role {
         name: "controller",
         about: "looks after the cluster's VMs: deletes those of PeerPods that go, and those that nobody wants",
-        mine: &["controller", "kubernetes", "provider", "log"],
+        mine: &["controller", "kubernetes", "provider", "secrets", "log"],
         read: |reader| {
             let (settings, log) = (Settings::read(reader), LogConfig::read(reader));
             Box::new(move || {

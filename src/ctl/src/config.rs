@@ -17,10 +17,10 @@ use peerpod_relay::config::RelayConfig;
 use crate::convert;
 
 /// Every section there is; no other binary has more.
-pub(crate) const SECTIONS: [&str; 6] = ["paths", "log", "node", "relay", "tunnel", "provider"];
+pub(crate) const SECTIONS: [&str; 8] =
+    ["paths", "log", "node", "relay", "tunnel", "provider", "cluster", "kubernetes"];
 /// What the cluster's programs read: not looked at here.
-pub(crate) const OTHERS: [&str; 7] =
-    ["cluster", "controller", "csi", "kubernetes", "secrets", "volumes", "webhook"];
+pub(crate) const OTHERS: [&str; 5] = ["controller", "csi", "secrets", "volumes", "webhook"];
 
 /// What `peerpod config` understands.
 pub(crate) const USAGE: &str =

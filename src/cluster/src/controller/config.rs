@@ -1,4 +1,4 @@
-//! The controller's settings: section `controller`, and what it shares with others (`kubernetes`, `node.cluster-id`).
+//! The controller's settings: section `controller`, and what it shares with others (`kubernetes`, `cluster.namespace`, `node.cluster-id`).
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
@@ -9,7 +9,7 @@ use peerpod_base::config::Reader;
 pub struct ControllerConfig {
     /// `kubernetes.kubeconfig`; `None`: the pod's service account.
     pub kubeconfig: Option<PathBuf>,
-    /// `kubernetes.namespace`; `None`: the service account's own.
+    /// `cluster.namespace`; `None`: the service account's own.
     pub namespace: Option<String>,
     /// `controller.admin-listen`: metrics and health.
     pub admin_listen: SocketAddr,
@@ -34,8 +34,8 @@ impl ControllerConfig {
                 "how the API server is reached; the pod's service account when not set",
             ),
             namespace: reader.optional(
-                "kubernetes.namespace",
-                "the namespace of our own Leases; the service account's when not set",
+                "cluster.namespace",
+                "namespace of our own Leases, ours and the nodes'; the service account's when not set",
             ),
             admin_listen: reader.get(
                 "controller.admin-listen",

@@ -5,7 +5,12 @@ use peerpod_base::config::Reader;
 use peerpod_providers::{Context, Purpose};
 use prometheus_client::registry::Registry;
 
-use super::{Part, config::ControllerConfig};
+use super::{
+    Part,
+    config::ControllerConfig,
+    vms::{Vms, VmsConfig, peerpods, sweep},
+};
+use crate::secrets::{self, SecretsConfig};
 
 /// What all parts are told.
 pub struct Settings {
@@ -13,6 +18,10 @@ pub struct Settings {
     pub controller: ControllerConfig,
     /// Section `provider`: who has the VMs.
     pub provider: peerpod_providers::Settings,
+    /// How VMs are looked after.
+    pub vms: VmsConfig,
+    /// Section `secrets`: nodes' pull secrets; `None`: not given here.
+    pub secrets: Option<SecretsConfig>,
 }
 
 impl Settings {
@@ -31,7 +40,9 @@ impl Settings {
         };
         Settings {
             controller: ControllerConfig::read(reader),
+            vms: VmsConfig::read(reader, &context.cluster_id),
             provider: peerpod_providers::read(reader, &context),
+            secrets: SecretsConfig::read(reader),
         }
     }
 
@@ -40,7 +51,11 @@ impl Settings {
     /// # Errors
     /// What a part needs and does not find.
     pub async fn parts(self, registry: &mut Registry) -> anyhow::Result<Vec<Part>> {
-        let _ = (registry, self.provider);
-        Ok(vec![])
+        let vms = Vms::open(self.vms, self.provider, registry).await?;
+        let mut parts = vec![peerpods::part(vms.clone()), sweep::part(vms)];
+        if let Some(config) = self.secrets {
+            parts.push(secrets::part(config, secrets::Metrics::register(registry)));
+        }
+        Ok(parts)
     }
 }
