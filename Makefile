@@ -96,6 +96,7 @@ test-kube: setup
 CSI := --features peerpod-test-csi/driver
 test-csi: setup
 	tests/csi/build
+	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(CSI) $(WITH)
 	$(CARGO) test --locked --workspace $(KUBE) $(CSI) $(WITH) --test 'csi_*'
 

@@ -1,0 +1,328 @@
+//! With a real API server: the object of a (volume, pod), the disk attached by the driver's own call to the pod's VM, the
+//! Lease that says whose it is, and all of it given back.
+
+#![cfg(test)]
+
+use std::{collections::HashMap, path::PathBuf, time::Duration};
+
+use anyhow::{Context, Result, ensure};
+use peerpod_proto::csi::{
+    ControllerPublishVolumeRequest, ControllerPublishVolumeResponse, CreateVolumeRequest,
+    CreateVolumeResponse, Empty, NodePublishVolumeRequest, NodeUnpublishVolumeRequest, VolumeCapability,
+};
+use peerpod_test_csi::{Driver, Folder, Wrapper, calls, grpc::Client};
+use peerpod_test_kube::{Cluster, Options, wait_for};
+use peerpod_volume::{
+    Identity, VolumeId,
+    records::{Records, Vm},
+};
+use serde_json::{Value, json};
+
+const LIMIT: Duration = Duration::from_secs(60);
+const DRIVER: &str = "mock.csi.test";
+const SECRET: &str = "not-for-objects";
+
+struct Setup {
+    cluster: Cluster,
+    folder: Folder,
+    _driver: Driver,
+    flags: Vec<String>,
+}
+
+impl Setup {
+    async fn new(name: &str, more: &[&str]) -> Result<Setup> {
+        let cluster = Cluster::start(Options::default()).await?;
+        let folder = Folder::new(name)?;
+        for plural in ["peerpods", "peerpodconfigs", "peerpodvolumes"] {
+            let path = format!("{}/../../deploy/crds/{plural}.yaml", env!("CARGO_MANIFEST_DIR"));
+            cluster.kubectl(&["apply", "--server-side", "-f", &path])?;
+            let name = format!("crd/{plural}.confidentialcontainers.org");
+            cluster.kubectl(&["wait", "--for=condition=Established", &name, "--timeout=60s"])?;
+        }
+        for namespace in ["shop", "peerpod-system"] {
+            cluster.kubectl(&["create", "namespace", namespace])?;
+        }
+        let driver = Driver::start(&folder, &[])?;
+        let kubeconfig = cluster.folder().join("admin.kubeconfig");
+        let mut flags = vec![
+            format!("--kubernetes.kubeconfig={}", kubeconfig.display()),
+            "--csi.node-name=worker-1".to_owned(),
+        ];
+        flags.extend(more.iter().map(|flag| (*flag).to_owned()));
+        let setup = Setup { cluster, folder, _driver: driver, flags };
+        setup.apply(&json!({
+            "apiVersion": "storage.k8s.io/v1", "kind": "CSINode", "metadata": {"name": "worker-1"},
+            "spec": {"drivers": [{"name": DRIVER, "nodeID": "node-of-worker-1"}]},
+        }))?;
+        Ok(setup)
+    }
+
+    fn start(&self, role: &'static str) -> Result<Wrapper> {
+        let flags: Vec<&str> = self.flags.iter().map(String::as_str).collect();
+        Wrapper::start(role, &self.folder, &flags)
+    }
+
+    fn apply(&self, object: &Value) -> Result<()> {
+        let path = self.folder.path("object.json");
+        std::fs::write(&path, object.to_string())?;
+        self.cluster.kubectl(&["create", "-f", path.to_str().context("path")?]).map(drop)
+    }
+
+    fn get(&self, words: &[&str]) -> Result<Value> {
+        let mut all = vec!["get", "-o", "json", "--ignore-not-found"];
+        all.extend(words);
+        let text = self.cluster.kubectl(&all)?;
+        Ok(if text.trim().is_empty() { Value::Null } else { serde_json::from_str(&text)? })
+    }
+
+    fn objects(&self) -> Result<Vec<Value>> {
+        let list = self.get(&["peerpodvolumes", "-n", "shop"])?;
+        Ok(list["items"].as_array().cloned().unwrap_or_default())
+    }
+
+    fn lease(&self, volume: &VolumeId) -> Result<Value> {
+        self.get(&["lease", "-n", "peerpod-system", &format!("peerpod-volume-{volume}")])
+    }
+
+    fn records(&self) -> Records {
+        Records::new(self.folder.path("state/volumes"))
+    }
+
+    async fn create(&self, controller: &Wrapper, name: &str) -> Result<(String, HashMap<String, String>)> {
+        let mut request = CreateVolumeRequest { name: name.to_owned(), ..Default::default() };
+        request.parameters.insert("peerpod".to_owned(), "true".to_owned());
+        let bytes = protobuf::Message::write_to_bytes(&capability())?;
+        request.special_fields.mut_unknown_fields().add_length_delimited(3, bytes);
+        let mut client = Client::connect(&controller.socket).await?;
+        let answer: CreateVolumeResponse = client.unary("Controller/CreateVolume", &request).await?;
+        let volume = answer.volume.into_option().context("no volume")?;
+        Ok((volume.volume_id, volume.volume_context))
+    }
+
+    /// Pod, claim and PersistentVolume, as they are when kubelet publishes; the pod's UID.
+    fn pod(&self, name: &str, class: Option<&str>) -> Result<String> {
+        self.apply(&json!({
+            "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": "shop"},
+            "spec": {
+                "nodeName": "worker-1", "runtimeClassName": class,
+                "securityContext": {"fsGroup": 3000, "fsGroupChangePolicy": "OnRootMismatch"},
+                "containers": [{"name": "c", "image": "i"}],
+                "volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "data"}}],
+            },
+        }))?;
+        let pod = self.get(&["pod", "-n", "shop", name])?;
+        Ok(pod["metadata"]["uid"].as_str().context("no UID")?.to_owned())
+    }
+
+    fn persistent_volume(&self, id: &str, context: &HashMap<String, String>) -> Result<()> {
+        self.apply(&json!({
+            "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "cloud", "namespace": "shop"},
+            "stringData": {"secretKey": SECRET},
+        }))?;
+        self.apply(&json!({
+            "apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "pv-1"},
+            "spec": {
+                "capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteOnce"],
+                "claimRef": {"namespace": "shop", "name": "data"},
+                "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [
+                    {"key": "topology.kubernetes.io/zone", "operator": "In", "values": ["zone-b"]}]}]}},
+                "csi": {
+                    "driver": DRIVER, "volumeHandle": id, "volumeAttributes": context,
+                    "controllerPublishSecretRef": {"name": "cloud", "namespace": "shop"},
+                },
+            },
+        }))
+    }
+
+    fn request(
+        &self,
+        id: &str,
+        context: &HashMap<String, String>,
+        pod: &str,
+        uid: &str,
+    ) -> NodePublishVolumeRequest {
+        let target = self.folder.path(&format!("kubelet/pods/{uid}/volumes/kubernetes.io~csi/pv-1/mount"));
+        let mut request = NodePublishVolumeRequest {
+            volume_id: id.to_owned(),
+            target_path: target.display().to_string(),
+            volume_context: context.clone(),
+            ..Default::default()
+        };
+        request.volume_capability = Some(capability()).into();
+        for (key, value) in [("uid", uid), ("name", pod), ("namespace", "shop")] {
+            request.volume_context.insert(format!("csi.storage.k8s.io/pod.{key}"), value.to_owned());
+        }
+        request
+    }
+}
+
+fn capability() -> VolumeCapability {
+    let mut capability = VolumeCapability::new();
+    capability.access_mode.mut_or_insert_default().mode = 1;
+    capability.mut_mount().fs_type = "ext4".to_owned();
+    capability
+}
+
+async fn publish(node: &Wrapper, request: &NodePublishVolumeRequest) -> Result<Empty> {
+    Client::connect(&node.socket).await?.unary("Node/NodePublishVolume", request).await
+}
+
+async fn unpublish(node: &Wrapper, request: &NodePublishVolumeRequest) -> Result<Empty> {
+    let request = NodeUnpublishVolumeRequest {
+        volume_id: request.volume_id.clone(),
+        target_path: request.target_path.clone(),
+        ..Default::default()
+    };
+    Client::connect(&node.socket).await?.unary("Node/NodeUnpublishVolume", &request).await
+}
+
+fn vm(gone: bool) -> Vm {
+    // The mock driver knows one node, by its own name.
+    Vm { version: 1, sandbox: "s".into(), instance: Some(format!("projects/p/vms/{DRIVER}")), gone }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_driver_attaches_to_the_vm_and_detaches_when_it_is_gone() -> Result<()> {
+    let setup = Setup::new("attach", &["--csi.attach=driver", "--csi.node-id={name}"]).await?;
+    let (mut controller, mut node) = (setup.start("controller")?, setup.start("node")?);
+    let (id, context) = setup.create(&controller, "disk").await?;
+    setup.persistent_volume(&id, &context)?;
+    let volume = VolumeId::of(DRIVER, &id);
+    let (one, two) = (setup.pod("web-0", None)?, setup.pod("web-1", None)?);
+    let (first, second) =
+        (setup.request(&id, &context, "web-0", &one), setup.request(&id, &context, "web-1", &two));
+
+    // The attacher, for the worker: nothing is attached, but what is not there is refused.
+    let mut attach = ControllerPublishVolumeRequest {
+        volume_id: id.clone(),
+        node_id: "node-of-worker-1".to_owned(),
+        volume_context: context.clone(),
+        ..Default::default()
+    };
+    attach.volume_capability = Some(capability()).into();
+    let mut client = Client::connect(&controller.socket).await?;
+    let _: ControllerPublishVolumeResponse =
+        client.unary("Controller/ControllerPublishVolume", &attach).await?;
+    attach.node_id = "nobody".to_owned();
+    let why =
+        client.unary::<Empty>("Controller/ControllerPublishVolume", &attach).await.unwrap_err().to_string();
+    ensure!(why.starts_with("5:"), "{why}");
+
+    publish(&node, &first).await?;
+    let [object] = &setup.objects()?[..] else { panic!("one object per volume and pod") };
+    assert_eq!(object["metadata"]["ownerReferences"][0]["uid"], one.as_str());
+    assert_eq!(object["metadata"]["finalizers"], json!(["peerpod.io/detach"]));
+    assert_eq!(object["spec"]["volumeID"], id.as_str());
+    assert_eq!(object["spec"]["volumeName"], "pv-1");
+    assert_eq!(object["spec"]["nodeName"], "worker-1");
+    assert_eq!(setup.lease(&volume)?["spec"]["holderIdentity"], one.as_str());
+    let records = setup.records().of_pod(&one)?;
+    let text = serde_json::to_string(&records)?;
+    assert!(text.contains("zone-b") && text.contains("\"attach\":\"driver\""), "{text}");
+    assert!(text.contains("\"gid\":3000") && text.contains("OnRootMismatch"), "{text}");
+    let why = publish(&node, &second).await.unwrap_err().to_string();
+    assert!(why.starts_with("9:") && why.contains(&one), "{why}");
+
+    // The node made the VM. Whoever is killed now, the disk is attached once they are back.
+    drop(controller);
+    setup.records().put_vm(&one, &vm(false))?;
+    drop(node);
+    (controller, node) = (setup.start("controller")?, setup.start("node")?);
+    let attached =
+        wait_for("the disk is attached", LIMIT, async || Ok(setup.records().attached(&one, &volume)?))
+            .await?;
+    assert_eq!(attached.identity, Identity::Serial(id.clone()));
+    assert_eq!(Some(attached.instance), vm(false).instance);
+    let asked = calls::of(&setup.folder, "ControllerPublishVolume")?;
+    let seen = &asked.last().context("not asked")?["request"];
+    assert_eq!(seen["nodeId"], DRIVER, "the VM, by the template");
+    assert_eq!(seen["secrets"]["secretKey"], SECRET, "resolved at the replay");
+    assert_eq!(seen["volumeCapability"]["mount"]["fsType"], "ext4");
+    assert!(seen["volumeContext"].get("peerpod").is_none());
+    let object = &setup.objects()?[0];
+    assert!(!object.to_string().contains(SECRET), "a secret in the object");
+    let conditions = object["status"]["conditions"].as_array().context("no conditions")?;
+    assert!(
+        conditions.iter().any(|one| one["type"] == "Attached" && one["status"] == "True"),
+        "{conditions:?}"
+    );
+    // Under the VM it is not deleted.
+    let delete = peerpod_proto::csi::DeleteVolumeRequest { volume_id: id.clone(), ..Default::default() };
+    let mut client = Client::connect(&controller.socket).await?;
+    let why = client.unary::<Empty>("Controller/DeleteVolume", &delete).await.unwrap_err().to_string();
+    assert!(why.starts_with("9:"), "{why}");
+
+    // The pod ends; its object stays until its VM is gone.
+    unpublish(&node, &first).await?;
+    setup.cluster.kubectl(&["delete", "pod", "-n", "shop", "web-0", "--force", "--grace-period=0"])?;
+    assert_eq!(setup.objects()?.len(), 1);
+    assert!(publish(&node, &second).await.is_err());
+    assert!(calls::of(&setup.folder, "ControllerUnpublishVolume")?.is_empty(), "detached under a running VM");
+    drop(controller);
+    setup.records().put_vm(&one, &vm(true))?;
+    drop(node);
+    let (_controller, node) = (setup.start("controller")?, setup.start("node")?);
+    wait_for("the object is gone", LIMIT, async || Ok(setup.objects()?.is_empty().then_some(()))).await?;
+    let detached = calls::of(&setup.folder, "ControllerUnpublishVolume")?;
+    assert_eq!(detached.last().context("not detached")?["request"]["nodeId"], DRIVER);
+    wait_for("the record is gone", LIMIT, async || {
+        Ok(setup.records().of_pod(&one)?.is_empty().then_some(()))
+    })
+    .await?;
+    publish(&node, &second).await?;
+    assert_eq!(setup.lease(&volume)?["spec"]["holderIdentity"], two.as_str());
+    let fences = (records[0].fence, setup.records().of_pod(&two)?[0].fence);
+    assert!(fences.0 < fences.1, "{fences:?}");
+    // Its VM never was: nothing is waited for.
+    unpublish(&node, &second).await?;
+    wait_for("the second object is gone", LIMIT, async || Ok(setup.objects()?.is_empty().then_some(())))
+        .await?;
+    wait_for("the Lease is free", LIMIT, async || {
+        Ok(setup.lease(&volume)?["spec"]["holderIdentity"].as_str().is_none_or(str::is_empty).then_some(()))
+    })
+    .await?;
+    assert_eq!(setup.folder.mounts()?, Vec::<PathBuf>::new());
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_runtime_class_opts_its_pods_volumes_in() -> Result<()> {
+    let setup = Setup::new("class", &["--csi.runtime-classes=kata-remote"]).await?;
+    let (controller, node) = (setup.start("controller")?, setup.start("node")?);
+    let (id, mut context) = setup.create(&controller, "disk").await?;
+    // As a StorageClass without our word makes it.
+    context.remove("peerpod");
+    setup.persistent_volume(&id, &context)?;
+    setup.apply(&json!({
+        "apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "kata-remote"}, "handler": "k",
+    }))?;
+    let uid = setup.pod("web-0", Some("kata-remote"))?;
+    let mut attach = ControllerPublishVolumeRequest {
+        volume_id: id.clone(),
+        node_id: "node-of-worker-1".to_owned(),
+        volume_context: context.clone(),
+        ..Default::default()
+    };
+    attach.volume_capability = Some(capability()).into();
+    let mut client = Client::connect(&controller.socket).await?;
+    let answer: ControllerPublishVolumeResponse =
+        client.unary("Controller/ControllerPublishVolume", &attach).await?;
+    assert!(answer.publish_context.contains_key("peerpod.io/intercepted"));
+    let mut request = setup.request(&id, &context, "web-0", &uid);
+    request.publish_context = answer.publish_context;
+    publish(&node, &request).await?;
+    assert_eq!(setup.records().of_pod(&uid)?.len(), 1);
+    // Where the worker has the disk already, the pod must not start without it.
+    request.publish_context.clear();
+    let why = publish(&node, &request).await.unwrap_err().to_string();
+    assert!(why.starts_with("9:") && why.contains("runtime-classes"), "{why}");
+    unpublish(&node, &request).await?;
+    // By the provider attached, the node lets the object go itself.
+    wait_for("the object is gone", LIMIT, async || Ok(setup.objects()?.is_empty().then_some(()))).await?;
+    // With a pod of the worker's beside it, nobody can have it.
+    setup.pod("plain", None)?;
+    let why =
+        client.unary::<Empty>("Controller/ControllerPublishVolume", &attach).await.unwrap_err().to_string();
+    assert!(why.starts_with("9:") && why.contains("keep them apart"), "{why}");
+    Ok(())
+}
