@@ -23,7 +23,7 @@ IMAGE_PARTS = $(IMAGE_SOURCE) --guest $(IMAGE_BINS)/peerpod-guest --pull $(IMAGE
 	$(if $(KATA_AGENT),--kata-agent $(KATA_AGENT),--test-agent $(IMAGE_BINS)/peerpod-test-agent) \
 	$(if $(PAUSE_BUNDLE),--pause-bundle $(PAUSE_BUNDLE)) $(if $(GUEST_COMPONENTS),--guest-components $(GUEST_COMPONENTS))
 
-.PHONY: demo test test-kube test-long test-aws bench bench-aws bench-kube lint fuzz setup bins docs image image-minimal image-disk \
+.PHONY: demo test test-csi test-kube test-long test-aws bench bench-aws bench-kube lint fuzz setup bins docs image image-minimal image-disk \
 	image-bins image-lock
 
 setup:
@@ -68,6 +68,13 @@ test-kube: setup
 	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(WITH)
 	$(CARGO) test --locked --workspace $(KUBE) $(WITH) --test 'kube_*'
 
+# The CSI wrapper before a real driver (Kubernetes' mock CSI driver), by csi-sanity. Both are compiled once (tests/csi/build).
+CSI := --features peerpod-test-csi/driver
+test-csi: setup
+	tests/csi/build
+	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(CSI) $(WITH)
+	$(CARGO) test --locked --workspace $(KUBE) $(CSI) $(WITH) --test 'csi_*'
+
 bench-kube: setup
 	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(WITH)
@@ -102,7 +109,7 @@ bench: image
 
 lint: setup
 	$(CARGO) fmt --all --check
-	$(CARGO) clippy --locked --workspace --all-targets $(KUBE) $(WITH) -- -D warnings
+	$(CARGO) clippy --locked --workspace --all-targets $(KUBE) $(CSI) $(WITH) -- -D warnings
 	$(if $(CLOUDS),$(CARGO) check --locked -p peerpod-providers -p peerpod-provider-aws)
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace $(KUBE) $(WITH) --no-deps --document-private-items
 	scripts/deny
