@@ -117,6 +117,11 @@ pub(crate) fn is_ours() -> bool {
     nix::unistd::getppid().as_raw() == 1 && exe("1").is_some_and(|init| Some(init) == exe("self"))
 }
 
+/// Whether all of the image is mounted.
+pub(crate) fn is_complete() -> bool {
+    usr::is_mounted()
+}
+
 /// Tells pid 1, if it is ours, that home was called: what was put off for that may begin.
 pub(crate) fn go_on() {
     if is_ours()

@@ -37,7 +37,7 @@ use crate::{
 
 /// The agent, and all that can wait, wait so long for home to be called: with one processor they would come before it.
 const FIRST_WORD: Duration = Duration::from_secs(3);
-/// And so long for the agent's program, which is where pid 1 has yet to mount something.
+/// And so long for what pid 1 has yet to mount.
 const MOUNTED: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(10);
 
@@ -62,11 +62,10 @@ pub(crate) fn run(settings: &Settings, ring: &Ring) -> anyhow::Result<ExitCode> 
     }
 }
 
-/// Until pid 1 has mounted what the agent's program is in.
-async fn there(program: Option<&str>) {
-    let Some(program) = program.map(Path::new).filter(|program| program.is_absolute()) else { return };
+/// Until pid 1 has mounted what the agent's program, and modules that it may need, are in.
+async fn complete() {
     let deadline = tokio::time::Instant::now() + MOUNTED;
-    while init::is_ours() && !program.exists() && tokio::time::Instant::now() < deadline {
+    while init::is_ours() && !init::is_complete() && tokio::time::Instant::now() < deadline {
         tokio::time::sleep(LOOK).await;
     }
 }
@@ -107,12 +106,11 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     let cards_task = keeps_cards.then(|| tokio::spawn(cards::keep(status.clone())));
     let agent_task = tokio::spawn({
         let (agent, status) = (agent.clone(), status.clone());
-        let program = settings.agent.first().cloned();
         async move {
             if !restarted {
                 status.called(FIRST_WORD).await;
                 init::go_on();
-                there(program.as_deref()).await;
+                complete().await;
             }
             // Before the agent: it looks for the socket once, at its start.
             let _images = images.serve().await.unwrap_or_else(|error| {

@@ -139,7 +139,7 @@ fn mount_missing(&(source, target, kind, flags, data): &Mount) {
     }
 }
 
-fn is_mounted(mountinfo: &str, target: &str) -> bool {
+pub(super) fn is_mounted(mountinfo: &str, target: &str) -> bool {
     mountinfo.lines().any(|line| line.split(' ').nth(4) == Some(target))
 }
 

@@ -16,7 +16,7 @@ use nix::{
     unistd::{chdir, fchdir},
 };
 
-use super::modules::Modules;
+use super::{modules::Modules, root};
 
 const FILE: &str = "/usr.squashfs";
 /// Of those that the module makes at once: nothing else runs yet that could have taken it.
@@ -30,6 +30,12 @@ mod ioctls {
         loop_set_fd,
         0x4c00
     );
+}
+
+/// Whether it is mounted, or there is none.
+pub(super) fn is_mounted() -> bool {
+    let mounts = || std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    !Path::new(FILE).exists() || root::is_mounted(&mounts(), "/usr")
 }
 
 /// Mounts it, if there is one, on this root and on the kernel's first, where the kernel's own helpers look for modules.
@@ -51,14 +57,14 @@ fn try_mount(modules: &Modules, first_root: Option<&OwnedFd>) -> io::Result<()> 
     give(&device, file.as_raw_fd())?;
     let flags = MsFlags::MS_RDONLY.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOSUID);
     let none: Option<&str> = None;
-    mount(Some(DEVICE), "/usr", Some("squashfs"), flags, none)?;
     if let Some(first_root) = first_root {
         fchdir(first_root)?;
         let mounted = mount(Some(DEVICE), "usr", Some("squashfs"), flags, none);
         chdir("/")?;
         mounted?;
     }
-    Ok(())
+    // Last: who waits for this one may count on the other.
+    Ok(mount(Some(DEVICE), "/usr", Some("squashfs"), flags, none)?)
 }
 
 #[expect(unsafe_code, reason = "a loop device gets its file by an ioctl and by nothing else")]

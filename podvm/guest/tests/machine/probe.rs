@@ -111,13 +111,14 @@ fn main() {
             thread::sleep(Duration::from_millis(1));
         }
     }
+    let mut said = String::new();
     loop {
-        thread::sleep(Duration::from_secs(8));
-        if let Some(serve) = pid_of("peerpod-guest serve") {
-            say(&format!("rss serve {} init {}", rss(serve), rss(1)));
-        }
+        thread::sleep(Duration::from_millis(50));
         let resolv = fs::read_to_string("/etc/resolv.conf").unwrap_or_default().replace('\n', ",");
+        let Some(serve) = pid_of("peerpod-guest serve").filter(|_| resolv != said) else { continue };
+        say(&format!("rss serve {} init {}", rss(serve), rss(1)));
         say(&format!("resolv {resolv}"));
+        said = resolv;
     }
 }
 
