@@ -368,6 +368,22 @@ mod tests {
     }
 
     #[test]
+    fn a_node_that_does_not_know_the_pull_secrets_takes_none_away() {
+        let of = |secret: &str, keep| {
+            let mut plan = plan("a");
+            let images = plan.images.mut_or_insert_default();
+            (images.pull_secret, images.keep_pull_secret) = (secret.to_owned(), keep);
+            plan
+        };
+        let before = of("had", false);
+        assert_eq!(with_secret_of(of("new", false), Some(&before)), of("new", false));
+        assert_eq!(with_secret_of(of("", false), Some(&before)), of("", false), "it has none any more");
+        assert_eq!(with_secret_of(of("", true), Some(&before)), before);
+        assert_eq!(with_secret_of(of("node's", true), None), of("node's", false));
+        assert_eq!(with_secret_of(plan("a"), Some(&before)), plan("a"));
+    }
+
+    #[test]
     fn bind_sources_are_made_below_their_root_only() {
         let dir = TempDir::new();
         let root = dir.path().join("volumes");

@@ -106,14 +106,19 @@ pub struct Service {
 
 impl Service {
     pub async fn start(cluster: &Cluster, more: &[&str]) -> Service {
+        Service::start_as(cluster, OURS, more).await
+    }
+
+    /// As `controller` of this namespace.
+    pub async fn start_as(cluster: &Cluster, namespace: &str, more: &[&str]) -> Service {
         let path = cluster.folder().join("controller.kubeconfig");
-        let token = cluster.token(OURS, "controller", &[], None).await.unwrap();
+        let token = cluster.token(namespace, "controller", &[], None).await.unwrap();
         std::fs::write(&path, cluster.kubeconfig(&token)).unwrap();
         let state = cluster.folder().join("controller-state");
         let words = [
             "controller".to_owned(),
             format!("--kubernetes.kubeconfig={}", path.display()),
-            format!("--kubernetes.namespace={OURS}"),
+            format!("--kubernetes.namespace={namespace}"),
             "--controller.admin-listen=127.0.0.1:0".to_owned(),
             "--controller.identity=test".to_owned(),
             format!("--paths.state-dir={}", state.display()),
@@ -138,8 +143,8 @@ impl Service {
 }
 
 /// The CAs as a node's mount shows them.
-pub async fn bundle(cluster: &Cluster, map: &str) -> Option<String> {
-    let maps: Api<ConfigMap> = Api::namespaced(cluster.client().unwrap(), OURS);
+pub async fn bundle(cluster: &Cluster, namespace: &str, map: &str) -> Option<String> {
+    let maps: Api<ConfigMap> = Api::namespaced(cluster.client().unwrap(), namespace);
     maps.get_opt(map).await.unwrap()?.data?.remove("ca.crt")
 }
 
@@ -154,8 +159,9 @@ pub struct Asker {
 
 impl Asker {
     pub async fn of(cluster: &Cluster, service: &Service) -> Asker {
-        let ca =
-            wait_for("the CA's ConfigMap", LIMIT, async || Ok(bundle(cluster, "peerpod-secrets-ca").await));
+        let ca = wait_for("the CA's ConfigMap", LIMIT, async || {
+            Ok(bundle(cluster, OURS, "peerpod-secrets-ca").await)
+        });
         Asker { address: service.address, ca: ca.await.unwrap() }
     }
 
