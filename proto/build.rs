@@ -6,6 +6,7 @@ use ttrpc_codegen::{Codegen, Customize};
 
 const PROTOS: &[&str] = &[
     "agent",
+    "csi",
     "guest",
     "hub",
     "hypervisor",
@@ -15,6 +16,7 @@ const PROTOS: &[&str] = &[
     "provider",
     "relay",
     "ttrpc_frame",
+    "volumes",
 ];
 
 fn main() -> std::io::Result<()> {

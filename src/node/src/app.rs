@@ -38,6 +38,7 @@ use crate::{
         Deaths, Reaper, Sandboxes,
         recover::{Kept, Orphans, recover},
     },
+    secrets::PullSecrets,
     sweep,
     trust::{self, Trust},
     tunnel::{self, Tunnel, TunnelConfig},
@@ -219,6 +220,7 @@ pub async fn build(
         localhost: Localhost::new(config.localhost).await,
         boot_id,
         registries: config.registries.clone(),
+        pull_secrets: config.secrets.clone().map(PullSecrets::new),
         surroundings,
         cluster: shown,
     });

@@ -18,6 +18,7 @@ use crate::{
     cluster::ClusterConfig,
     registries::Registries,
     sandbox,
+    secrets::SecretsConfig,
     spec::wishes::{self, Wishes},
     tunnel::{
         Classifier, Kind, Owner, TunnelConfig, Vnis, WireguardConfig,
@@ -27,7 +28,7 @@ use crate::{
 };
 
 /// Sections of the shared file that other binaries read; of `relay` we look at one key.
-const OTHERS: [&str; 6] = ["relay", "controller", "secrets", "webhook", "csi", "volumes"];
+const OTHERS: [&str; 5] = ["relay", "controller", "webhook", "csi", "volumes"];
 /// More do not come within a window; each is a line of the batch's file.
 const MOST_BATCH: u32 = 1000;
 /// Of each list of networks; the guest takes no more.
@@ -94,6 +95,8 @@ pub struct NodeConfig {
     pub localhost: bool,
     /// What guests are told of registries.
     pub registries: Registries,
+    /// Section `secrets`: who is asked for pods' pull secrets; `None`: nobody.
+    pub secrets: Option<SecretsConfig>,
     /// Sections `cluster` and `kubernetes`; `None`: this node is in no cluster.
     pub cluster: Option<ClusterConfig>,
 }
@@ -239,6 +242,7 @@ impl NodeConfig {
                 "carry connections to 127.0.0.1 and ::1 of a pod's namespace (port-forward) into its VM",
             ),
             registries: Registries::read(reader),
+            secrets: SecretsConfig::read(reader),
             cluster: None,
         };
         config.cluster = ClusterConfig::read(reader, config.max_sandboxes);
@@ -315,7 +319,7 @@ impl NodeConfig {
     pub fn load(
         sources: Sources,
     ) -> Result<(NodeConfig, peerpod_providers::Settings, LogConfig, Printed), Mistakes> {
-        let mine = ["paths", "node", "tunnel", "provider", "log", "cluster", "kubernetes"];
+        let mine = ["paths", "node", "tunnel", "provider", "secrets", "log", "cluster", "kubernetes"];
         let mut reader = Reader::load(sources, &mine, &OTHERS)?;
         let config = NodeConfig::read(&mut reader);
         let provider = peerpod_providers::read(&mut reader, &config.provider_context());

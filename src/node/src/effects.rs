@@ -23,6 +23,7 @@ use peerpod_provider_api::{
 use serde::{Deserialize, Serialize};
 use serde_json::value::{RawValue, to_raw_value};
 use tokio::{sync::watch, task::spawn_blocking};
+use zeroize::Zeroizing;
 
 use crate::{
     birth,
@@ -34,10 +35,12 @@ use crate::{
     roll_over::SharedTrust,
     sandbox::{
         effects::{
-            Certificate, CloudError, Effects, Followed, Guest, Made, NetworkError, RelayError, Said, Trusted,
+            Certificate, CloudError, Effects, Followed, Guest, Made, NetworkError, PullSecretError,
+            RelayError, Said, Trusted,
         },
         follow::{Heard, Homes},
     },
+    secrets::PullSecrets,
     spec::{PodRef, SandboxId},
     trust::{Ticket, Trust},
     tunnel::{
@@ -81,6 +84,8 @@ pub struct Real {
     pub boot_id: String,
     /// What guests are told of registries.
     pub registries: Registries,
+    /// Who knows pods' pull secrets; `None`: nobody.
+    pub pull_secrets: Option<PullSecrets>,
     /// What changes around the node.
     pub surroundings: Surroundings,
     /// Kubernetes, and what all sandboxes have in common there; `None`: this node is in no cluster.
@@ -484,8 +489,19 @@ impl Effects for Real {
         self.relay.guest(id)
     }
 
-    fn images(&self) -> Option<Images> {
-        Some(self.registries.images())
+    fn images(&self, pull_secret: &str) -> Option<Images> {
+        Some(self.registries.images(pull_secret))
+    }
+
+    fn pull_secrets_every(&self) -> Option<Duration> {
+        self.pull_secrets.as_ref().map(PullSecrets::refresh)
+    }
+
+    async fn pull_secret(&self, pod: &PodRef) -> Result<Zeroizing<String>, PullSecretError> {
+        match &self.pull_secrets {
+            Some(service) => service.of(pod).await,
+            None => Ok(Zeroizing::default()),
+        }
     }
 
     async fn call(&self, id: &SandboxId, request: Request, timeout: Duration) -> Result<Reply, RelayError> {

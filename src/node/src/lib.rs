@@ -16,6 +16,7 @@ pub mod roll_over;
 pub mod rpc;
 pub mod runtime;
 pub mod sandbox;
+pub mod secrets;
 pub mod spec;
 mod sweep;
 pub mod trust;

@@ -65,6 +65,8 @@ pub struct Metrics {
     stops: Family<ByReason, Counter>,
     failures: Family<ByStage, Counter>,
     claims_refused: Family<ByReason, Counter>,
+    /// Pods whose pull secrets were not there when they were needed.
+    pub pull_secrets_missed: Counter,
     /// Guests that got their certificate.
     pub claims_granted: Counter,
     /// Files that could not be understood and were set aside.
@@ -112,6 +114,7 @@ impl Default for Metrics {
             stops: Family::default(),
             failures: Family::default(),
             claims_refused: Family::default(),
+            pull_secrets_missed: Counter::default(),
             claims_granted: Counter::default(),
             quarantined: Counter::default(),
             recoveries: Family::default(),
@@ -144,6 +147,11 @@ impl Metrics {
             "failures",
             "Sandboxes that could not be started, by the stage they failed in",
             self.failures.clone(),
+        );
+        node.register(
+            "pull_secrets_missed",
+            "Times a pod went on without an answer about its pull secrets",
+            self.pull_secrets_missed.clone(),
         );
         node.register("claims_refused", "Guests that got no certificate", self.claims_refused.clone());
         node.register("claims_granted", "Guests that got their certificate", self.claims_granted.clone());

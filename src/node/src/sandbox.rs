@@ -28,6 +28,7 @@ pub mod follow;
 mod localhost;
 mod notices;
 mod outcomes;
+mod pull;
 mod reaper;
 mod renew;
 mod reports;

@@ -9,16 +9,16 @@ use peerpod_base::{
 
 /// Sections of the shared file that other binaries read.
 const OTHERS: [&str; 10] = [
+    "cluster",
+    "controller",
+    "csi",
+    "kubernetes",
     "node",
     "provider",
-    "tunnel",
-    "cluster",
-    "kubernetes",
-    "controller",
     "secrets",
-    "webhook",
-    "csi",
+    "tunnel",
     "volumes",
+    "webhook",
 ];
 
 /// What the relay is told.

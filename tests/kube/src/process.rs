@@ -51,7 +51,10 @@ impl Process {
     }
 
     /// Sends it a signal, by its name.
-    pub(crate) fn signal(&self, signal: &str) -> Result<()> {
+    ///
+    /// # Errors
+    /// It is gone.
+    pub fn signal(&self, signal: &str) -> Result<()> {
         let sent = Command::new("kill").args(["-s", signal, &self.child.id().to_string()]).status()?;
         anyhow::ensure!(sent.success(), "kill -s {signal} {}: {sent}", self.name);
         Ok(())

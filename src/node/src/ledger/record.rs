@@ -79,6 +79,9 @@ pub struct Record {
     /// Digest of the network plan that this session carried out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub told: Option<String>,
+    /// Digest of the pull secrets that this session was given; none, or none known of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub told_secret: Option<String>,
     /// Why it was stopped or failed, in words.
     #[serde(default)]
     pub cause: Option<String>,
@@ -180,6 +183,7 @@ impl Record {
             network: None,
             session: None,
             told: None,
+            told_secret: None,
             cause: Some("stopped before it was created".into()),
             failed: false,
             stages: Vec::new(),

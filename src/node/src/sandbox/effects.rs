@@ -13,6 +13,7 @@ use peerpod_proto::{
 };
 use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, Placement, ProviderEvent};
 use tokio::sync::watch;
+use zeroize::Zeroizing;
 
 use super::follow::{Heard, Homes};
 use crate::{
@@ -63,6 +64,16 @@ pub struct Made {
 pub struct RelayError {
     /// For people.
     pub text: String,
+}
+
+/// Why a pod's pull secrets are not known.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{text}")]
+pub struct PullSecretError {
+    /// For people; nothing of a secret.
+    pub text: String,
+    /// Whoever was asked said no, and will say so again for a while.
+    pub refused: bool,
 }
 
 /// A certificate for a guest.
@@ -288,9 +299,20 @@ pub trait Effects: Send + Sync + 'static {
     /// What the relay says of the sandbox's guest.
     fn guest(&self, id: &SandboxId) -> watch::Receiver<Guest>;
 
-    /// How guests get at images: what is known of registries now.
-    fn images(&self) -> Option<Images> {
+    /// How guests get at images: what is known of registries now, with the pod's own pull secrets (a `.dockerconfigjson`,
+    /// empty: none).
+    fn images(&self, _pull_secret: &str) -> Option<Images> {
         None
+    }
+
+    /// How often pods' pull secrets are asked for; `None`: never, for nobody is there to be asked.
+    fn pull_secrets_every(&self) -> Option<Duration> {
+        None
+    }
+
+    /// The pull secrets of a pod as one `.dockerconfigjson`, empty: it has none. Answers within some seconds.
+    async fn pull_secret(&self, _pod: &PodRef) -> Result<Zeroizing<String>, PullSecretError> {
+        Ok(Zeroizing::default())
     }
 
     /// One request to the guest and its answer.

@@ -18,6 +18,7 @@ use super::{
     slots::{Outcome, Which},
     task::{Task, Unapplied},
 };
+use crate::ledger::Record;
 
 /// Before the cloud is asked again for the addresses of a VM whose guest knocks from one that it did not name.
 const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
@@ -74,8 +75,12 @@ impl Task {
                 self.localhost_carried(version, result);
                 Ok(())
             }
-            Outcome::Greeted { session, digest, result: Ok(reply) } => {
-                self.greeted(session, digest, *reply).await
+            Outcome::Greeted { session, digest, secret, result: Ok(reply) } => {
+                self.greeted(session, digest, secret, *reply).await
+            }
+            Outcome::PullSecret(answer) => {
+                self.pull_secret_came(answer);
+                Ok(())
             }
             Outcome::Greeted { result: Err(error), .. } => {
                 self.later(Which::Guest, error.text);
@@ -330,7 +335,13 @@ impl Task {
         Ok(())
     }
 
-    async fn greeted(&mut self, session: String, digest: String, reply: Reply) -> Result<(), Unapplied> {
+    async fn greeted(
+        &mut self,
+        session: String,
+        digest: String,
+        secret: Option<String>,
+        reply: Reply,
+    ) -> Result<(), Unapplied> {
         let status = reply.status.unwrap_or_default();
         let joining = matches!(self.record.phase, Phase::Joining { .. });
         if !reply.error.is_empty() {
@@ -338,7 +349,7 @@ impl Task {
             if joining {
                 return self.fail("personalise", format!("the guest says: {text}")).await;
             }
-            self.refused_plan(session, digest, &text);
+            self.refused_plan(session, digest, secret, &text);
             return Ok(());
         }
         self.worked(Which::Guest);
@@ -346,6 +357,7 @@ impl Task {
         self.apply(Event::Joined, |record| {
             record.session = Some(session.clone());
             record.told = Some(digest.clone());
+            hand_over(record, &secret);
             record.reached("running", now);
             // Nothing asks for the VM again, and its secret has no business here any more.
             record.request = None;
@@ -356,10 +368,16 @@ impl Task {
         } else {
             let mut record = self.record.clone();
             let before = record.session.replace(session);
+            let plan_is_new = record.told.as_ref() != Some(&digest);
             record.told = Some(digest);
+            hand_over(&mut record, &secret);
             self.save(record).await.map_err(Unapplied::Disk)?;
             if before == self.record.session {
-                info!("the guest follows the pod's network");
+                if plan_is_new {
+                    info!("the guest follows the pod's network");
+                } else {
+                    info!("the guest has the pod's pull secrets as they are now");
+                }
                 return Ok(());
             }
             let lost: Vec<String> = status.lost.iter().map(|what| clip(what)).collect();
@@ -434,13 +452,13 @@ impl Task {
         self.trouble(which, text);
     }
 
-    fn trouble(&mut self, which: Which, text: String) {
+    pub(super) fn trouble(&mut self, which: Which, text: String) {
         tracing::debug!(error = text, step = ?which, "did not work; trying again");
         self.trouble.retain(|(other, _)| *other != which);
         self.trouble.push((which, text));
     }
 
-    fn worked(&mut self, which: Which) {
+    pub(super) fn worked(&mut self, which: Which) {
         self.slots.get(which).worked();
         self.trouble.retain(|(other, _)| *other != which);
     }
@@ -545,4 +563,11 @@ impl From<Error> for Unapplied {
 /// Words of a guest, cut to what a log line should carry, on one line.
 pub(super) fn clip(text: &str) -> String {
     text.chars().take(400).map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
+/// Notes which pull secrets the guest has; where none were known it keeps those it had.
+fn hand_over(record: &mut Record, secret: &Option<String>) {
+    if let Some(secret) = secret {
+        record.told_secret = Some(secret.clone()).filter(|secret| !secret.is_empty());
+    }
 }

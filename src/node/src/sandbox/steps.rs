@@ -7,7 +7,7 @@ use std::{
 
 use peerpod_link::initdata::Initdata;
 use peerpod_proto::{
-    guest::{Personalise, Request},
+    guest::{Images, Personalise, Request},
     relay::{PutSandboxRequest, TunnelPeer},
 };
 use peerpod_provider_api::CreateRequest;
@@ -31,11 +31,13 @@ impl Task {
     pub(super) fn pump(&mut self) {
         match duty(&self.record.phase) {
             Action::Ask => {
+                self.ask_pull_secret();
                 self.ask();
                 self.weave();
                 self.tell_relay();
             }
             Action::Join => {
+                self.ask_pull_secret();
                 self.locate();
                 self.weave();
                 self.tell_relay();
@@ -43,6 +45,7 @@ impl Task {
                 self.greet();
             }
             Action::Serve => {
+                self.ask_pull_secret();
                 self.weave();
                 self.tell_relay();
                 self.carry_localhost();
@@ -291,6 +294,9 @@ impl Task {
             return;
         };
         self.reached("guest_connected");
+        if !self.is_pull_secret_asked() {
+            return; // its answer, or its deadline, comes soon
+        }
         if self.record.session.as_ref().is_some_and(|session| *session != guest.session) {
             warn!(session = guest.session, "the guest program is another one: what it had under way is lost");
         }
@@ -309,16 +315,23 @@ impl Task {
             initdata: self.record.initdata.clone().unwrap_or_default(),
             initdata_digest: digest_of(self.record.initdata.as_deref()),
             gpus: self.record.gpus,
-            images: self.fx.images().into(),
+            images: self.images().into(),
             ..Default::default()
         });
         let (fx, id, session) = (self.fx.clone(), self.record.id.clone(), guest.session);
+        let secret = self.pull.digest().map(str::to_owned);
         // The guest gives up on its agent by itself; this only ends a call that nobody will answer.
         let timeout = self.settings.agent_timeout + Duration::from_secs(10);
         self.slots.guest.start(async move {
             let result = fx.call(&id, request, timeout).await.map(Box::new);
-            Outcome::Greeted { session, digest, result }
+            Outcome::Greeted { session, digest, secret, result }
         });
+    }
+
+    fn images(&self) -> Option<Images> {
+        let mut images = self.fx.images(self.pull.secret().unwrap_or_default())?;
+        images.keep_pull_secret = self.asks_for_pull_secret() && self.pull.secret().is_none();
+        Some(images)
     }
 
     /// Takes everything away, as soon as nothing more is being made.

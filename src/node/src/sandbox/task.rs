@@ -22,6 +22,7 @@ use super::{
     error::{Error, Granted},
     follow::{Following, Homes, Told},
     phase::{self, Action, Event, Phase},
+    pull::Pull,
     renew::Renewal,
     reports::Reports,
     slots::{Outcome, Slots, Which},
@@ -107,8 +108,10 @@ pub(super) struct Task {
     pub(super) predecessor: Option<watch::Receiver<View>>,
     /// What the guest is to make of the pod's network, once it is connected.
     pub(super) plan: Option<Told>,
-    /// A guest session and the digest of the plan that it refused.
-    pub(super) refused: Option<(String, String)>,
+    /// A guest session, and the digests of the plan and the pull secrets that it refused.
+    pub(super) refused: Option<(String, String, Option<String>)>,
+    /// What the pod's images are pulled with.
+    pub(super) pull: Pull,
     /// Where guests find the node.
     pub(super) homes: watch::Receiver<Homes>,
     /// What changed around the pod's network, and how far that is followed.
@@ -225,6 +228,7 @@ impl Task {
         if !self.record.phase.is_live() {
             self.left_ms = self.fx.now_ms();
             self.slots.guest.cancel();
+            self.slots.secret.cancel();
             // What runs goes on to its end, so that clearing finds all of it; what only waits does not.
             self.slots.network.wake();
             self.slots.relay.wake();

@@ -769,6 +769,7 @@ impl Effects for Fake {
             state: OwnedState::Running,
             addresses: vec![],
             created: None,
+            node: None,
         });
         Ok(owned.collect())
     }
