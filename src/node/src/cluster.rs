@@ -149,15 +149,17 @@ impl Cluster {
     pub async fn announce(&self, shown: Shown) -> Option<String> {
         let mut shown = shown;
         let known = async {
-            if shown.uid.is_none() && !self.calls.is_away() {
+            if shown.uid.is_none() {
                 let pod = (shown.namespace.clone(), shown.pod.clone());
                 let found = self.pods.find(&pod.0, &pod.1, &shown.sandbox).await;
                 shown.uid = Some(found.uid);
             }
         };
         let began = tokio::time::Instant::now();
-        // Without it the record is written all the same, and named after its owner when that is known.
-        drop(timeout(ANNOUNCE * 2 / 3, known).await);
+        // Without it the record is written all the same, and gets its owner when that is known. What the watch knows is
+        // known while the API server is away, too.
+        let patience = if self.calls.is_away() { Duration::ZERO } else { ANNOUNCE * 2 / 3 };
+        drop(timeout(patience, known).await);
         let uid = shown.uid.clone();
         let (sandbox, written) = (shown.sandbox.clone(), self.writer.want(shown));
         if let Some(uid) = &uid {

@@ -91,9 +91,16 @@ async fn a_user_sees_capacity_and_its_pods_vm(rig: &Rig) {
         Ok(beat().await?.filter(|spec| spec.renew_time > first.renew_time))
     });
     assert_eq!(later.await.unwrap().acquire_time, first.acquire_time);
-    let metrics = rig.daemons.metrics("node").unwrap();
-    assert!(metrics.contains("peerpod_node_cluster_calls_total{call=\"apply\",result=\"ok\"}"), "{metrics}");
-    assert!(metrics.contains("peerpod_node_cluster_backlog 0"), "{metrics}");
+    wait_for("no backlog", LIMIT, async || {
+        let metrics = rig.daemons.metrics("node")?;
+        assert!(
+            metrics.contains("peerpod_node_cluster_calls_total{call=\"apply\",result=\"ok\"}"),
+            "{metrics}"
+        );
+        Ok(metrics.contains("peerpod_node_cluster_backlog 0").then_some(()))
+    })
+    .await
+    .unwrap();
     assert_eq!(rig.readyz()["ready"], true, "{}", rig.readyz());
 }
 

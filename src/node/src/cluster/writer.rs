@@ -189,9 +189,13 @@ impl Writer {
             };
             tokio::select! {
                 Some((key, memory, result)) = under_way.next() => {
+                    let now = Instant::now();
                     if self.finish(key, memory, result) {
-                        closed_until = Some(Instant::now() + pause);
-                        pause = (pause * 2).min(LONGEST_PAUSE);
+                        // Others that were under way find the same, and make it no longer.
+                        if closed_until.is_none_or(|until| until <= now) {
+                            closed_until = Some(now + pause);
+                            pause = (pause * 2).min(LONGEST_PAUSE);
+                        }
                     } else {
                         (closed_until, pause) = (None, FIRST_PAUSE);
                     }

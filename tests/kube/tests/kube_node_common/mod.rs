@@ -25,26 +25,26 @@ use peerpod_tests::{fresh_id, stop_in_time};
 use peerpod_world::{Daemons, Pod, Settings, World, binary, proxy::Proxy};
 use serde_json::{Value, json};
 
-pub const LIMIT: Duration = Duration::from_secs(90);
-pub const NODE: &str = "worker-1";
-pub const RESOURCE: &str = "kata.peerpods.io/vm";
-pub const OWNER: &str = "kata.peerpods.io/caa-owner";
+pub(crate) const LIMIT: Duration = Duration::from_secs(90);
+pub(crate) const NODE: &str = "worker-1";
+pub(crate) const RESOURCE: &str = "kata.peerpods.io/vm";
+pub(crate) const OWNER: &str = "kata.peerpods.io/caa-owner";
 /// Where ours live.
-pub const OWN: &str = "peerpod-system";
+pub(crate) const OWN: &str = "peerpod-system";
 
-pub struct Rig {
-    pub cluster: Cluster,
-    pub client: Client,
-    pub world: World,
-    pub daemons: Daemons,
-    pub proxy: Proxy,
+pub(crate) struct Rig {
+    pub(crate) cluster: Cluster,
+    pub(crate) client: Client,
+    pub(crate) world: World,
+    pub(crate) daemons: Daemons,
+    pub(crate) proxy: Proxy,
 }
 
 /// A sandbox as a shim has it.
-pub struct Running {
-    pub id: String,
-    pub shim: ShimClient,
-    pub network: Pod,
+pub(crate) struct Running {
+    pub(crate) id: String,
+    pub(crate) shim: ShimClient,
+    pub(crate) network: Pod,
 }
 
 /// What the node's service account may, as the room's documentation says.
@@ -68,7 +68,7 @@ fn rights() -> Vec<Rule> {
 }
 
 impl Rig {
-    pub async fn start(settings: Settings) -> Rig {
+    pub(crate) async fn start(settings: Settings) -> Rig {
         let cluster = Cluster::start(Options::default()).await.unwrap();
         let client = cluster.client().unwrap();
         let crds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/crds");
@@ -102,7 +102,7 @@ impl Rig {
     }
 
     /// As a kubelet registers.
-    pub fn make_node(&self) {
+    pub(crate) fn make_node(&self) {
         self.apply(&json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}}));
         let status =
             json!({"status": {"capacity": {"cpu": "4", "memory": "8Gi", "pods": "110"}}}).to_string();
@@ -111,14 +111,14 @@ impl Rig {
             .unwrap();
     }
 
-    pub async fn daemons(&mut self) {
+    pub(crate) async fn daemons(&mut self) {
         self.daemons.start_relay().unwrap();
         self.daemons.start_node().unwrap();
         self.daemons.ready().await.unwrap();
     }
 
     /// One more node daemon beside, as a rolling update starts it.
-    pub fn second_daemon(&self, pod_uid: &str) -> Child {
+    pub(crate) fn second_daemon(&self, pod_uid: &str) -> Child {
         let config = self.daemons.config();
         let arguments = [
             OsStr::new("--config"),
@@ -130,21 +130,21 @@ impl Rig {
     }
 
     /// `kubectl apply`.
-    pub fn apply(&self, object: &Value) {
+    pub(crate) fn apply(&self, object: &Value) {
         let file = self.cluster.folder().join(format!("{}.json", fresh_id("object")));
         std::fs::write(&file, object.to_string()).unwrap();
         self.cluster.kubectl(&["apply", "-f", file.to_str().unwrap()]).unwrap();
     }
 
     /// What a user sees, printed too.
-    pub fn show(&self, words: &[&str]) -> String {
+    pub(crate) fn show(&self, words: &[&str]) -> String {
         let seen = self.cluster.kubectl(words).unwrap();
         println!("$ kubectl {}\n{seen}", words.join(" "));
         seen
     }
 
     /// A pod of the class, on this node; its UID.
-    pub fn pod(&self, name: &str) -> String {
+    pub(crate) fn pod(&self, name: &str) -> String {
         self.apply(&json!({
             "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": "shop"},
             "spec": {
@@ -158,17 +158,17 @@ impl Rig {
         self.uid(name)
     }
 
-    pub fn uid(&self, name: &str) -> String {
+    pub(crate) fn uid(&self, name: &str) -> String {
         self.cluster.kubectl(&["get", "pod", "-n", "shop", name, "-o", "jsonpath={.metadata.uid}"]).unwrap()
     }
 
     /// As when its containers have ended, or as `--force`: there is no kubelet that would.
-    pub fn delete_pod(&self, name: &str) {
+    pub(crate) fn delete_pod(&self, name: &str) {
         let words = ["delete", "pod", "-n", "shop", name, "--force", "--grace-period=0", "--wait=true"];
         self.cluster.kubectl(&words).unwrap();
     }
 
-    pub async fn create(&self, name: &str) -> Running {
+    pub(crate) async fn create(&self, name: &str) -> Running {
         let running = Running {
             id: fresh_id(name),
             shim: self.daemons.shim().await.unwrap(),
@@ -178,7 +178,7 @@ impl Rig {
         running
     }
 
-    pub async fn create_again(
+    pub(crate) async fn create_again(
         &self,
         running: &Running,
         name: &str,
@@ -187,30 +187,30 @@ impl Rig {
         running.shim.create_vm(&running.id, Annotations::new("shop", name), &netns).await
     }
 
-    pub async fn run(&self, name: &str) -> Running {
+    pub(crate) async fn run(&self, name: &str) -> Running {
         let running = self.create(name).await;
         let started = tokio::time::timeout(LIMIT, running.shim.start_vm(&running.id)).await;
         started.unwrap_or_else(|_| panic!("{}", self.daemons.log_tails())).unwrap();
         running
     }
 
-    pub async fn stop(&self, running: Running) {
+    pub(crate) async fn stop(&self, running: Running) {
         stop_in_time(&running.shim, &running.id).await.unwrap();
         self.daemons.gone(&running.id, LIMIT).await.unwrap();
     }
 
-    pub async fn peerpods(&self) -> Vec<PeerPod> {
+    pub(crate) async fn peerpods(&self) -> Vec<PeerPod> {
         let api: Api<PeerPod> = Api::namespaced(self.client.clone(), "shop");
         api.list(&ListParams::default()).await.unwrap().items
     }
 
-    pub async fn peerpod(&self, pod: &str, sandbox: &str) -> Option<PeerPod> {
+    pub(crate) async fn peerpod(&self, pod: &str, sandbox: &str) -> Option<PeerPod> {
         let api: Api<PeerPod> = Api::namespaced(self.client.clone(), "shop");
         api.get_opt(&PeerPod::name_of(pod, sandbox)).await.unwrap()
     }
 
     /// Waits until there are exactly these, by their sandboxes, each with its VM.
-    pub async fn exactly(&self, expected: &[(&str, &Running)]) {
+    pub(crate) async fn exactly(&self, expected: &[(&str, &Running)]) {
         let mut seen = Vec::new();
         let exact = wait_for("exactly the PeerPods of live sandboxes", LIMIT, async || {
             let objects = self.peerpods().await;
@@ -235,17 +235,17 @@ impl Rig {
         exact.unwrap_or_else(|error| panic!("{error}: {seen:#?}\n{}", self.daemons.log_tails()));
     }
 
-    pub async fn capacity(&self) -> Option<String> {
+    pub(crate) async fn capacity(&self) -> Option<String> {
         let node = Api::<Node>::all(self.client.clone()).get_opt(NODE).await.unwrap()?;
         Some(node.status?.capacity?.get(RESOURCE)?.0.clone())
     }
 
-    pub async fn owner(&self) -> Option<String> {
+    pub(crate) async fn owner(&self) -> Option<String> {
         let node = Api::<Node>::all(self.client.clone()).get_opt(NODE).await.unwrap()?;
         node.metadata.annotations?.get(OWNER).cloned()
     }
 
-    pub async fn wait_capacity(&self, expected: Option<&str>) {
+    pub(crate) async fn wait_capacity(&self, expected: Option<&str>) {
         let what = format!("capacity {expected:?}");
         let waited =
             wait_for(&what, LIMIT, async || Ok((self.capacity().await.as_deref() == expected).then_some(())));
@@ -253,10 +253,11 @@ impl Rig {
     }
 
     /// Waits until the pod has an Event of this reason, for its UID; its message and count.
-    pub async fn event(&self, uid: &str, reason: &str) -> (String, u64) {
+    pub(crate) async fn event(&self, uid: &str, reason: &str) -> (String, u64) {
         let fields = format!("involvedObject.uid={uid},reason={reason}");
         let words = ["get", "events", "-n", "shop", "--field-selector", &fields, "-o", "json"];
-        let waited = wait_for(&format!("an Event {reason}"), LIMIT, async || {
+        let what = format!("an Event {reason}");
+        let waited = wait_for(&what, LIMIT, async || {
             let list: Value = serde_json::from_str(&self.cluster.kubectl(&words)?)?;
             let event = &list["items"][0];
             Ok(event["message"].as_str().map(|text| (text.to_owned(), event["count"].as_u64().unwrap_or(0))))
@@ -265,7 +266,7 @@ impl Rig {
     }
 
     /// What `/readyz` says.
-    pub fn readyz(&self) -> Value {
+    pub(crate) fn readyz(&self) -> Value {
         let ask = || -> std::io::Result<String> {
             use std::io::{Read, Write};
             let mut stream = std::net::TcpStream::connect(("127.0.0.1", 15153))?;
@@ -281,26 +282,26 @@ impl Rig {
 }
 
 /// The VM that the ledger says a sandbox has.
-pub fn vm_in(daemons: &Daemons, id: &str) -> Option<String> {
+pub(crate) fn vm_in(daemons: &Daemons, id: &str) -> Option<String> {
     let entry = daemons.ledger().unwrap().into_iter().find(|entry| entry.id == id)?;
     entry.record["phase"]["vm"].as_str().map(str::to_owned)
 }
 
 /// VMs that exist, as the provider's folder says.
-pub fn vms(daemons: &Daemons) -> Vec<String> {
+pub(crate) fn vms(daemons: &Daemons) -> Vec<String> {
     let folder = std::fs::read_dir(daemons.state_dir().join("local/vms"));
     let names = folder.into_iter().flatten().flatten().map(|entry| entry.file_name());
     names.map(|name| name.to_string_lossy().into_owned()).collect()
 }
 
 /// Everything that ever happened to the PeerPods of a namespace, in order.
-pub struct History {
+pub(crate) struct History {
     seen: Arc<Mutex<Vec<PeerPod>>>,
     task: tokio::task::JoinHandle<()>,
 }
 
 impl History {
-    pub async fn of(client: &Client) -> History {
+    pub(crate) async fn of(client: &Client) -> History {
         let seen = Arc::new(Mutex::new(Vec::new()));
         let api: Api<PeerPod> = Api::namespaced(client.clone(), "shop");
         let (begun, is_begun) = tokio::sync::oneshot::channel();
@@ -324,7 +325,7 @@ impl History {
         History { seen, task }
     }
 
-    pub fn seen(&self) -> Vec<PeerPod> {
+    pub(crate) fn seen(&self) -> Vec<PeerPod> {
         self.seen.lock().unwrap().clone()
     }
 }
@@ -335,6 +336,6 @@ impl Drop for History {
     }
 }
 
-pub fn age(since: Instant) -> String {
+pub(crate) fn age(since: Instant) -> String {
     format!("{:.1} s", since.elapsed().as_secs_f64())
 }
