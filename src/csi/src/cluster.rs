@@ -216,7 +216,7 @@ impl NodeCluster {
             return Ok(None);
         }
         let answered = objects::holds(&object, ATTACHED)
-            .then(|| object.spec.wrapper_controller_publish_volume_res.as_deref());
+            .then_some(object.spec.wrapper_controller_publish_volume_res.as_deref());
         let Some(Some(answer)) = answered else { return Ok(None) };
         let answer: Published = serde_json::from_str(answer).map_err(|why| {
             Status::new(Code::Internal, format!("PeerpodVolume {name}: the driver's answer: {why}"))

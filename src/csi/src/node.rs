@@ -85,7 +85,7 @@ impl Node {
             Some(kubeconfig) => Some(NodeCluster::connect(config, kubeconfig.as_deref()).await?),
         };
         let owners = match &cluster {
-            Some(cluster) => Ownership::Cluster(cluster.leases(&config.namespace)),
+            Some(cluster) => Ownership::Cluster(Box::new(cluster.leases(&config.namespace))),
             None => Ownership::Node(files.clone()),
         };
         if cluster.is_none() && config.attach == Attacher::Driver {

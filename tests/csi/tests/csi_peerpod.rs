@@ -250,7 +250,7 @@ async fn a_peer_pods_volume_is_recorded_and_the_driver_is_not_asked() -> Result<
             assert_eq!(fs_group.map(|group| group.gid), Some(2000));
             assert_eq!(std::fs::read_to_string(target.join(MARKER))?, record.marker);
             assert_eq!(std::fs::read_dir(&target)?.count(), 1, "nothing but the marker");
-            assert_eq!(setup.folder.mounts()?, [target.clone()]);
+            assert_eq!(setup.folder.mounts()?, std::slice::from_ref(&target));
         }
         assert_eq!(record.marker.len(), 64);
         let mut asked = NodeGetVolumeStatsRequest { volume_id: id.clone(), ..Default::default() };

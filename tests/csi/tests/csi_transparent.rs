@@ -7,8 +7,11 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use peerpod_test_csi::{Driver, Folder, Wrapper, calls, grpc::Client, long, report, sanity};
 
-/// Flags of the driver, and of csi-sanity, that make another row of cases.
-fn rows(folder: &Folder) -> Result<Vec<(&'static str, Vec<&'static str>, Vec<String>)>> {
+/// A name, flags of the driver, flags of csi-sanity.
+type Row = (&'static str, Vec<&'static str>, Vec<String>);
+
+/// Sets of cases.
+fn rows(folder: &Folder) -> Result<Vec<Row>> {
     let mutable = folder.path("mutable.yaml");
     std::fs::write(&mutable, "mutableKey: \"value\"\n")?;
     let mutable = format!("--csi.testvolumemutableparameters={}", mutable.display());

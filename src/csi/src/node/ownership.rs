@@ -14,7 +14,7 @@ use crate::grpc::{Code, Status};
 #[derive(Clone, Debug)]
 pub enum Ownership {
     /// Leases of this namespace.
-    Cluster(Api<Lease>),
+    Cluster(Box<Api<Lease>>),
     /// Files on this node.
     Node(Publications),
 }
