@@ -9,7 +9,7 @@ AWS := --features peerpod-providers/aws,peerpod-provider-aws/sdk,peerpod-test-ec
 WITH := $(if $(CLOUDS),$(AWS))
 # The features of the tests with a real API server.
 KUBE := --features peerpod-test-kube/server
-BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-provider-local -p peerpod-test-agent
+BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-images -p peerpod-provider-local -p peerpod-test-agent
 
 # VM images. The programs in them are static builds of their own profile; the builder runs as any user.
 # KATA_AGENT=PATH (of a Kata release), PAUSE_BUNDLE=DIR, GUEST_COMPONENTS=DIR: what the image gets of others.
@@ -19,11 +19,11 @@ IMAGE_BINS := $(TARGET)/$(IMAGE_TARGET)/image
 IMAGE := $(TARGET)/debug/peerpod-image
 IMAGE_SOURCE = --cache $(TARGET)/image/cache $(if $(LOCKED),,--newest-if-gone) \
 	$(if $(MIRROR),--mirror $(MIRROR) --security-mirror $(SECURITY_MIRROR)) $(if $(SNAPSHOTS),--snapshots $(SNAPSHOTS))
-IMAGE_PARTS = $(IMAGE_SOURCE) --guest $(IMAGE_BINS)/peerpod-guest \
+IMAGE_PARTS = $(IMAGE_SOURCE) --guest $(IMAGE_BINS)/peerpod-guest --pull $(IMAGE_BINS)/peerpod-pull \
 	$(if $(KATA_AGENT),--kata-agent $(KATA_AGENT),--test-agent $(IMAGE_BINS)/peerpod-test-agent) \
 	$(if $(PAUSE_BUNDLE),--pause-bundle $(PAUSE_BUNDLE)) $(if $(GUEST_COMPONENTS),--guest-components $(GUEST_COMPONENTS))
 
-.PHONY: demo test test-kube test-long test-aws bench bench-aws bench-kube lint fuzz setup bins docs image image-minimal image-disk \
+.PHONY: demo test test-csi test-kube test-long test-aws bench bench-aws bench-kube lint fuzz setup bins docs image image-minimal image-disk \
 	image-bins image-lock
 
 setup:
@@ -44,7 +44,7 @@ image-disk: image-bins
 
 image-bins: setup
 	$(CARGO) build --locked --workspace --bin peerpod-image $(WITH)
-	$(CARGO) build --locked --profile image --target $(IMAGE_TARGET) -p peerpod-guest -p peerpod-initrd \
+	$(CARGO) build --locked --profile image --target $(IMAGE_TARGET) -p peerpod-guest -p peerpod-images -p peerpod-initrd \
 		$(if $(KATA_AGENT),,-p peerpod-test-agent)
 
 # Writes podvm/image/packages.lock anew, with the newest versions.
@@ -67,6 +67,13 @@ test-kube: setup
 	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(WITH)
 	$(CARGO) test --locked --workspace $(KUBE) $(WITH) --test 'kube_*'
+
+# The CSI wrapper before a real driver (Kubernetes' mock CSI driver), by csi-sanity. Both are compiled once (tests/csi/build).
+CSI := --features peerpod-test-csi/driver
+test-csi: setup
+	tests/csi/build
+	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(CSI) $(WITH)
+	$(CARGO) test --locked --workspace $(KUBE) $(CSI) $(WITH) --test 'csi_*'
 
 bench-kube: setup
 	tests/kube/build
@@ -102,7 +109,7 @@ bench: image
 
 lint: setup
 	$(CARGO) fmt --all --check
-	$(CARGO) clippy --locked --workspace --all-targets $(KUBE) $(WITH) -- -D warnings
+	$(CARGO) clippy --locked --workspace --all-targets $(KUBE) $(CSI) $(WITH) -- -D warnings
 	$(if $(CLOUDS),$(CARGO) check --locked -p peerpod-providers -p peerpod-provider-aws)
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace $(KUBE) $(WITH) --no-deps --document-private-items
 	scripts/deny

@@ -6,6 +6,7 @@ use ttrpc_codegen::{Codegen, Customize};
 
 const PROTOS: &[&str] = &[
     "agent",
+    "csi",
     "guest",
     "hub",
     "hypervisor",

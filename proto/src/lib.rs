@@ -3,6 +3,7 @@
 //! * [`hypervisor`], [`podvminfo`]: what Kata's shims call on `hypervisor.sock`.
 //! * [`agent`]: the kata-agent's API (`grpc.AgentService`, `grpc.Health`) with its real field numbers.
 //! * [`hub`]: what the kata-agent asks for images.
+//! * [`csi`]: of the Container Storage Interface what our wrapper touches.
 //! * [`ttrpc_frame`]: the request and response envelopes inside ttrpc frames, for code that handles frames itself.
 //! * [`node`], [`relay`], [`guest`], [`volumes`]: our own processes among themselves.
 //! * [`provider`]: providers in other processes, repositories and languages.

@@ -39,9 +39,11 @@ pub fn with_tools(folder: &Path) -> anyhow::Result<PathBuf> {
     bytes.resize(bytes.len().next_multiple_of(4), 0);
     let busybox = fs::read("/bin/busybox").context("/bin/busybox: install busybox-static (scripts/setup)")?;
     let mut archive = Vec::new();
-    add(&mut archive, "usr/bin/busybox", 0o100_755, &busybox);
+    // In place of the link to /usr/bin: /usr is a file system of its own, mounted when the guest program begins.
+    add(&mut archive, "bin", 0o040_755, b"");
+    add(&mut archive, "bin/busybox", 0o100_755, &busybox);
     for tool in TOOLS {
-        add(&mut archive, &format!("usr/bin/{tool}"), 0o120_777, b"busybox");
+        add(&mut archive, &format!("bin/{tool}"), 0o120_777, b"busybox");
     }
     add(&mut archive, "TRAILER!!!", 0, b"");
     bytes.extend(archive);

@@ -59,13 +59,15 @@ impl Components {
         drop(self.ready.subscribe().wait_for(|ready| *ready).await);
     }
 
-    /// Starts what is not running, in order. Initdata's files are there. Again changes nothing.
+    /// Starts what is not running, in order. Initdata's files are there. Again changes nothing but the pull secret.
     ///
     /// # Errors
     /// One of them does not listen in time.
     pub(crate) async fn start(self: &Arc<Self>, pull_secret: &str) -> Result<(), String> {
         if *self.ready.borrow() {
-            return Ok(());
+            return self
+                .keep_secret(pull_secret)
+                .map_err(|error| format!("keeping a new pull secret: {error}"));
         }
         self.prepare(pull_secret).map_err(|error| format!("preparing the guest components: {error}"))?;
         let stage = self.status.begin("components");
@@ -91,8 +93,16 @@ impl Components {
                 files::write_private(&path, b"")?;
             }
         }
+        self.keep_secret(pull_secret)
+    }
+
+    fn keep_secret(&self, pull_secret: &str) -> std::io::Result<()> {
         let auth = if pull_secret.is_empty() { "{}" } else { pull_secret };
-        files::write_private(&self.dir.join(AUTH), auth.as_bytes())
+        let path = self.dir.join(AUTH);
+        if fs::read(&path).is_ok_and(|now| now == auth.as_bytes()) {
+            return Ok(());
+        }
+        files::write_private(&path, auth.as_bytes())
     }
 
     async fn one(self: &Arc<Self>, name: &'static str, component: Component) -> Result<(), String> {

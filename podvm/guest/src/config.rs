@@ -75,7 +75,7 @@ pub(crate) struct Images {
     /// CA certificates (PEM) that registries may have theirs from.
     pub(crate) ca_files: Vec<PathBuf>,
     /// What one image may cost.
-    pub(crate) limits: peerpod_images::Limits,
+    pub(crate) limits: peerpod_image_job::Limits,
 }
 
 impl Default for Images {
@@ -86,7 +86,7 @@ impl Default for Images {
             store: "/run/peerpod/images".into(),
             plain_http: Vec::new(),
             ca_files: vec!["/etc/ssl/certs/ca-certificates.crt".into()],
-            limits: peerpod_images::Limits::default(),
+            limits: peerpod_image_job::Limits::default(),
         }
     }
 }

@@ -1,5 +1,5 @@
 //! What the kata-agent asks of a confidential data hub about images, where the VM has no hub: `PullImage`, answered on
-//! the hub's own socket. The work is done by a child process, `peerpod-guest pull`, one per image.
+//! the hub's own socket. The work is done by a child process, `peerpod-pull`, one per image.
 //!
 //! A caller that goes away does not end a pull: the agent asks again, and finds it further on. What the node names to be
 //! fetched beforehand begins as soon as the VM knows whose it is.
@@ -11,7 +11,7 @@ use std::{
 };
 
 use async_trait::async_trait;
-use peerpod_images::{Cause, Error, Job, Outcome};
+use peerpod_image_job::{Cause, Error, Job, Outcome};
 use peerpod_proto::{
     guest,
     hub::{ImagePullRequest, ImagePullResponse},

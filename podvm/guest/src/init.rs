@@ -40,6 +40,7 @@ mod root;
 mod settle;
 mod shutdown;
 pub(crate) mod uevents;
+mod usr;
 mod watchdog;
 
 use button::Buttons;
@@ -58,6 +59,8 @@ const GRACE: Duration = Duration::from_secs(2);
 const LIST: &str = "/etc/peerpod/modules";
 /// A driver announces devices whose drivers announce devices: PCI, virtio, SCSI, disk.
 const ROUNDS: u32 = 16;
+/// The priority at which drivers are loaded that nothing waits for.
+const LATE: i32 = 19;
 
 /// Runs until the machine is to go off. Its end is the end of the VM.
 pub(crate) fn run(settings: &Settings) -> anyhow::Result<ExitCode> {
@@ -100,13 +103,15 @@ pub(crate) fn is_ours() -> bool {
 
 /// What only a machine of its own has.
 struct Machine {
+    /// Until all drivers are loaded.
+    modules: Option<Modules>,
     uevents: Option<Uevents>,
     buttons: Buttons,
     watchdog: Option<Watchdog>,
 }
 
 impl Machine {
-    /// Loads the drivers of all there is.
+    /// Loads the drivers that it takes to call home. The others are loaded by [`Machine::complete`].
     fn new() -> Machine {
         let modules = Modules::open();
         if modules.is_empty() {
@@ -116,37 +121,63 @@ impl Machine {
         let uevents = Uevents::listen();
         let uevents =
             uevents.inspect_err(|error| tracing::error!(%error, "cannot hear of devices that come")).ok();
-        let mut machine = Machine { uevents, buttons: Buttons::default(), watchdog: None };
-        modules.cold_plug();
+        modules.cold_plug(false);
+        let modules = Some(modules);
+        let mut machine = Machine { modules, uevents, buttons: Buttons::default(), watchdog: None };
+        machine.hear_all(false);
+        machine
+    }
+
+    /// Loads all other drivers, while `serve` runs already and comes first.
+    fn complete(&mut self) {
+        let Some(modules) = &self.modules else { return };
+        nice(LATE);
+        modules.cold_plug(true);
         modules.load_list(Path::new(LIST));
-        for _ in 0..ROUNDS {
-            if !machine.hear(Some(&modules)) {
-                break;
-            }
-        }
-        machine.buttons.look();
         // Where there is no device for it, the kernel's own: that sees at least that this program hangs.
         if !Path::new(watchdog::FIRST).exists()
             && let Err(error) = modules.load("softdog")
         {
             tracing::info!(%error, "no watchdog");
         }
-        machine.watchdog = Watchdog::open();
-        machine
+        self.hear_all(true);
+        self.modules = None; // its megabytes
+        self.buttons.look();
+        self.watchdog = Watchdog::open();
+        nice(0);
     }
 
-    /// Loads what devices that came announce; whether any came. Without an index it is read anew: a device that comes
-    /// later is rare, and its megabytes would stay.
-    fn hear(&mut self, modules: Option<&Modules>) -> bool {
+    fn hear_all(&mut self, late: bool) {
+        for _ in 0..ROUNDS {
+            if !self.hear(late) {
+                break;
+            }
+        }
+    }
+
+    /// Loads what devices that came announce; whether any came. Once all drivers are loaded the index is read anew: a
+    /// device that comes later is rare, and the index's megabytes would stay.
+    fn hear(&mut self, late: bool) -> bool {
         let came = self.uevents.as_ref().map(Uevents::take).unwrap_or_default();
         let mut read = None;
         for alias in came.iter().filter_map(|added| added.alias.as_deref()) {
-            modules.unwrap_or_else(|| read.get_or_insert_with(Modules::open)).load_for_device(alias);
+            let modules = self.modules.as_ref().unwrap_or_else(|| read.get_or_insert_with(Modules::open));
+            // The look at all devices comes by those that are left out here.
+            if late || !modules::can_wait(alias) {
+                modules.load_for_device(alias);
+            }
         }
         if came.iter().any(|added| added.is_input) {
             self.buttons.look();
         }
         !came.is_empty()
+    }
+}
+
+/// How much pid 1 steps back behind the others: 0 not at all.
+fn nice(level: i32) {
+    if let Err(error) = rustix::process::setpriority_process(None, level) {
+        tracing::debug!(%error, level, "cannot change the priority");
     }
 }
 
@@ -176,6 +207,9 @@ impl Keeper {
                 if Instant::now() >= self.due {
                     self.start();
                 }
+            }
+            if let Some(machine) = &mut self.machine {
+                machine.complete();
             }
             // A pause of `serve` is also the moment to look at the lease and at its pulse.
             self.wait(MEAL)?;
@@ -208,7 +242,7 @@ impl Keeper {
             }
         }
         let Some(machine) = &mut self.machine else { return false };
-        machine.hear(None);
+        machine.hear(true);
         match &mut machine.watchdog {
             Some(_) if verdict == Verdict::Lost => tracing::error!("the watchdog is not fed any more"),
             Some(watchdog) => watchdog.feed(),

@@ -1,4 +1,4 @@
-//! The only program of ours in the pod VM. It dials home, proves with a ticket that the node made this VM, gets to
+//! The only program of ours that lives in the pod VM (`peerpod-pull` comes and goes, per image). It dials home, proves with a ticket that the node made this VM, gets to
 //! know which pod the VM is, makes the pod's network, and carries the shim's conversation to the kata-agent.
 //!
 //! `peerpod-guest` as pid 1 is a small init that keeps `peerpod-guest serve` running; under systemd `serve` is the
@@ -38,9 +38,8 @@ mod uplink;
 mod volumes;
 mod wait;
 
-const USAGE: &str = "usage: peerpod-guest [serve | pull | --version]
-  without arguments: init when it is pid 1, else serve
-  pull: what serve starts for each image; reads its job from standard input";
+const USAGE: &str = "usage: peerpod-guest [serve | --version]
+  without arguments: init when it is pid 1, else serve";
 
 /// The whole program: init when it is pid 1, else what the arguments say.
 pub fn run() -> ExitCode {
@@ -54,7 +53,6 @@ pub fn run() -> ExitCode {
         ["-q", "--", module] => {
             return if init::modules::requested(module) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
         }
-        ["pull"] => return peerpod_images::run(),
         ["--version"] => {
             println!("peerpod-guest {}", env!("CARGO_PKG_VERSION"));
             return ExitCode::SUCCESS;

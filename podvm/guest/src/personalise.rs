@@ -182,6 +182,7 @@ impl Person {
             Initdata::parse(&plan.initdata)?.is(&plan.initdata_digest)?;
         }
         let mut current = self.current.lock().await;
+        let plan = with_secret_of(plan, current.as_ref());
         let before = current.clone();
         if current.as_ref() != Some(&plan) {
             // Before the plan: a guest that is killed between the two must not take the plan for carried out.
@@ -264,6 +265,19 @@ impl Person {
         tracing::info!(digest = initdata.digest, files = initdata.files.len(), "initdata is in place");
         Ok(())
     }
+}
+
+/// A node that does not know the pod's pull secrets at present takes none away.
+fn with_secret_of(mut plan: Personalise, before: Option<&Personalise>) -> Personalise {
+    if plan.images.keep_pull_secret
+        && let Some(images) = plan.images.as_mut()
+    {
+        images.keep_pull_secret = false;
+        if let Some(before) = before {
+            images.pull_secret.clone_from(&before.images.pull_secret);
+        }
+    }
+    plan
 }
 
 /// What cannot be read is left out: the others may do.

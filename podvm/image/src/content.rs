@@ -12,6 +12,7 @@ use crate::{
 
 /// Where the agent is, whoever's it is.
 const AGENT: &str = "usr/local/bin/kata-agent";
+const PULL: &str = "usr/local/bin/peerpod-pull";
 /// The socket is not below /run/kata-containers: CreateSandbox removes that. Nothing that asks for attestation is
 /// started by the agent: the guest program does it, in order.
 const AGENT_CONFIG: &str =
@@ -31,6 +32,9 @@ pub(crate) struct Parts {
     /// peerpod-guest, a static build
     #[arg(long, value_name = "PATH")]
     pub(crate) guest: PathBuf,
+    /// peerpod-pull, a static build
+    #[arg(long, value_name = "PATH")]
+    pub(crate) pull: PathBuf,
     /// kata-agent of a Kata release; without it the image gets the test agent and is not for production
     #[arg(long, value_name = "PATH")]
     kata_agent: Option<PathBuf>,
@@ -60,8 +64,10 @@ impl Parts {
         packages: &Tree,
         report: &mut Report,
     ) -> anyhow::Result<()> {
-        tree.add_file(guest_path, &self.guest)?;
-        self.check_static(tree, guest_path)?;
+        for (path, from) in [(guest_path, &self.guest), (PULL, &self.pull)] {
+            tree.add_file(path, from)?;
+            check_static(tree, path, from)?;
+        }
         // Its default settings are the image's. The file says that they were meant.
         tree.file("etc/peerpod/guest.json", 0o644, *b"{\"version\":1}\n");
         self.sources(tree)?;
@@ -105,20 +111,6 @@ impl Parts {
         Ok(())
     }
 
-    fn check_static(&self, tree: &Tree, path: &str) -> anyhow::Result<()> {
-        let Some(crate::tree::Node::File { content, .. }) = tree.get(path) else {
-            bail!("/{path} is not there")
-        };
-        let program = program::Program::read(content).with_context(|| self.guest.display().to_string())?;
-        ensure!(
-            program.interpreter.is_none() && program.libraries.is_empty(),
-            "{}: must be a static build (--target x86_64-unknown-linux-musl): it needs {}",
-            self.guest.display(),
-            program.libraries.join(", ")
-        );
-        Ok(())
-    }
-
     fn sources(&self, tree: &mut Tree) -> anyhow::Result<()> {
         let what = || format!("read the providers in {}", self.providers.display());
         for entry in std::fs::read_dir(&self.providers).with_context(what)? {
@@ -134,6 +126,19 @@ impl Parts {
         }
         Ok(())
     }
+}
+
+/// What has to run whatever else is in the image.
+fn check_static(tree: &Tree, path: &str, from: &Path) -> anyhow::Result<()> {
+    let Some(crate::tree::Node::File { content, .. }) = tree.get(path) else { bail!("/{path} is not there") };
+    let program = program::Program::read(content).with_context(|| from.display().to_string())?;
+    ensure!(
+        program.interpreter.is_none() && program.libraries.is_empty(),
+        "{}: must be a static build (--target x86_64-unknown-linux-musl): it needs {}",
+        from.display(),
+        program.libraries.join(", ")
+    );
+    Ok(())
 }
 
 /// Accounts of an image without other services; nobody logs in.

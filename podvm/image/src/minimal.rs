@@ -1,4 +1,8 @@
 //! The minimal image: the distribution's kernel and an initramfs in which peerpod-guest is init. Nothing else runs.
+//!
+//! What a machine unpacks at its boot it pays for, in time and in memory, used or not. So the archive holds the guest
+//! program, the configuration, and everything below /usr (modules, agent, tools) as one squashfs file, which is mounted:
+//! what nobody reads stays compressed.
 
 use std::{fs, path::Path};
 
@@ -19,6 +23,10 @@ use crate::{
 const FILES: &str = include_str!("../data/minimal.files");
 const KERNEL: &str = "vmlinuz";
 const INITRD: &str = "initrd.img";
+/// Everything below /usr; the guest program mounts it there.
+const USR: &str = "usr.squashfs";
+/// What mounting it takes; with depmod's tables the only part of /usr that is in the archive, too.
+const USR_MODULES: [&str; 2] = ["loop", "squashfs"];
 /// Mount points and places that are written to.
 const FOLDERS: [&str; 7] = ["dev", "etc", "proc", "root", "run", "sys", "var/lib/peerpod"];
 
@@ -60,13 +68,61 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, out: &Path) -> anyhow::Resul
     fs::create_dir_all(out).with_context(|| format!("make {}", out.display()))?;
     let vmlinuz = inputs.file(&format!("boot/vmlinuz-{release}"))?;
     report.write(out, KERNEL, vmlinuz)?;
-    report.write(out, INITRD, &compress(&cpio::archive(&tree, inputs.lock.epoch))?)?;
+    report.write(out, INITRD, &initramfs(inputs, &tree, &release)?)?;
     report.kernel = Some(KERNEL.to_owned());
     report.initrd = Some(INITRD.to_owned());
     report.cmdline = cmdline::line(&[]);
     report.cmdline_emulated = cmdline::line(&["emulated"]);
     report.contents(&tree);
     report.finish(out)
+}
+
+/// The archive, which is not compressed: nearly all of it is a program that is read at once, and a file that is.
+fn initramfs(inputs: &Inputs, tree: &Tree, release: &str) -> anyhow::Result<Vec<u8>> {
+    let mut early = Tree::merged();
+    modules::in_order(&mut early, &inputs.packages, release, USR_MODULES.into_iter())?;
+    let tables = format!("usr/lib/modules/{release}/modules.");
+    for (path, node) in tree.iter().filter(|(path, _)| !path.starts_with("usr/") || path.starts_with(&tables))
+    {
+        early.insert(path, node.clone());
+    }
+    early.file(USR, 0o600, squashfs(inputs, tree)?);
+    Ok(cpio::archive(&early, inputs.lock.epoch))
+}
+
+/// Everything below /usr: every file root's, of one time, in order, on one thread, so that it is the same each time.
+fn squashfs(inputs: &Inputs, tree: &Tree) -> anyhow::Result<Vec<u8>> {
+    let work = inputs.work("usr")?;
+    let (folder, image) = (work.join("root"), work.join(USR));
+    fs::create_dir(&folder)?;
+    tree.write(&folder)?;
+    let time = inputs.lock.epoch.to_string();
+    run::with_input(
+        run::tool("mksquashfs").args([&folder.join("usr"), &image]).args([
+            "-comp",
+            "zstd",
+            "-Xcompression-level",
+            "19",
+            "-b",
+            "131072",
+            "-noappend",
+            "-all-root",
+            "-no-xattrs",
+            "-no-exports",
+            "-processors",
+            "1",
+            "-no-progress",
+            "-quiet",
+            "-mkfs-time",
+            &time,
+            "-all-time",
+            &time,
+        ]),
+        &[],
+    )?;
+    let content = fs::read(&image)?;
+    fs::remove_dir_all(&work)?;
+    Ok(content)
 }
 
 /// zstd, on one thread: with more the bytes depend on their number. The kernel does without the checksum.

@@ -1,110 +1,30 @@
-//! Why an image cannot be had, in kinds that a caller can act on and words that a pod's user reads.
+//! What stood in the way of an image, from what the disk and the registry's client say of it.
 
-use std::{error::Error as StdError, fmt, io, path::Path};
+use std::{error::Error as StdError, io, path::Path};
 
 use oci_client::errors::{OciDistributionError, OciErrorCode};
-use serde::{Deserialize, Serialize};
+pub(crate) use peerpod_image_job::cause::{Cause, Error, quote};
 
-/// Most characters that a registry's own words get in our text.
-const MAX_QUOTE: usize = 300;
-
-/// The kind of failure.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Cause {
-    /// The registry does not have it.
-    NotFound,
-    /// The registry does not give it to us.
-    Denied,
-    /// The VM's disk is full.
-    NoSpace,
-    /// The registry cannot be reached, or does not answer.
-    Unreachable,
-    /// The registry's certificate is not one that the VM trusts.
-    Untrusted,
-    /// What came is not what its digest says.
-    Digest,
-    /// What came is not an image, or means ill.
-    Malformed,
-    /// It is an image, but not one for this VM or this program.
-    Unsupported,
-    /// Larger than is permitted.
-    TooLarge,
-    /// Not done in time.
-    Late,
-    /// Something of the VM's own.
-    Internal,
-}
-
-impl Cause {
-    /// In a few words, with which the error begins.
-    pub fn words(self) -> &'static str {
-        match self {
-            Cause::NotFound => "not found",
-            Cause::Denied => "denied",
-            Cause::NoSpace => "no space",
-            Cause::Unreachable => "no route",
-            Cause::Untrusted => "TLS not trusted",
-            Cause::Digest => "digest wrong",
-            Cause::Malformed => "malformed image",
-            Cause::Unsupported => "unsupported image",
-            Cause::TooLarge => "too large",
-            Cause::Late => "too slow",
-            Cause::Internal => "internal error",
+/// What the VM's disk said to an attempt.
+pub(crate) fn disk(what: &str, path: &Path, error: &io::Error) -> Error {
+    let text = format!("{what} {}: {error}", path.display());
+    match error.raw_os_error() {
+        Some(code)
+            if [libc_code(nix::errno::Errno::ENOSPC), libc_code(nix::errno::Errno::EDQUOT)]
+                .contains(&code) =>
+        {
+            let cure = "give the VM a larger image disk (guest setting images.store), or use a smaller image";
+            Error::new(Cause::NoSpace, format!("{text}; {cure}"))
         }
-    }
-
-    /// Whether the same may work in a moment.
-    pub fn is_transient(self) -> bool {
-        self == Cause::Unreachable
+        _ => Error::new(Cause::Internal, text),
     }
 }
 
-/// A failure: its kind, and a sentence that names what was attempted, why it failed and what would do.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Error {
-    /// The kind.
-    pub cause: Cause,
-    /// For people.
-    pub text: String,
-}
-
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.cause.words(), self.text)
-    }
-}
-
-impl StdError for Error {}
-
-impl Error {
-    /// One of the kind.
-    pub fn new(cause: Cause, text: impl Into<String>) -> Error {
-        Error { cause, text: text.into() }
-    }
-
-    /// What the VM's disk said to an attempt.
-    pub(crate) fn disk(what: &str, path: &Path, error: &io::Error) -> Error {
-        let text = format!("{what} {}: {error}", path.display());
-        match error.raw_os_error() {
-            Some(code)
-                if [libc_code(nix::errno::Errno::ENOSPC), libc_code(nix::errno::Errno::EDQUOT)]
-                    .contains(&code) =>
-            {
-                let cure =
-                    "give the VM a larger image disk (guest setting images.store), or use a smaller image";
-                Error::new(Cause::NoSpace, format!("{text}; {cure}"))
-            }
-            _ => Error::new(Cause::Internal, text),
-        }
-    }
-
-    /// What the client said of a request to the registry.
-    pub(crate) fn registry(what: &str, error: &OciDistributionError) -> Error {
-        let (cause, why, cure) = classify(error);
-        let text = format!("{what}: {}", quote(&why));
-        Error::new(cause, if cure.is_empty() { text } else { format!("{text}; {cure}") })
-    }
+/// What the client said of a request to the registry.
+pub(crate) fn registry(what: &str, error: &OciDistributionError) -> Error {
+    let (cause, why, cure) = classify(error);
+    let text = format!("{what}: {}", quote(&why));
+    Error::new(cause, if cure.is_empty() { text } else { format!("{text}; {cure}") })
 }
 
 fn libc_code(errno: nix::errno::Errno) -> i32 {
@@ -206,16 +126,6 @@ fn of_chain(error: &(dyn StdError + 'static), redirect: bool) -> (Cause, String,
     (Cause::Unreachable, format!("{}{silent}", words.join(": ")), CHECK_ROUTE)
 }
 
-/// Words of a stranger: bounded, and on one line.
-pub(crate) fn quote(text: &str) -> String {
-    let mut out: String =
-        text.chars().take(MAX_QUOTE).map(|c| if c.is_control() { ' ' } else { c }).collect();
-    if text.chars().nth(MAX_QUOTE).is_some() {
-        out.push('…');
-    }
-    out
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -223,28 +133,22 @@ mod tests {
     #[test]
     fn a_full_disk_is_told_from_others() {
         let full = io::Error::from_raw_os_error(nix::errno::Errno::ENOSPC as i32);
-        let error = Error::disk("writing", Path::new("/x"), &full);
+        let error = disk("writing", Path::new("/x"), &full);
         assert_eq!(error.cause, Cause::NoSpace);
         assert!(error.to_string().starts_with("no space: writing /x: "), "{error}");
         let other = io::Error::from_raw_os_error(nix::errno::Errno::EIO as i32);
-        assert_eq!(Error::disk("writing", Path::new("/x"), &other).cause, Cause::Internal);
+        assert_eq!(disk("writing", Path::new("/x"), &other).cause, Cause::Internal);
     }
 
     #[test]
     fn what_lies_at_the_bottom_decides() {
         let tls = rustls::Error::InvalidCertificate(rustls::CertificateError::UnknownIssuer);
         let wrapped = OciDistributionError::IoError(io::Error::other(io::Error::other(tls)));
-        assert_eq!(Error::registry("x", &wrapped).cause, Cause::Untrusted);
+        assert_eq!(registry("x", &wrapped).cause, Cause::Untrusted);
         let refused = OciDistributionError::IoError(io::ErrorKind::ConnectionRefused.into());
-        assert_eq!(Error::registry("x", &refused).cause, Cause::Unreachable);
+        assert_eq!(registry("x", &refused).cause, Cause::Unreachable);
         let missing =
             OciDistributionError::ServerError { code: 404, url: String::new(), message: "x".into() };
-        assert_eq!(Error::registry("x", &missing).cause, Cause::NotFound);
-    }
-
-    #[test]
-    fn a_strangers_words_are_bounded_and_on_one_line() {
-        let text = quote(&format!("a\n\x1b[31m{}", "ß".repeat(1000)));
-        assert!(text.starts_with("a  [31mß") && text.chars().count() == MAX_QUOTE + 1, "{text}");
+        assert_eq!(registry("x", &missing).cause, Cause::NotFound);
     }
 }

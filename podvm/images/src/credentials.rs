@@ -9,7 +9,7 @@ use base64::{Engine, engine::general_purpose::STANDARD};
 use serde::Deserialize;
 
 /// Larger ones are refused.
-pub const MAX_LEN: usize = 1 << 20;
+pub const MAX_LEN: usize = 2 << 20;
 /// Tried for one image.
 const MOST: usize = 16;
 /// What Docker Hub is called in such files.

@@ -36,7 +36,7 @@ pub(crate) async fn layer(
 }
 
 async fn once(registry: &Registry, layer: &Layer, path: &Path) -> Result<(), Error> {
-    let failed = |error: std::io::Error| Error::disk("writing", path, &error);
+    let failed = |error: std::io::Error| crate::cause::disk("writing", path, &error);
     let mut file = File::create(path).map_err(failed)?;
     registry.blob(&layer.descriptor, |part| file.write_all(part).map_err(failed)).await
 }

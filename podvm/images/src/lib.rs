@@ -1,6 +1,6 @@
 //! Container images in the pod VM: asked of a registry, verified, unpacked layer by layer, mounted for a container.
 //!
-//! All of it is the work of a short-lived process (`peerpod-guest pull`): memory, half-open connections and private
+//! All of it is the work of a short-lived process (`peerpod-pull`): memory, half-open connections and private
 //! mounts go with it, and bytes of strangers are read by nothing that must live on. It reads one [`Job`] from its
 //! standard input and writes [`Event`]s, one JSON line each, the last of which is the outcome.
 //!
@@ -9,10 +9,9 @@
 //! rename, so a process that is killed leaves nothing that anybody takes for whole. May touch: the store's directory,
 //! the network, mounts below the store and the one that was asked for.
 
-pub mod cause;
+mod cause;
 pub mod credentials;
 mod fetch;
-pub mod job;
 mod mount;
 mod process;
 mod pull;
@@ -21,6 +20,5 @@ mod store;
 mod stream;
 pub mod unpack;
 
-pub use cause::{Cause, Error};
-pub use job::{Event, Job, Limits, Outcome};
+pub use peerpod_image_job::{Cause, Error, Event, Job, Limits, Outcome};
 pub use process::run;

@@ -1,4 +1,4 @@
-//! The process that does one job: `peerpod-guest pull`.
+//! The process that does one job: `peerpod-pull`.
 
 use std::{
     io::{self, Read, Write},
@@ -14,8 +14,8 @@ use nix::sys::{
 };
 
 use crate::{
+    Event, Job,
     cause::{Cause, Error},
-    job::{Event, Job},
     pull::{Say, pull},
 };
 

@@ -12,13 +12,11 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::{
     cause::{Cause, Error},
-    fetch,
-    job::{Event, Job, Outcome},
-    mount,
+    fetch, mount,
     registry::{self, Image, Layer, Process, Registry},
     store::{Lock, Record, Store, chain},
     stream::{Counted, open},
-    unpack,
+    unpack, {Event, Job, Outcome},
 };
 
 /// Layers that are fetched at the same time.
@@ -34,7 +32,7 @@ pub(crate) async fn pull(job: &Job, say: &Say) -> Result<Outcome, Error> {
     let reference = registry::parse(&job.image)?;
     let bundle = job.bundle.as_deref().map(checked_bundle).transpose()?;
     let store = Store::open(&job.store)?;
-    std::env::set_current_dir(store.path()).map_err(|e| Error::disk("entering", store.path(), &e))?;
+    std::env::set_current_dir(store.path()).map_err(|e| crate::cause::disk("entering", store.path(), &e))?;
     store.sweep(&fs::read_to_string("/proc/self/mountinfo").unwrap_or_default());
     let name = reference.whole();
     let pinned = reference.digest().is_some();
@@ -218,7 +216,7 @@ impl Unpacker {
     fn run(&mut self, mut work: mpsc::Receiver<Work>) -> Unpacked {
         mount::apart()
             .and_then(|()| std::env::set_current_dir(self.store.path()))
-            .map_err(|e| Error::disk("taking mounts apart for", self.store.path(), &e))?;
+            .map_err(|e| crate::cause::disk("taking mounts apart for", self.store.path(), &e))?;
         let mut warnings = Vec::new();
         while let Some(work) = work.blocking_recv() {
             warnings.extend(self.layer(work)?);
@@ -258,14 +256,14 @@ impl Unpacker {
         };
         let unpacked = self.archive(work, &root);
         if mounted {
-            mount::unmount_all(&root).map_err(|e| Error::disk("unmounting", &root, &e))?;
+            mount::unmount_all(&root).map_err(|e| crate::cause::disk("unmounting", &root, &e))?;
         }
         unpacked
     }
 
     fn archive(&mut self, work: &Work, root: &Path) -> Result<unpack::LeftOut, Error> {
         let blob = &work.blob.0;
-        let source = open(blob, work.layer.packing).map_err(|e| Error::disk("opening", blob, &e))?;
+        let source = open(blob, work.layer.packing).map_err(|e| crate::cause::disk("opening", blob, &e))?;
         let mut counted = Counted::new(source, &mut self.bytes);
         let left = unpack::unpack(&mut counted, root, &mut self.entries)?;
         let diff_id = counted
@@ -284,7 +282,7 @@ impl Unpacker {
 }
 
 fn overlay_failed(target: &Path, error: &io::Error) -> Error {
-    let mut error = Error::disk("mounting an overlay on", target, error);
+    let mut error = crate::cause::disk("mounting an overlay on", target, error);
     if error.cause == Cause::Internal {
         error
             .text
@@ -306,13 +304,13 @@ fn checked_bundle(bundle: &Path) -> Result<PathBuf, Error> {
 /// The container's root: all layers, and a writable one. What an earlier attempt mounted there is taken away.
 fn mount_bundle(store: &Store, record: &Record, bundle: &Path) -> Result<(), Error> {
     let rootfs = bundle.join("rootfs");
-    fs::create_dir_all(&rootfs).map_err(|e| Error::disk("making", &rootfs, &e))?;
-    mount::unmount_all(&rootfs).map_err(|e| Error::disk("unmounting", &rootfs, &e))?;
+    fs::create_dir_all(&rootfs).map_err(|e| crate::cause::disk("making", &rootfs, &e))?;
+    mount::unmount_all(&rootfs).map_err(|e| crate::cause::disk("unmounting", &rootfs, &e))?;
     let upper = store.container(bundle);
-    unpack::remove_tree(&upper).map_err(|e| Error::disk("removing", &upper, &e))?;
+    unpack::remove_tree(&upper).map_err(|e| crate::cause::disk("removing", &upper, &e))?;
     for folder in ["fs", "work"] {
         let path = upper.join(folder);
-        fs::create_dir_all(&path).map_err(|e| Error::disk("making", &path, &e))?;
+        fs::create_dir_all(&path).map_err(|e| crate::cause::disk("making", &path, &e))?;
     }
     like_top(store, record, &upper.join("fs"))?;
     let name = upper.file_name().unwrap_or_default().to_string_lossy();
@@ -320,7 +318,7 @@ fn mount_bundle(store: &Store, record: &Record, bundle: &Path) -> Result<(), Err
         .map_err(|e| overlay_failed(&rootfs, &e))?;
     let config = bundle.join("config.json");
     fs::write(&config, runtime_config(&record.process).to_string())
-        .map_err(|e| Error::disk("writing", &config, &e))
+        .map_err(|e| crate::cause::disk("writing", &config, &e))
 }
 
 /// The root folder's owner and mode are those of the uppermost layer.
@@ -332,7 +330,7 @@ fn like_top(store: &Store, record: &Record, upper: &Path) -> Result<(), Error> {
         chown(upper, Some(found.uid()), Some(found.gid()))?;
         fs::set_permissions(upper, fs::Permissions::from_mode(found.mode() & 0o7777))
     };
-    like().map_err(|e| Error::disk("making", upper, &e))
+    like().map_err(|e| crate::cause::disk("making", upper, &e))
 }
 
 /// What the image would start, as a runtime's configuration. The agent takes the pod's own; some callers look here.

@@ -17,9 +17,9 @@ use rustls::pki_types::{CertificateDer, pem::PemObject};
 use serde::Deserialize;
 
 use crate::{
+    Job,
     cause::{Cause, Error, quote},
     credentials::{self, Credential},
-    job::Job,
     stream::Packing,
 };
 
@@ -142,7 +142,10 @@ impl Registry {
     async fn ask(&self, auth: &RegistryAuth) -> Result<Image, Error> {
         let registry = self.reference.resolve_registry();
         let failed = |error: OciDistributionError| {
-            Error::registry(&format!("asking {registry} for the manifest of {}", self.reference), &error)
+            crate::cause::registry(
+                &format!("asking {registry} for the manifest of {}", self.reference),
+                &error,
+            )
         };
         self.client.auth(&self.reference, auth, RegistryOperation::Pull).await.map_err(failed)?;
         let (mut manifest, mut digest) =
@@ -192,10 +195,11 @@ impl Registry {
         let descriptor = OciDescriptor { urls: None, ..descriptor.clone() };
         let opening =
             tokio::time::timeout(self.silence, self.client.pull_blob_stream(&self.reference, &descriptor));
-        let mut stream = opening.await.map_err(late)?.map_err(|e| Error::registry(&what, &e))?;
+        let mut stream = opening.await.map_err(late)?.map_err(|e| crate::cause::registry(&what, &e))?;
         let mut left = u64::try_from(descriptor.size).unwrap_or(0);
         while let Some(part) = tokio::time::timeout(self.silence, stream.next()).await.map_err(late)? {
-            let part = part.map_err(|error| Error::registry(&what, &OciDistributionError::IoError(error)))?;
+            let part =
+                part.map_err(|error| crate::cause::registry(&what, &OciDistributionError::IoError(error)))?;
             left = left.checked_sub(part.len() as u64).ok_or_else(|| {
                 let text = format!("{what}: more bytes than the {} that the manifest says", descriptor.size);
                 Error::new(Cause::Digest, text)

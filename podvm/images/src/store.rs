@@ -55,7 +55,7 @@ impl Store {
         for folder in ["l", "t", "i", "c", "k"] {
             let path = path.join(folder);
             let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&path);
-            made.map_err(|error| Error::disk("making", &path, &error))?;
+            made.map_err(|error| crate::cause::disk("making", &path, &error))?;
         }
         Ok(Store(path.to_owned()))
     }
@@ -84,7 +84,7 @@ impl Store {
     /// Waits until nobody else makes the layer. Blocks.
     pub(crate) fn lock(&self, id: &str) -> Result<Lock, Error> {
         let path = self.0.join("k").join(id);
-        let failed = |error: io::Error| Error::disk("locking", &path, &error);
+        let failed = |error: io::Error| crate::cause::disk("locking", &path, &error);
         let file = OpenOptions::new()
             .create(true)
             .truncate(false)
@@ -98,12 +98,12 @@ impl Store {
     /// An empty place for a layer that is to be made; what a killed process left there is gone.
     pub(crate) fn begin(&self, id: &str) -> Result<PathBuf, Error> {
         let path = self.making(id);
-        remove_tree(&path).map_err(|error| Error::disk("removing", &path, &error))?;
+        remove_tree(&path).map_err(|error| crate::cause::disk("removing", &path, &error))?;
         for folder in ["fs", "work", "merged"] {
             let folder = path.join(folder);
             let mode = if folder.ends_with("fs") { 0o755 } else { 0o700 };
             let made = fs::DirBuilder::new().recursive(true).mode(mode).create(&folder);
-            made.map_err(|error| Error::disk("making", &folder, &error))?;
+            made.map_err(|error| crate::cause::disk("making", &folder, &error))?;
         }
         Ok(path)
     }
@@ -111,7 +111,7 @@ impl Store {
     /// The layer is whole.
     pub(crate) fn finish(&self, id: &str) -> Result<(), Error> {
         let (from, to) = (self.making(id).join("fs"), self.layer(id));
-        fs::rename(&from, &to).map_err(|error| Error::disk("renaming to", &to, &error))?;
+        fs::rename(&from, &to).map_err(|error| crate::cause::disk("renaming to", &to, &error))?;
         self.abandon(id);
         Ok(())
     }
@@ -154,7 +154,7 @@ impl Store {
         };
         let path = self.record(reference);
         let new = path.with_extension("new");
-        let failed = |error: io::Error| Error::disk("writing", &path, &error);
+        let failed = |error: io::Error| crate::cause::disk("writing", &path, &error);
         let text = serde_json::to_vec(&record).map_err(|error| failed(error.into()))?;
         fs::write(&new, text).and_then(|()| fs::rename(&new, &path)).map_err(failed)
     }

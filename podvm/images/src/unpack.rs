@@ -50,7 +50,8 @@ pub struct LeftOut {
 /// The archive is malformed or means ill, the disk is full, or an entry cannot be made.
 pub fn unpack(archive: impl Read, root: &Path, entries: &mut u64) -> Result<LeftOut, Error> {
     let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let fd = open(root, directory, Mode::empty()).map_err(|e| Error::disk("opening", root, &e.into()))?;
+    let fd =
+        open(root, directory, Mode::empty()).map_err(|e| crate::cause::disk("opening", root, &e.into()))?;
     let mut unpacker =
         Unpacker { root: fd, made: BTreeSet::new(), times: Vec::new(), left: LeftOut::default() };
     let mut archive = tar::Archive::new(archive);
@@ -71,7 +72,7 @@ fn of_archive(what: &str, error: &io::Error) -> Error {
         return Error::new(Cause::TooLarge, text);
     }
     match error.raw_os_error() {
-        Some(_) => Error::disk("unpacking to", Path::new("the store"), error),
+        Some(_) => crate::cause::disk("unpacking to", Path::new("the store"), error),
         None => Error::new(Cause::Malformed, format!("{what}: {}", crate::cause::quote(&error.to_string()))),
     }
 }
@@ -138,7 +139,7 @@ impl Name {
                 let shown = crate::cause::quote(&path.to_string_lossy());
                 Error::new(Cause::Malformed, format!("the layer's entry {shown:?}: {what}: {error}"))
             }
-            other => Error::disk(what, path, &other.into()),
+            other => crate::cause::disk(what, path, &other.into()),
         }
     }
 }

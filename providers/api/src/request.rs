@@ -283,6 +283,10 @@ pub struct Owned {
     pub addresses: Vec<IpAddr>,
     /// When it was made, when the cloud says so.
     pub created: Option<SystemTime>,
+    /// The node that made it (its request's label `peerpod.node`), where the provider keeps that. Whoever collects for a
+    /// whole cluster leaves a VM alone of which it does not know the node.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub node: Option<String>,
 }
 
 /// Where a VM is in its life, as far as anybody who wants to keep or delete it must know.

@@ -193,6 +193,7 @@ impl Provider for Shelf {
             state: OwnedState::Running,
             addresses: vec![],
             created: None,
+            node: None,
         });
         let hidden = self.fault == Fault::HidesWhatItMade;
         Ok(owned.filter(|_| !hidden).collect())

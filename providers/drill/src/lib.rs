@@ -71,6 +71,9 @@ pub struct Drilled {
     pub user_data: String,
     /// Its address.
     pub address: Ipv4Addr,
+    /// The node that made it.
+    #[serde(default)]
+    pub node: Option<String>,
 }
 
 /// What is in the file of one call for several.
@@ -138,6 +141,7 @@ impl Drill {
                     key: key.clone(),
                     digest: request.digest(),
                     user_data: request.user_data.clone(),
+                    node: request.labels.get("peerpod.node").cloned(),
                     // By the id: all VMs of one call have the same key.
                     address: self.take_address(id, &IdempotencyKey::derive("drill", id, 0))?,
                 };
@@ -253,7 +257,12 @@ impl Provider for Drill {
     async fn list_owned(&self) -> Result<Vec<Owned>, Error> {
         let dir = &self.config.dir;
         let mut owned = Vec::new();
-        for entry in fs::read_dir(dir).map_err(|error| transient("listing", dir, &error))? {
+        let entries = match fs::read_dir(dir) {
+            // `preflight` makes the folder, and who only lists and deletes does not call it.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(owned),
+            other => other.map_err(|error| transient("listing", dir, &error))?,
+        };
+        for entry in entries {
             let name = entry.map_err(|error| transient("listing", dir, &error))?.file_name();
             let Some(id) = name.to_str().and_then(|name| name.strip_suffix(".json")) else { continue };
             let drilled = match self.read(id) {
@@ -267,6 +276,7 @@ impl Provider for Drill {
                 state: OwnedState::Running,
                 addresses: vec![drilled.address.into()],
                 created: None,
+                node: drilled.node,
             });
         }
         Ok(owned)

@@ -60,6 +60,7 @@ impl Shared {
         Ok(Some(Owned {
             id: id_of(domain),
             created: Some(marks.created()),
+            node: Some(marks.node).filter(|node| !node.is_empty()),
             key: Some(marks.key),
             name: Some(marks.name),
             state,

@@ -267,6 +267,8 @@ impl Shared {
                 addresses: record.map(addresses).unwrap_or_default(),
                 created: record
                     .map(|record| SystemTime::UNIX_EPOCH + Duration::from_millis(record.created_ms)),
+                // There is one: whose disk this is.
+                node: None,
             });
         }
         Ok(owned)

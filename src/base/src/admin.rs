@@ -1,4 +1,5 @@
-//! The admin port: `/metrics` (OpenMetrics text), `/healthz` (the process answers), `/readyz` (JSON: what it waits for).
+//! The admin port: `/metrics` (OpenMetrics text), `/healthz` (the process answers), `/readyz` (JSON: what it waits for, and
+//! what is wrong without keeping it from its work).
 //!
 //! Each process answers for itself. The port is for the node's own network: it shows no secret and changes nothing.
 
@@ -30,6 +31,7 @@ const CONNECTIONS: usize = 64;
 #[derive(Clone, Debug, Default)]
 pub struct Ready {
     waiting: Arc<Mutex<BTreeMap<String, String>>>,
+    warnings: Arc<Mutex<BTreeMap<String, String>>>,
 }
 
 /// Keeps the process from being ready until it is dropped.
@@ -71,10 +73,30 @@ impl Ready {
         self.lock().clone()
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, String>> {
-        // Every step leaves the map whole, so a panic elsewhere does not spoil it.
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Something is wrong that does not keep the process from its work: said, until [`Ready::settled`], and ready all the
+    /// same.
+    pub fn warn(&self, name: &str, why: &str) {
+        lock(&self.warnings).insert(name.to_owned(), why.to_owned());
     }
+
+    /// What had this name is wrong no more.
+    pub fn settled(&self, name: &str) {
+        lock(&self.warnings).remove(name);
+    }
+
+    /// What is wrong, and how.
+    pub fn warnings(&self) -> BTreeMap<String, String> {
+        lock(&self.warnings).clone()
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, String>> {
+        lock(&self.waiting)
+    }
+}
+
+fn lock(map: &Mutex<BTreeMap<String, String>>) -> std::sync::MutexGuard<'_, BTreeMap<String, String>> {
+    // Every step leaves the map whole, so a panic elsewhere does not spoil it.
+    map.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl BlockReady {
@@ -168,7 +190,11 @@ fn respond(method: &Method, path: &str, registry: &Registry, ready: &Ready) -> R
         "/readyz" => {
             let waiting = ready.waiting();
             let status = if waiting.is_empty() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-            let body = serde_json::json!({"ready": waiting.is_empty(), "waiting": waiting});
+            let warnings = ready.warnings();
+            let mut body = serde_json::json!({"ready": waiting.is_empty(), "waiting": waiting});
+            if !warnings.is_empty() {
+                body["warnings"] = serde_json::json!(warnings);
+            }
             response(status, "application/json", format!("{body}\n"))
         }
         "/metrics" => {

@@ -1,9 +1,10 @@
-//! `peerpod-cluster ROLE`: `crds` prints the custom resources' definitions; `webhook` answers admission reviews.
+//! `peerpod-cluster ROLE`: `crds` prints the custom resources' definitions; `webhook` answers admission reviews;
+//! `controller` looks after the cluster's VMs. `peerpod-cluster ROLE --help` shows a role's settings.
 //!
 //! Exit codes: 0 stopped as told; 1 it could not start, or a part of it ended; 2 the command or the configuration has
 //! mistakes.
 
-use std::process::ExitCode;
+use std::{collections::BTreeMap, process::ExitCode};
 
 use peerpod_base::{
     config::{Mistakes, Printed, Reader, Setting, Sources},
@@ -11,40 +12,113 @@ use peerpod_base::{
     program::{self, Program},
     telemetry::{self, LogConfig},
 };
-use peerpod_cluster::webhook::{self, WebhookConfig};
+use peerpod_cluster::{
+    controller::{self, parts::Settings},
+    webhook::{self, WebhookConfig},
+};
 use peerpod_kube::crds;
 
-const PROGRAM: Program = Program {
-    name: "peerpod-cluster",
-    version: env!("CARGO_PKG_VERSION"),
-    about: "the cluster's side of peer pods; roles, as the first argument: crds (print the custom resources' definitions), \
-            webhook (answer admission reviews)",
-};
+const ABOUT: &str = "the cluster's side of peer pods; roles, as the first argument: crds (print the custom resources' definitions), \
+                     webhook (answer admission reviews), controller (look after the cluster's VMs); ROLE --help shows a role's settings";
 
-/// Sections of the shared file that other binaries read.
-const OTHERS: [&str; 6] = ["paths", "node", "relay", "tunnel", "provider", "csi"];
+/// Every section of the shared file. A role reads its own; the others are other programs' and roles'.
+const SECTIONS: [&str; 13] = [
+    "cluster",
+    "controller",
+    "csi",
+    "kubernetes",
+    "log",
+    "node",
+    "paths",
+    "provider",
+    "relay",
+    "secrets",
+    "tunnel",
+    "volumes",
+    "webhook",
+];
+
+/// What is done with a configuration without mistakes.
+type Start = Box<dyn FnOnce() -> anyhow::Result<()>>;
+
+/// One that runs until told to stop.
+struct Role {
+    name: &'static str,
+    about: &'static str,
+    /// The sections in which it knows every key.
+    mine: &'static [&'static str],
+    read: fn(&mut Reader) -> Start,
+}
+
+const ROLES: [Role; 2] = [
+    Role {
+        name: "webhook",
+        about: "answers admission reviews: a pod that asks for a VM comes in, a patch goes out",
+        mine: &["webhook", "kubernetes", "log"],
+        read: |reader| {
+            let (config, log) = (WebhookConfig::read(reader), LogConfig::read(reader));
+            Box::new(move || {
+                run(&log, async |shutdown| {
+                    webhook::server::build(config).await?.run(&shutdown).await?;
+                    Ok(())
+                })
+            })
+        },
+    },
+    Role {
+        name: "controller",
+        about: "looks after the cluster's VMs: deletes those of PeerPods that go, and those that nobody wants",
+        mine: &["controller", "kubernetes", "provider", "secrets", "log"],
+        read: |reader| {
+            let (settings, log) = (Settings::read(reader), LogConfig::read(reader));
+            Box::new(move || {
+                run(&log, async |shutdown| {
+                    let bound = tokio::select! {
+                        bound = controller::app::build(settings, &shutdown) => bound?,
+                        () = shutdown.wait() => return Ok(()),
+                    };
+                    bound.run().await
+                })
+            })
+        },
+    },
+];
 
 fn main() -> ExitCode {
-    if let Some(answer) = PROGRAM.answer(std::env::args().skip(1), settings) {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let whole = Program { name: "peerpod-cluster", version: env!("CARGO_PKG_VERSION"), about: ABOUT };
+    let every = || {
+        let all = ROLES.iter().flat_map(settings).map(|setting| (setting.key.clone(), setting));
+        all.collect::<BTreeMap<_, _>>().into_values().collect()
+    };
+    if let Some(answer) = whole.answer(words.iter().cloned(), every) {
         print!("{answer}");
         return ExitCode::SUCCESS;
     }
-    let mut words = std::env::args().skip(1);
-    let ended = match words.next().as_deref() {
-        Some("crds") => print_crds(),
-        Some("webhook") => match load(Sources::from_process(words, environment())) {
-            Ok((config, log, _)) => serve(config, &log),
-            Err(mistakes) => {
-                eprintln!("peerpod-cluster: {mistakes}");
-                return ExitCode::from(2);
-            }
-        },
-        other => {
-            let said = other.map_or_else(|| "no role".to_owned(), |role| format!("{role:?} is no role"));
-            eprintln!("peerpod-cluster: {said}; say crds or webhook, or --help");
-            return ExitCode::from(2);
-        }
+    let word = words.first().map(String::as_str);
+    if word == Some("crds") {
+        return end(print_crds());
+    }
+    let Some(role) = ROLES.iter().find(|role| Some(role.name) == word) else {
+        let said = word.map_or_else(|| "no role".to_owned(), |word| format!("{word:?} is no role"));
+        eprintln!("peerpod-cluster: {said}; say crds, webhook or controller, or --help");
+        return ExitCode::from(2);
     };
+    let program = Program { name: role.name, about: role.about, ..whole };
+    if let Some(answer) = program.answer(words.iter().skip(1).cloned(), || settings(role)) {
+        print!("peerpod-cluster {answer}");
+        return ExitCode::SUCCESS;
+    }
+    match load(role, Sources::from_process(words.into_iter().skip(1), environment())) {
+        Ok((start, _)) => end(start()),
+        Err(mistakes) => {
+            eprintln!("peerpod-cluster: {mistakes}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn end(ended: anyhow::Result<()>) -> ExitCode {
     match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -54,11 +128,11 @@ fn main() -> ExitCode {
     }
 }
 
-fn load(sources: Sources) -> Result<(WebhookConfig, LogConfig, Printed), Mistakes> {
-    let mut reader = Reader::load(sources, &["webhook", "log"], &OTHERS)?;
-    let config = WebhookConfig::read(&mut reader);
-    let log = LogConfig::read(&mut reader);
-    Ok((config, log, reader.finish()?))
+fn load(role: &Role, sources: Sources) -> Result<(Start, Printed), Mistakes> {
+    let others: Vec<&str> = SECTIONS.into_iter().filter(|section| !role.mine.contains(section)).collect();
+    let mut reader = Reader::load(sources, role.mine, &others)?;
+    let start = (role.read)(&mut reader);
+    Ok((start, reader.finish()?))
 }
 
 fn environment() -> impl Iterator<Item = (String, String)> {
@@ -67,8 +141,8 @@ fn environment() -> impl Iterator<Item = (String, String)> {
 }
 
 /// For the help alone: the defaults.
-fn settings() -> Vec<Setting> {
-    load(Sources::from_process([], [])).map(|(.., printed)| printed.0).unwrap_or_default()
+fn settings(role: &Role) -> Vec<Setting> {
+    load(role, Sources::from_process([], [])).map(|(_, printed)| printed.0).unwrap_or_default()
 }
 
 fn print_crds() -> anyhow::Result<()> {
@@ -78,18 +152,17 @@ fn print_crds() -> anyhow::Result<()> {
     Ok(())
 }
 
-fn serve(config: WebhookConfig, log: &LogConfig) -> anyhow::Result<()> {
+fn run(
+    log: &LogConfig,
+    role: impl AsyncFnOnce(lifecycle::Shutdown) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
     telemetry::init(log)?;
     if let Err(error) = program::own_rights_and_limits() {
         tracing::warn!(%error, "the limit of open files stays as it is");
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let ended = runtime.block_on(async {
-        let shutdown = lifecycle::signals()?;
-        webhook::server::build(config).await?.run(&shutdown).await?;
-        Ok(())
-    });
-    // Reading the certificate may hang on a dead mount.
+    let ended = runtime.block_on(async { role(lifecycle::signals()?).await });
+    // A read from a dead mount must not keep the process.
     runtime.shutdown_timeout(std::time::Duration::from_secs(2));
     ended
 }

@@ -17,7 +17,10 @@ use peerpod_relay::config::RelayConfig;
 use crate::convert;
 
 /// Every section there is; no other binary has more.
-pub(crate) const SECTIONS: [&str; 6] = ["paths", "log", "node", "relay", "tunnel", "provider"];
+pub(crate) const SECTIONS: [&str; 8] =
+    ["paths", "log", "node", "relay", "tunnel", "provider", "cluster", "kubernetes"];
+/// What the cluster's programs read: not looked at here.
+pub(crate) const OTHERS: [&str; 5] = ["controller", "csi", "secrets", "volumes", "webhook"];
 
 /// What `peerpod config` understands.
 pub(crate) const USAGE: &str =
@@ -72,7 +75,7 @@ fn check(sources: Sources) -> Result<String, Mistakes> {
 
 /// Reads all sections as the binaries do.
 fn read(sources: Sources) -> Result<Vec<Setting>, Mistakes> {
-    let mut reader = Reader::load(sources, &SECTIONS, &[])?;
+    let mut reader = Reader::load(sources, &SECTIONS, &OTHERS)?;
     ask(&mut reader);
     Ok(reader.finish()?.0)
 }
@@ -97,7 +100,7 @@ fn every_setting() -> Result<Vec<Setting>, Mistakes> {
     let mut all: BTreeMap<String, Setting> = BTreeMap::new();
     for kind in peerpod_providers::kinds() {
         let flags = vec![("provider.kind".to_owned(), kind.to_owned())];
-        let mut reader = Reader::load(Sources { flags, ..Sources::default() }, &SECTIONS, &[])?;
+        let mut reader = Reader::load(Sources { flags, ..Sources::default() }, &SECTIONS, &OTHERS)?;
         ask(&mut reader);
         for setting in reader.asked() {
             all.entry(setting.key.clone()).or_insert(setting);

@@ -138,6 +138,7 @@ type Carry = fn(&str) -> Option<Value>;
 /// Variable, our key, and how its value is carried.
 const COMMON: &[(&str, &str, Carry)] = &[
     ("VXLAN_PORT", "tunnel.port", number),
+    ("PEERPODS_LIMIT_PER_NODE", "cluster.capacity", number),
     ("PROXY_TIMEOUT", "node.boot-timeout", duration),
     ("EXTERNAL_NETWORK_VIA_PODVM", "tunnel.external", way),
     ("POD_SUBNET_CIDRS", "tunnel.cluster-cidrs", list),
@@ -156,7 +157,6 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("TLS_CIPHER_SUITES", "they are those of TLS 1.3"),
     ("INITDATA", "give it to each pod as the annotation io.katacontainers.config.hypervisor.cc_init_data"),
     ("CLOUD_CONFIG_VERIFY", "the configuration is always checked"),
-    ("PEERPODS_LIMIT_PER_NODE", "it is not a setting of the node's file"),
     ("ENABLE_SCRATCH_SPACE", "make the root disk larger instead"),
     ("PAUSE_IMAGE", "it had no use"),
     ("PODS_DIR", "it is `pods` in paths.run-dir"),
@@ -262,6 +262,7 @@ items:
   data:
     CLOUD_PROVIDER: THIS_ONE
     VXLAN_PORT: "9000"
+    PEERPODS_LIMIT_PER_NODE: "7"
     PROXY_TIMEOUT: 5m
     EXTERNAL_NETWORK_VIA_PODVM: "true"
     POD_SUBNET_CIDRS: "10.244.0.0/16 10.96.0.0/12"
@@ -296,7 +297,7 @@ stringData:
         let text = std::fs::read_to_string(&out).unwrap();
         let yaml: Json = serde_yaml::from_str(&text).unwrap();
         assert_eq!(yaml["provider"]["kind"], caa::known()[0]);
-        assert_eq!(yaml["tunnel"]["port"], 9000);
+        assert_eq!((&yaml["tunnel"]["port"], &yaml["cluster"]["capacity"]), (&9000.into(), &7.into()));
         assert_eq!(yaml["tunnel"]["cluster-cidrs"], serde_json::json!(["10.244.0.0/16", "10.96.0.0/12"]));
         assert_eq!(
             (&yaml["tunnel"]["external"], &yaml["node"]["boot-timeout"]),

@@ -116,7 +116,7 @@ fn read(
     node_name: &str,
     purpose: Purpose,
 ) -> Result<(Settings, LogConfig), peerpod_base::config::Mistakes> {
-    let mut reader = Reader::load(sources, &crate::config::SECTIONS, &[])?;
+    let mut reader = Reader::load(sources, &crate::config::SECTIONS, &crate::config::OTHERS)?;
     let log = LogConfig::read(&mut reader);
     let node = NodeConfig::read(&mut reader);
     RelayConfig::read(&mut reader);

@@ -25,6 +25,7 @@ use ttrpc::asynchronous::transport::Listener;
 
 use crate::{
     carry,
+    cluster::{Cluster, show::About},
     config::NodeConfig,
     effects::{self, GuestAddresses, Real, Surroundings},
     ledger::{self, Inbox, Ledger, Loaded},
@@ -37,6 +38,8 @@ use crate::{
         Deaths, Reaper, Sandboxes,
         recover::{Kept, Orphans, recover},
     },
+    secrets::PullSecrets,
+    sweep,
     trust::{self, Trust},
     tunnel::{self, Tunnel, TunnelConfig},
     volumes::Volumes,
@@ -87,6 +90,9 @@ pub enum AppError {
     /// The same for `node.vm-…`.
     #[error("node.vm-arch, -confidential, -market, -zones, -public-ip: {0}")]
     Wishes(peerpod_provider_api::Error),
+    /// The API server's address, or our credentials there.
+    #[error(transparent)]
+    Cluster(#[from] peerpod_kube::client::Error),
     /// The admin port.
     #[error(transparent)]
     Admin(#[from] admin::Error),
@@ -113,6 +119,7 @@ pub struct Bound {
     /// `node.sock`.
     pub socket: PathBuf,
     sandboxes: Sandboxes,
+    cluster: Option<Cluster>,
     server: ttrpc::r#async::Server,
     /// Of `volumes.sock`.
     volumes: ttrpc::r#async::Server,
@@ -136,6 +143,16 @@ pub async fn build(
     metrics.register(&mut registry);
     let ready = Ready::new();
     let starting = ready.block("start");
+    let mut tasks = JoinSet::new();
+    let cluster = match config.cluster.clone() {
+        Some(settings) => Some(Cluster::open(settings, metrics.clone(), ready.clone()).await?),
+        None => None,
+    };
+    if let Some(cluster) = &cluster {
+        // Before we wait for a predecessor: one that leaves then leaves the capacity to us.
+        cluster.claim(&mut tasks);
+        cluster.run(&mut tasks);
+    }
 
     // The sandboxes' own folders come and go in there; it stays.
     let pods = config.run_dir.join("pods");
@@ -173,7 +190,6 @@ pub async fn build(
     let boot_id = boot_id()?;
     effects::tidy(&tunnel, &records, unread.iter().cloned(), &boot_id).await;
 
-    let mut tasks = JoinSet::new();
     preflight(&mut tasks, provider.clone(), addresses.clone(), &ready).await;
     {
         let relay = relay.clone();
@@ -187,6 +203,14 @@ pub async fn build(
         tasks.spawn(carry::run(relay.clone(), carrier, addresses.clone(), surroundings.underlay()));
     }
     let most = provider.capabilities().max_batch;
+    let shown = cluster.clone().zip(config.cluster.as_ref()).map(|(cluster, settings)| {
+        let about = About {
+            provider: provider.name().into(),
+            node: settings.node_name.as_str().into(),
+            cluster_id: config.cluster_id.as_str().into(),
+        };
+        (cluster, about)
+    });
     let fx = Arc::new(Real {
         ledger,
         provider,
@@ -199,8 +223,10 @@ pub async fn build(
         localhost: Localhost::new(config.localhost).await,
         boot_id,
         registries: config.registries.clone(),
+        pull_secrets: config.secrets.clone().map(PullSecrets::new),
         surroundings,
         volumes: Volumes::new(&config.volumes_dir, None),
+        cluster: shown,
     });
     let mut settings = config.sandbox_settings();
     settings.guest_addresses = addresses.in_words(None);
@@ -218,6 +244,15 @@ pub async fn build(
         roll_over::run(rolled, told, table, config.ca_roll_over, config.ca_follow_timeout).await;
         "roll-over of the CA"
     });
+    if let Some(cluster) = &cluster {
+        let (cluster, table, unread) = (cluster.clone(), sandboxes.clone(), unread.clone());
+        let cluster_id = config.cluster_id.clone();
+        tasks.spawn(async move {
+            sweep::run(cluster, table, unread, cluster_id).await;
+            "look at PeerPods"
+        });
+    }
+    relay_is_there(&mut tasks, &relay, &ready);
     let orphans = Orphans::new(unread, config.orphan_grace).sparing(unread_batches);
     look_after(&mut tasks, &sandboxes, &inbox, &metrics, orphans);
 
@@ -232,6 +267,9 @@ pub async fn build(
     let volumes =
         rpc::volumes::serve(Listener::from(listener), sandboxes.clone()).await.map_err(AppError::Door)?;
     drop(starting);
+    if let Some(cluster) = &cluster {
+        cluster.serve(&mut tasks);
+    }
     info!(
         version = env!("CARGO_PKG_VERSION"),
         cluster = config.cluster_id,
@@ -242,7 +280,7 @@ pub async fn build(
         %admin,
         "peerpod-node serves"
     );
-    Ok(Bound { admin, socket, sandboxes, server, volumes, drain, ready, tasks, socket_id })
+    Ok(Bound { admin, socket, sandboxes, cluster, server, volumes, drain, ready, tasks, socket_id })
 }
 
 impl Bound {
@@ -272,6 +310,9 @@ impl Bound {
         self.ready.not_ready("stop", "stopping");
         self.server.stop_listen().await;
         self.volumes.stop_listen().await;
+        // Beside the rest: nothing waits for an API server that is away.
+        let farewell =
+            self.cluster.take().map(|cluster| tokio::spawn(async move { cluster.farewell().await }));
         // Only if it is still ours: a successor may have bound it already.
         let ours =
             std::fs::symlink_metadata(&self.socket).is_ok_and(|now| (now.dev(), now.ino()) == self.socket_id);
@@ -291,6 +332,11 @@ impl Bound {
         if tokio::time::timeout(CLOSE, closed).await.is_err() {
             tracing::debug!("a connection did not close in time");
         }
+        if let Some(farewell) = farewell
+            && let Err(error) = farewell.await
+        {
+            warn!(%error, "the capacity may stay");
+        }
         info!("stopped; what runs goes on");
     }
 }
@@ -307,6 +353,24 @@ fn identity(trust: SharedTrust) -> crate::relay_client::Identity {
             ..ConfigureRequest::default()
         })
     })
+}
+
+/// Not ready as long as the relay is away: no pod could start.
+fn relay_is_there(tasks: &mut JoinSet<&'static str>, relay: &RelayClient, ready: &Ready) {
+    let (mut connected, ready) = (relay.connection(), ready.clone());
+    tasks.spawn(async move {
+        loop {
+            let is = *connected.borrow_and_update();
+            if is {
+                ready.ready("relay");
+            } else {
+                ready.not_ready("relay", "peerpod-relay is away: no pod can start; those that run go on");
+            }
+            if connected.changed().await.is_err() {
+                return "news of the relay";
+            }
+        }
+    });
 }
 
 /// Asks the provider whether we may do all the rest; goes on asking (not ready) when it does not answer soon.

@@ -1,4 +1,4 @@
-//! The node's settings: sections `paths`, `node`, `tunnel`, `provider` and `log` of the file that all binaries of a
+//! The node's settings: sections `paths`, `node`, `tunnel`, `provider`, `cluster`, `kubernetes` and `log` of the file that all binaries of a
 //! node share. Every key, its default and its meaning stand here (a provider's own with the provider).
 
 use std::{
@@ -15,8 +15,10 @@ use peerpod_base::{
 use peerpod_providers::{Context, Purpose};
 
 use crate::{
+    cluster::ClusterConfig,
     registries::Registries,
     sandbox,
+    secrets::SecretsConfig,
     spec::wishes::{self, Wishes},
     tunnel::{
         Classifier, Kind, Owner, TunnelConfig, Vnis, WireguardConfig,
@@ -26,7 +28,7 @@ use crate::{
 };
 
 /// Sections of the shared file that other binaries read; of `relay` and `csi` we look at one key.
-const OTHERS: [&str; 2] = ["relay", "csi"];
+const OTHERS: [&str; 5] = ["relay", "controller", "webhook", "csi", "volumes"];
 /// More do not come within a window; each is a line of the batch's file.
 const MOST_BATCH: u32 = 1000;
 /// Of each list of networks; the guest takes no more.
@@ -55,6 +57,8 @@ pub struct NodeConfig {
     pub ticket_ttl: Duration,
     /// `node.boot-timeout`.
     pub boot_timeout: Duration,
+    /// `node.slow-after`: when it is said what a start waits for.
+    pub slow_after: Duration,
     /// `node.start-timeout`.
     pub start_timeout: Duration,
     /// `node.agent-timeout`.
@@ -93,6 +97,10 @@ pub struct NodeConfig {
     pub registries: Registries,
     /// `csi.volumes-dir`: where the CSI wrapper records the pods' volumes.
     pub volumes_dir: PathBuf,
+    /// Section `secrets`: who is asked for pods' pull secrets; `None`: nobody.
+    pub secrets: Option<SecretsConfig>,
+    /// Sections `cluster` and `kubernetes`; `None`: this node is in no cluster.
+    pub cluster: Option<ClusterConfig>,
 }
 
 /// An address guests dial: with its port, or with the relay's.
@@ -159,7 +167,7 @@ impl NodeConfig {
                 "name of this cluster in the cloud's account: marks its VMs; never change it while there are any",
             ),
             name: reader
-                .optional("node.name", "name of this node: marks its VMs; the host's name when not set")
+                .optional("node.name", "name of this node: marks its VMs; cluster.node-name, or else the host's name, when not set")
                 .unwrap_or_else(hostname),
             admin_listen: reader.get(
                 "node.admin-listen",
@@ -174,6 +182,11 @@ impl NodeConfig {
                 "how long a new VM may take to show its ticket; longer than its slowest boot",
             ),
             boot_timeout: reader.get("node.boot-timeout", "5m", "how long from CreateVM until the VM must be ready"),
+            slow_after: reader.get(
+                "node.slow-after",
+                "1m",
+                "how long a start may take before the log, and an Event on the pod, say what it waits for",
+            ),
             start_timeout: reader.get("node.start-timeout", "9m", "how long one StartVM waits; the sandbox goes on after"),
             agent_timeout: reader.get("node.agent-timeout", "1m", "how long kata-agent may take to listen in the VM"),
             never_started_grace: reader.get(
@@ -232,6 +245,8 @@ impl NodeConfig {
             ),
             registries: Registries::read(reader),
             volumes_dir: PathBuf::new(),
+            secrets: SecretsConfig::read(reader),
+            cluster: None,
         };
         let volumes_dir = config.state_dir.join("volumes");
         config.volumes_dir = reader
@@ -240,6 +255,11 @@ impl NodeConfig {
                 "folder in which peerpod-csi node records pods' volumes; volumes in paths.state-dir when not set",
             )
             .unwrap_or(volumes_dir);
+        config.cluster = ClusterConfig::read(reader, config.max_sandboxes);
+        if let (Some(cluster), false) = (&config.cluster, reader.is_set("node.name")) {
+            // One name for the node wherever it is named.
+            config.name = cluster.node_name.clone();
+        }
         if let Some(wireguard) = &mut config.tunnel.wireguard {
             wireguard.key_dir = config.state_dir.join("trust");
             wireguard.netns = netns_in(&config.run_dir);
@@ -275,6 +295,7 @@ impl NodeConfig {
             ("node.ticket-ttl", self.ticket_ttl),
             ("node.boot-timeout", self.boot_timeout),
             ("node.start-timeout", self.start_timeout),
+            ("node.slow-after", self.slow_after),
             ("node.agent-timeout", self.agent_timeout),
             ("node.lease", self.lease),
             ("node.tombstone-ttl", self.tombstone_ttl),
@@ -312,7 +333,7 @@ impl NodeConfig {
     pub fn load(
         sources: Sources,
     ) -> Result<(NodeConfig, peerpod_providers::Settings, LogConfig, Printed), Mistakes> {
-        let mine = ["paths", "node", "tunnel", "provider", "log"];
+        let mine = ["paths", "node", "tunnel", "provider", "secrets", "log", "cluster", "kubernetes"];
         let mut reader = Reader::load(sources, &mine, &OTHERS)?;
         let config = NodeConfig::read(&mut reader);
         let provider = peerpod_providers::read(&mut reader, &config.provider_context());
@@ -358,6 +379,7 @@ impl NodeConfig {
             pods_dir: self.run_dir.join("pods"),
             guest_addresses: String::new(),
             boot_timeout: self.boot_timeout,
+            slow_after: self.slow_after,
             start_timeout: self.start_timeout,
             agent_timeout: self.agent_timeout,
             flush_timeout: self.flush_timeout,

@@ -23,9 +23,11 @@ use peerpod_provider_api::{
 use serde::{Deserialize, Serialize};
 use serde_json::value::{RawValue, to_raw_value};
 use tokio::{sync::watch, task::spawn_blocking};
+use zeroize::Zeroizing;
 
 use crate::{
     birth,
+    cluster::{Cluster, Shown, show::About},
     ledger::{self, Batch, Ledger, NetnsRef, Network, Record},
     localhost::Localhost,
     registries::Registries,
@@ -33,10 +35,12 @@ use crate::{
     roll_over::SharedTrust,
     sandbox::{
         effects::{
-            Certificate, CloudError, Effects, Followed, Guest, Made, NetworkError, RelayError, Trusted,
+            Certificate, CloudError, Effects, Followed, Guest, Made, NetworkError, PullSecretError,
+            RelayError, Said, Trusted,
         },
         follow::{Heard, Homes},
     },
+    secrets::PullSecrets,
     spec::{PodRef, SandboxId},
     trust::{Ticket, Trust},
     tunnel::{
@@ -82,10 +86,14 @@ pub struct Real {
     pub boot_id: String,
     /// What guests are told of registries.
     pub registries: Registries,
+    /// Who knows pods' pull secrets; `None`: nobody.
+    pub pull_secrets: Option<PullSecrets>,
     /// What changes around the node.
     pub surroundings: Surroundings,
     /// The pods' volumes.
     pub volumes: Volumes,
+    /// Kubernetes, and what all sandboxes have in common there; `None`: this node is in no cluster.
+    pub cluster: Option<(Cluster, About)>,
 }
 
 /// What the tunnel must know of a pod, in the ledger.
@@ -99,6 +107,12 @@ struct Woven {
 }
 
 impl Real {
+    /// What Kubernetes is to show of this record, and who sees to that.
+    fn shown(&self, record: &Record) -> Option<(&Cluster, Shown)> {
+        let (cluster, about) = self.cluster.as_ref()?;
+        Some((cluster, Shown::of(record, about, self.now_ms())?))
+    }
+
     async fn open(&self, netns: &NetnsRef) -> Result<Netns, NetworkError> {
         open(&self.boot_id, netns).await
     }
@@ -238,6 +252,27 @@ impl Effects for Real {
 
     async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, CloudError> {
         self.provider.place(request).await
+    }
+
+    fn is_in_cluster(&self) -> bool {
+        self.cluster.is_some()
+    }
+
+    async fn announce(&self, record: &Record) -> Option<String> {
+        let (cluster, shown) = self.shown(record)?;
+        cluster.announce(shown).await
+    }
+
+    fn show(&self, record: &Record) {
+        if let Some((cluster, shown)) = self.shown(record) {
+            cluster.show(shown);
+        }
+    }
+
+    fn tell(&self, pod: &PodRef, said: Said) {
+        if let Some((cluster, _)) = &self.cluster {
+            cluster.tell(pod, said);
+        }
     }
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError> {
@@ -477,8 +512,19 @@ impl Effects for Real {
         self.relay.guest(id)
     }
 
-    fn images(&self) -> Option<Images> {
-        Some(self.registries.images())
+    fn images(&self, pull_secret: &str) -> Option<Images> {
+        Some(self.registries.images(pull_secret))
+    }
+
+    fn pull_secrets_every(&self) -> Option<Duration> {
+        self.pull_secrets.as_ref().map(PullSecrets::refresh)
+    }
+
+    async fn pull_secret(&self, pod: &PodRef) -> Result<Zeroizing<String>, PullSecretError> {
+        match &self.pull_secrets {
+            Some(service) => service.of(pod).await,
+            None => Ok(Zeroizing::default()),
+        }
     }
 
     async fn call(&self, id: &SandboxId, request: Request, timeout: Duration) -> Result<Reply, RelayError> {

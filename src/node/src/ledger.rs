@@ -18,7 +18,7 @@ use std::{io, path::PathBuf};
 pub use batch::{BATCH_VERSION, Batch, Member, Rest};
 pub use disk::{Ledger, Loaded, Quarantined};
 pub use inbox::{Inbox, Note};
-pub use record::{Binding, MAX_FILE, NetnsRef, Network, Record, Stage, VERSION};
+pub use record::{Binding, MAX_FILE, NetnsRef, Network, Record, Stage, VERSION, batch_key};
 
 /// Why the ledger could not do what it was asked. The text names the file; it reaches the user of the call.
 #[derive(Debug, thiserror::Error)]

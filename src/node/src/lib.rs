@@ -4,6 +4,7 @@
 pub mod app;
 pub mod birth;
 mod carry;
+pub mod cluster;
 pub mod config;
 pub mod effects;
 pub mod ledger;
@@ -15,7 +16,9 @@ pub mod roll_over;
 pub mod rpc;
 pub mod runtime;
 pub mod sandbox;
+pub mod secrets;
 pub mod spec;
+mod sweep;
 pub mod trust;
 pub mod tunnel;
 pub mod volumes;

@@ -37,6 +37,15 @@ pub struct ByReason {
     pub reason: String,
 }
 
+/// Labels of a call to the API server.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct ByCall {
+    /// What was asked.
+    pub call: &'static str,
+    /// `ok`, `not_found`, `conflict`, `refused`, `away`.
+    pub result: &'static str,
+}
+
 /// Labels by kind.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct ByKind {
@@ -56,6 +65,8 @@ pub struct Metrics {
     stops: Family<ByReason, Counter>,
     failures: Family<ByStage, Counter>,
     claims_refused: Family<ByReason, Counter>,
+    /// Pods whose pull secrets were not there when they were needed.
+    pub pull_secrets_missed: Counter,
     /// Guests that got their certificate.
     pub claims_granted: Counter,
     /// Files that could not be understood and were set aside.
@@ -75,6 +86,11 @@ pub struct Metrics {
     pub obstacles: Counter,
     paths: Family<ByKind, Counter>,
     notices: Family<ByKind, Counter>,
+    cluster_calls: Family<ByCall, Counter>,
+    /// PeerPods that are not as they should be.
+    pub cluster_backlog: Gauge,
+    /// Events that were never written.
+    pub cluster_events_dropped: Counter,
     batches: Histogram,
     /// Tasks that ended by a panic. Anything but 0 is a bug.
     pub panics: Counter,
@@ -98,6 +114,7 @@ impl Default for Metrics {
             stops: Family::default(),
             failures: Family::default(),
             claims_refused: Family::default(),
+            pull_secrets_missed: Counter::default(),
             claims_granted: Counter::default(),
             quarantined: Counter::default(),
             recoveries: Family::default(),
@@ -109,6 +126,9 @@ impl Default for Metrics {
             obstacles: Counter::default(),
             paths: Family::default(),
             notices: Family::default(),
+            cluster_calls: Family::default(),
+            cluster_backlog: Gauge::default(),
+            cluster_events_dropped: Counter::default(),
             batches: Histogram::new([2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1000.0]),
             panics: Counter::default(),
         }
@@ -127,6 +147,11 @@ impl Metrics {
             "failures",
             "Sandboxes that could not be started, by the stage they failed in",
             self.failures.clone(),
+        );
+        node.register(
+            "pull_secrets_missed",
+            "Times a pod went on without an answer about its pull secrets",
+            self.pull_secrets_missed.clone(),
         );
         node.register("claims_refused", "Guests that got no certificate", self.claims_refused.clone());
         node.register("claims_granted", "Guests that got their certificate", self.claims_granted.clone());
@@ -164,6 +189,21 @@ impl Metrics {
             "batch_size",
             "VMs asked for by one call, where several sandboxes wanted the same",
             self.batches.clone(),
+        );
+        node.register(
+            "cluster_calls",
+            "Calls to the API server, by what was asked and what became of it",
+            self.cluster_calls.clone(),
+        );
+        node.register(
+            "cluster_backlog",
+            "PeerPods that are not as they should be, yet",
+            self.cluster_backlog.clone(),
+        );
+        node.register(
+            "cluster_events_dropped",
+            "Events on pods that were never written: too many of one pod, or the API server was away for too long",
+            self.cluster_events_dropped.clone(),
         );
         node.register("panics", "Tasks that panicked", self.panics.clone());
         for phase in Phase::NAMES {
@@ -214,6 +254,11 @@ impl Metrics {
     /// The provider said this of a pod's VM.
     pub fn noticed(&self, kind: &'static str) {
         self.notices.get_or_create(&ByKind { kind }).inc();
+    }
+
+    /// A call to the API server, and what became of it.
+    pub fn cluster_call(&self, call: &'static str, result: &'static str) {
+        self.cluster_calls.get_or_create(&ByCall { call, result }).inc();
     }
 
     /// How often it said so.

@@ -1,6 +1,6 @@
 //! What the node's operator says of registries, for guests that pull images themselves: a pull secret for all pods, CA
 //! certificates, plain HTTP, images to be fetched early. Files are read anew for each guest, so that a rotated secret
-//! counts for the next pod without a restart. (Secrets of single pods come from the cluster, when there is one.)
+//! counts for the next pod without a restart. Secrets of single pods come from the cluster, when there is one ([`crate::secrets`]).
 
 use std::{
     fs,
@@ -9,6 +9,7 @@ use std::{
 };
 
 use peerpod_base::config::Reader;
+use peerpod_kube::docker_config::{Form, Merged};
 use peerpod_proto::guest::Images;
 
 const VERSION: u32 = 1;
@@ -51,15 +52,36 @@ impl Registries {
         registries
     }
 
-    /// For a guest. What cannot be read is said here and missed there: pods that do not need it must run.
-    pub fn images(&self) -> Images {
+    /// For a guest, with its pod's own pull secrets (a `.dockerconfigjson`, empty: none), which count before the node's.
+    /// What cannot be read is said here and missed there: pods that do not need it must run.
+    pub fn images(&self, of_pod: &str) -> Images {
         let mut images = Images::new();
         images.version = VERSION;
-        images.pull_secret = text("node.pull-secret", self.pull_secret.as_deref());
+        let of_node = text("node.pull-secret", self.pull_secret.as_deref());
+        images.pull_secret = if of_pod.is_empty() { of_node } else { both(of_pod, &of_node) };
         images.ca_pem = text("node.registry-ca", self.ca.as_deref());
         images.plain_http.clone_from(&self.plain_http);
         images.prefetch.clone_from(&self.prefetch);
         images
+    }
+}
+
+/// One of two; the first one's entry of a registry counts.
+fn both(of_pod: &str, of_node: &str) -> String {
+    let mut merged = Merged::default();
+    for (whose, text) in [("the pod's", of_pod), ("node.pull-secret", of_node)] {
+        if !text.trim().is_empty()
+            && let Err(error) = merged.add(Form::DockerConfigJson, text.as_bytes())
+        {
+            tracing::error!(whose, %error, "a pull secret is left out");
+        }
+    }
+    match merged.write() {
+        Ok(text) => text.to_string(),
+        Err(error) => {
+            tracing::error!(%error, "the node's pull secret is left out");
+            of_pod.to_owned()
+        }
     }
 }
 
@@ -87,12 +109,17 @@ mod tests {
     fn files_are_read_when_they_are_needed() {
         let path = std::env::temp_dir().join(format!("pp-registries-{}", std::process::id()));
         let registries = Registries { pull_secret: Some(path.clone()), ..Registries::default() };
-        assert_eq!(registries.images().pull_secret, "");
+        assert_eq!(registries.images("").pull_secret, "");
         fs::write(&path, "{\"auths\":{}}").unwrap();
-        assert_eq!(registries.images().pull_secret, "{\"auths\":{}}");
+        assert_eq!(registries.images("").pull_secret, "{\"auths\":{}}");
+        let mine = r#"{"auths":{"a":{"auth":"eDp5"}}}"#;
+        assert_eq!(registries.images(mine).pull_secret, mine);
+        fs::write(&path, r#"{"auths":{"a":{"auth":"bm9kZTp5"},"b":{"auth":"bm9kZTp5"}}}"#).unwrap();
+        let merged = r#"{"auths":{"a":{"auth":"eDp5"},"b":{"auth":"bm9kZTp5"}}}"#;
+        assert_eq!(registries.images(mine).pull_secret, merged);
         fs::write(&path, vec![b' '; (1 << 20) + 1]).unwrap();
-        assert_eq!(registries.images().pull_secret, "");
+        assert_eq!(registries.images("").pull_secret, "");
         fs::remove_file(&path).unwrap();
-        assert_eq!(registries.images().version, 1);
+        assert_eq!(registries.images("").version, 1);
     }
 }

@@ -59,6 +59,8 @@ struct Shared {
     identity: Identity,
     metrics: Metrics,
     stub: watch::Sender<Option<Stub>>,
+    /// Whether there is one.
+    connected: watch::Sender<bool>,
     /// Counts relay processes met.
     epoch: watch::Sender<u64>,
     /// The TCP address that guests dial, as the relay bound it.
@@ -76,6 +78,7 @@ impl RelayClient {
             identity,
             metrics,
             stub: watch::Sender::new(None),
+            connected: watch::Sender::new(false),
             epoch: watch::Sender::new(0),
             listen: watch::Sender::new(None),
             guests: Mutex::default(),
@@ -96,6 +99,7 @@ impl RelayClient {
                 Err(error) => debug!(error = error.text, "peerpod-relay is still away"),
             }
             if self.0.stub.send_replace(None).is_some() {
+                self.0.connected.send_replace(false);
                 said = false;
                 info!("the connection to peerpod-relay ended");
             }
@@ -112,6 +116,7 @@ impl RelayClient {
         let epoch = self.configure_at(&stub).await?;
         info!(epoch, "connected to peerpod-relay");
         self.0.stub.send_replace(Some(stub.clone()));
+        self.0.connected.send_replace(true);
         let (mut since, mut watched) = (0, String::new());
         loop {
             let request = WatchRequest { epoch: watched.clone(), since, ..WatchRequest::default() };
@@ -185,6 +190,11 @@ impl RelayClient {
             Ok(Ok(stub)) => stub.clone().ok_or_else(|| away("no connection")),
             _ => Err(away("no connection")),
         }
+    }
+
+    /// Whether the relay is there, and when that changes.
+    pub fn connection(&self) -> watch::Receiver<bool> {
+        self.0.connected.subscribe()
     }
 
     /// See [`crate::sandbox::effects::Effects::relay_epoch`].

@@ -117,6 +117,9 @@ impl Hypervisor for Door {
             }
             Err(error) => {
                 warn!(sandbox = %id, pod, %error, "CreateVM is refused");
+                if let Ok(pod) = spec::pod_of(&request.annotations) {
+                    self.sandboxes.refused(&pod, &error);
+                }
                 Err(error.into())
             }
         }

@@ -28,6 +28,7 @@ pub mod follow;
 mod localhost;
 mod notices;
 mod outcomes;
+mod pull;
 mod reaper;
 mod renew;
 mod reports;
@@ -62,6 +63,8 @@ pub struct Settings {
     pub guest_addresses: String,
     /// How long from CreateVM (or a restart of ours) until the guest must be ready.
     pub boot_timeout: Duration,
+    /// How long a start may take before it is said what it waits for.
+    pub slow_after: Duration,
     /// How long one StartVM may wait.
     pub start_timeout: Duration,
     /// How long the agent in the VM may take to listen.

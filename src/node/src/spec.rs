@@ -108,7 +108,7 @@ pub fn parse(annotations: &HashMap<String, String>) -> Result<Wanted, Error> {
         gpu_model: text(DEFAULT_GPU_MODEL),
     };
     Ok(Wanted {
-        pod: pod::read(given(SANDBOX_NAME), given(SANDBOX_NAMESPACE))?,
+        pod: pod_of(annotations)?,
         size,
         instance_type: text(MACHINE_TYPE),
         image: text(IMAGE),
@@ -132,6 +132,15 @@ pub fn parse(annotations: &HashMap<String, String>) -> Result<Wanted, Error> {
         }
         Ok(wanted)
     })
+}
+
+/// Whose sandbox it is, whatever else the annotations say.
+///
+/// # Errors
+/// They do not name a pod.
+pub fn pod_of(annotations: &HashMap<String, String>) -> Result<PodRef, Error> {
+    let given = |key: &'static str| annotations.get(key).map_or("", |value| value.trim());
+    pod::read(given(SANDBOX_NAME), given(SANDBOX_NAMESPACE))
 }
 
 #[cfg(test)]

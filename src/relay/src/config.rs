@@ -8,7 +8,18 @@ use peerpod_base::{
 };
 
 /// Sections of the shared file that other binaries read.
-const OTHERS: [&str; 4] = ["node", "provider", "tunnel", "csi"];
+const OTHERS: [&str; 10] = [
+    "cluster",
+    "controller",
+    "csi",
+    "kubernetes",
+    "node",
+    "provider",
+    "secrets",
+    "tunnel",
+    "volumes",
+    "webhook",
+];
 
 /// What the relay is told.
 #[derive(Clone, Debug)]

@@ -26,6 +26,8 @@ const READY_WITHIN: Duration = Duration::from_secs(180);
 /// A port may be taken between our look and its use.
 const ATTEMPTS: usize = 3;
 
+const API_SERVER: &str = "kube-apiserver";
+
 /// What a cluster has beside the API server.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
@@ -44,6 +46,8 @@ pub struct Cluster {
     port: u16,
     ca: Vec<u8>,
     admin_token: String,
+    /// What the API server is started with, to start it again.
+    api_server: Vec<String>,
 }
 
 impl Cluster {
@@ -71,7 +75,8 @@ impl Cluster {
         let ca = certificates(&folder)?;
         let port = free_port()?;
         let admin_token = random()?;
-        let mut cluster = Cluster { processes: Vec::new(), folder, port, ca, admin_token };
+        let mut cluster =
+            Cluster { processes: Vec::new(), folder, port, ca, admin_token, api_server: Vec::new() };
         let etcd = cluster.start_etcd()?;
         secret(
             &cluster.path("tokens.csv"),
@@ -124,7 +129,8 @@ impl Cluster {
             "--disable-admission-plugins=ServiceAccount".to_owned(),
         ];
         flags.extend_from_slice(more);
-        self.processes.insert(0, Process::start("kube-apiserver", servers, &flags, &self.folder)?);
+        self.api_server.clone_from(&flags);
+        self.processes.insert(0, Process::start(API_SERVER, servers, &flags, &self.folder)?);
         Ok(())
     }
 
@@ -163,6 +169,36 @@ impl Cluster {
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
+    }
+
+    /// SIGKILL to the API server, now.
+    pub fn kill_api_server(&mut self) {
+        self.processes.retain(|process| process.name() != API_SERVER);
+    }
+
+    /// Starts the API server again, where it was, and waits until it is ready.
+    ///
+    /// # Errors
+    /// It did not become ready.
+    pub async fn restart_api_server(&mut self) -> Result<()> {
+        self.kill_api_server();
+        let again = Process::start(API_SERVER, &servers()?, &self.api_server, &self.folder)?;
+        self.processes.insert(0, again);
+        self.wait_ready().await
+    }
+
+    /// Stops the API server as a machine that hangs does: it takes connections and never answers. `false`: goes on.
+    ///
+    /// # Errors
+    /// It does not run.
+    pub fn freeze_api_server(&self, frozen: bool) -> Result<()> {
+        let process = self.processes.iter().find(|process| process.name() == API_SERVER);
+        process.context("the API server does not run")?.signal(if frozen { "STOP" } else { "CONT" })
+    }
+
+    /// The API server's port on 127.0.0.1.
+    pub fn port(&self) -> u16 {
+        self.port
     }
 
     /// The API server's address.

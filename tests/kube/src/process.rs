@@ -45,6 +45,21 @@ impl Process {
         }
     }
 
+    /// What it was started as.
+    pub(crate) fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// Sends it a signal, by its name.
+    ///
+    /// # Errors
+    /// It is gone.
+    pub fn signal(&self, signal: &str) -> Result<()> {
+        let sent = Command::new("kill").args(["-s", signal, &self.child.id().to_string()]).status()?;
+        anyhow::ensure!(sent.success(), "kill -s {signal} {}: {sent}", self.name);
+        Ok(())
+    }
+
     /// What it has said until now.
     pub fn said(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()

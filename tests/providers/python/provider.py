@@ -62,6 +62,7 @@ TABLES = {
         4: ("state", "string"),
         5: ("addresses", ["string"]),
         6: ("created_unix_ms", "uint"),
+        7: ("node", "string"),
     },
     "ListOwnedResponse": ERROR | {2: ("vms", ["OwnedVm"])},
     "AttachRequest": ID | {3: ("disk", "Disk")},

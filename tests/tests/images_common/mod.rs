@@ -1,5 +1,5 @@
 //! What the tests of images have in common: images made here, Debian's registry serving them, one of our own that lies,
-//! and `peerpod-guest pull` as the guest starts it.
+//! and `peerpod-pull` as the guest starts it.
 
 #![allow(dead_code, unreachable_pub)] // each test file uses its part
 #![allow(clippy::unwrap_used)] // test code outside of test functions
@@ -361,7 +361,7 @@ fn store(data: &Path, name: &str, image: &Image) {
     put(tag.join("index/sha256").join(hex(&image.manifest)).join("link"), link.as_bytes());
 }
 
-/// One job for `peerpod-guest pull`.
+/// One job for `peerpod-pull`.
 pub fn job(store: &Path, image: &str) -> Value {
     let plain: Vec<&str> = image.split('/').take(1).collect();
     json!({ "image": image, "store": store, "bundle": null, "plain_http": plain })
@@ -369,7 +369,7 @@ pub fn job(store: &Path, image: &str) -> Value {
 
 /// Starts it.
 pub fn begin(job: &Value) -> Child {
-    start(Command::new(binary("peerpod-guest").unwrap()).arg("pull"), job)
+    start(&mut Command::new(binary("peerpod-pull").unwrap()), job)
 }
 
 fn start(command: &mut Command, job: &Value) -> Child {
@@ -399,11 +399,11 @@ pub fn pull(job: &Value) -> Result<Value, (String, String)> {
 pub fn inspect(job: &Value, script: &str) -> String {
     let mut job = job.clone();
     job["bundle"] = json!("/run/kata-containers/test");
-    let guest = binary("peerpod-guest").unwrap();
+    let pull = binary("peerpod-pull").unwrap();
     let script = format!(
         "set -eu; mkdir -p /run/kata-containers; mount -t tmpfs none /run/kata-containers; \
-         {} pull >&2; cd /run/kata-containers/test/rootfs; {script}",
-        guest.display()
+         {} >&2; cd /run/kata-containers/test/rootfs; {script}",
+        pull.display()
     );
     let mut command = Command::new("unshare");
     command.args(["--mount", "sh", "-c", &script]).stderr(Stdio::piped());

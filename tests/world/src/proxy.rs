@@ -36,6 +36,22 @@ pub struct Proxy {
 impl Proxy {
     /// Listens on a port of every address in the namespace and dials `target` from within it.
     pub fn start(namespace: &Namespace, port: u16, target: SocketAddr) -> anyhow::Result<Proxy> {
+        let within = namespace.clone();
+        Proxy::start_dialling(namespace, port, move || {
+            within.run(|| TcpStream::connect(target)).and_then(|dialled| dialled)
+        })
+    }
+
+    /// Listens in the namespace and dials `target` from where the test is.
+    pub fn to_outside(namespace: &Namespace, port: u16, target: SocketAddr) -> anyhow::Result<Proxy> {
+        Proxy::start_dialling(namespace, port, move || TcpStream::connect(target))
+    }
+
+    fn start_dialling(
+        namespace: &Namespace,
+        port: u16,
+        dial: impl Fn() -> io::Result<TcpStream> + Send + 'static,
+    ) -> anyhow::Result<Proxy> {
         let listener = namespace.run(|| TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)))?;
         let listener = listener.with_context(|| format!("listen on port {port} in {}", namespace.name()))?;
         listener.set_nonblocking(true)?;
@@ -44,10 +60,10 @@ impl Proxy {
         let (generation, receiver) = watch::channel(0);
         let (bytes, connections) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
         let task = tokio::spawn({
-            let (namespace, bytes, connections) = (namespace.clone(), bytes.clone(), connections.clone());
+            let (bytes, connections) = (bytes.clone(), connections.clone());
             async move {
                 while let Ok((stream, _)) = listener.accept().await {
-                    let dialled = namespace.run(|| TcpStream::connect(target)).and_then(|dialled| dialled);
+                    let dialled = dial();
                     // Nobody behind it: the guest finds its connection closed and dials again.
                     let Ok(other) = dialled.and_then(adopt) else { continue };
                     connections.fetch_add(1, Ordering::Relaxed);

@@ -1,8 +1,8 @@
 //! The process that pulls, seen from the one that lives on.
 
-use std::{os::unix::process::ExitStatusExt, process::Stdio, time::Duration};
+use std::{os::unix::process::ExitStatusExt, path::PathBuf, process::Stdio, time::Duration};
 
-use peerpod_images::{Cause, Error, Event, Job, Outcome};
+use peerpod_image_job::{Cause, Error, Event, Job, Outcome};
 use tokio::{
     io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
     process::{Child, Command},
@@ -14,20 +14,29 @@ const GRACE: Duration = Duration::from_secs(10);
 /// Bytes of all that it may say.
 const MAX_WORDS: u64 = 4 << 20;
 
+/// Where the image has it, if not beside our own program.
+const INSTALLED: &str = "/usr/local/bin/peerpod-pull";
+
+/// The program that pulls.
+fn program() -> PathBuf {
+    let beside_us = std::env::current_exe().ok().map(|us| us.with_file_name("peerpod-pull"));
+    beside_us.filter(|program| program.is_file()).unwrap_or_else(|| INSTALLED.into())
+}
+
 /// Runs the job in a process of its own, which dies with the answer's future.
 pub(super) async fn run(job: &Job) -> Result<Outcome, Error> {
     let internal =
         |what: &str, error: std::io::Error| Error::new(Cause::Internal, format!("{what}: {error}"));
     let text = serde_json::to_vec(job).map_err(|e| internal("writing the job", e.into()))?;
-    let mut child = Command::new("/proc/self/exe")
-        .arg("pull")
+    let program = program();
+    let mut child = Command::new(&program)
         .current_dir("/")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::inherit())
         .kill_on_drop(true)
         .spawn()
-        .map_err(|e| internal("starting peerpod-guest pull", e))?;
+        .map_err(|e| internal(&format!("starting {}", program.display()), e))?;
     let limit = Duration::from_secs(job.limits.seconds) + GRACE;
     let outcome = match timeout(limit, talk(&mut child, &text, job)).await {
         Ok(outcome) => outcome,

@@ -188,15 +188,16 @@ impl Modules {
         }
     }
 
-    /// Loads what all devices that there are announce. Loading announces more, which comes as events.
-    pub(crate) fn cold_plug(&self) {
+    /// Loads what devices that there are announce: first those that the way home may need, then (`late`) the rest. Loading
+    /// announces more, which comes as events.
+    pub(crate) fn cold_plug(&self, late: bool) {
         let mut aliases = Vec::new();
         collect_aliases(Path::new("/sys/devices"), 0, &mut aliases);
         aliases.sort_unstable();
         aliases.dedup();
         // What a processor can do is of use to ciphers alone; who wants one of these asks the kernel for it by name, and
         // their self-tests take longer than all drivers.
-        for alias in aliases.iter().filter(|alias| !alias.starts_with("cpu:")) {
+        for alias in aliases.iter().filter(|alias| !alias.starts_with("cpu:") && can_wait(alias) == late) {
             self.load_for_device(alias);
         }
     }
@@ -218,6 +219,23 @@ impl Modules {
 /// the lack of the thing; there is nobody to write to.
 pub(crate) fn requested(name: &str) -> bool {
     Modules::open().load(name).is_ok()
+}
+
+/// Whether a device is of no use for the first word home: buttons, clocks, and those of virtio that are neither card nor
+/// disk (console, entropy, balloon). Loading a module takes some ten milliseconds where the processor is emulated.
+pub(crate) fn can_wait(alias: &str) -> bool {
+    const LATER: [&str; 9] = [
+        "acpi:LNX",
+        "acpi:PNP",
+        "dmi:",
+        "input:",
+        "platform:",
+        "serio:",
+        "virtio:d00000003",
+        "virtio:d00000004",
+        "virtio:d00000005",
+    ];
+    LATER.iter().any(|begin| alias.starts_with(begin))
 }
 
 fn is_loaded(name: &str) -> bool {

@@ -9,7 +9,6 @@ use std::{
     fs::{self, File},
     io,
     os::unix::fs::symlink,
-    path::Path,
 };
 
 use nix::{
@@ -17,6 +16,7 @@ use nix::{
     unistd::{chdir, chroot, dup2_stderr, dup2_stdin, dup2_stdout},
 };
 
+use super::usr;
 use crate::status;
 
 /// Source, target, type, flags, data.
@@ -24,9 +24,10 @@ type Mount = (&'static str, &'static str, &'static str, MsFlags, Option<&'static
 
 const SAFE: MsFlags = MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOEXEC);
 const PROC: Mount = ("proc", "/proc", "proc", SAFE, None);
+const DEV: Mount = ("devtmpfs", "/dev", "devtmpfs", MsFlags::MS_NOSUID, Some("mode=0755"));
 const MOUNTS: &[Mount] = &[
     ("sysfs", "/sys", "sysfs", SAFE, None),
-    ("devtmpfs", "/dev", "devtmpfs", MsFlags::MS_NOSUID, Some("mode=0755")),
+    DEV,
     (
         "devpts",
         "/dev/pts",
@@ -59,6 +60,9 @@ const STAGE: &str = "/.root";
 pub(super) fn build() {
     mount_missing(&PROC);
     if status::in_first_pid_namespace() && is_first_root() {
+        // On the first root, too: there the kernel's own helpers look for modules.
+        mount_missing(&DEV);
+        usr::mount_file();
         match leave_first_root() {
             Ok(()) => {}
             Err(error) => {
@@ -100,8 +104,7 @@ fn root_type(mountinfo: &str) -> Option<&str> {
 fn leave_first_root() -> io::Result<()> {
     let none: Option<&str> = None;
     fs::create_dir_all(STAGE)?;
-    mount(Some("/"), STAGE, none, MsFlags::MS_BIND, none)?;
-    mount(Some("/proc"), Path::new(STAGE).join("proc").as_path(), none, MsFlags::MS_MOVE, none)?;
+    mount(Some("/"), STAGE, none, MsFlags::MS_BIND | MsFlags::MS_REC, none)?;
     chdir(STAGE)?;
     mount(Some("."), "/", none, MsFlags::MS_MOVE, none)?;
     chroot(".")?;

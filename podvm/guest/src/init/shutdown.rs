@@ -21,8 +21,8 @@ use crate::power;
 const ASKED: Duration = Duration::from_secs(5);
 const KILLED: Duration = Duration::from_secs(2);
 const STEP: Duration = Duration::from_millis(10);
-/// Filesystems that are the kernel's, or memory: nothing in them outlives the machine.
-const FLEETING: [&str; 16] = [
+/// Filesystems that are the kernel's, or memory, or never written: nothing in them outlives the machine.
+const FLEETING: [&str; 17] = [
     "autofs",
     "bpf",
     "cgroup2",
@@ -36,6 +36,7 @@ const FLEETING: [&str; 16] = [
     "ramfs",
     "rootfs",
     "securityfs",
+    "squashfs",
     "sysfs",
     "tmpfs",
     "tracefs",

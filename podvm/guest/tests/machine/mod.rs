@@ -119,23 +119,24 @@ impl Drop for Vm {
 impl Vm {
     /// Boots.
     pub(crate) fn boot(folder: &Folder, wanted: Wanted) -> Vm {
-        let mut settings =
-            serde_json::json!({"version": 1, "agent": ["/usr/local/bin/probe"], "log": "info"});
+        let mut settings = serde_json::json!({"version": 1, "agent": ["/opt/probe"], "log": "info"});
         for (key, value) in wanted.settings {
             settings[key] = value;
         }
         let mut files = vec![
-            ("usr/local/bin/probe", 0o755, probe(&folder.0)),
+            ("opt/probe", 0o755, probe(&folder.0)),
             ("etc/peerpod/guest.json", 0o644, settings.to_string().into_bytes()),
         ];
         if let Some(guest) = std::env::var_os("PEERPOD_TEST_GUEST") {
             files.push(("init", 0o755, fs::read(guest).unwrap())); // another one than the image's
         }
-        for name in ["aws", "local", "libvirt"] {
-            let toml =
-                Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../providers/{name}/guest.toml"));
-            let path: &'static str = format!("etc/peerpod/sources/{name}.toml").leak();
-            files.push((path, 0o644, fs::read(toml).unwrap()));
+        let providers = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../providers");
+        for folder in fs::read_dir(providers).unwrap().map(|entry| entry.unwrap().path()) {
+            if let Ok(toml) = fs::read(folder.join("guest.toml")) {
+                let name = folder.file_name().unwrap().to_str().unwrap();
+                let path: &'static str = format!("etc/peerpod/sources/{name}.toml").leak();
+                files.push((path, 0o644, toml));
+            }
         }
         files.extend(wanted.files);
         let initrd = folder.0.join("initrd");

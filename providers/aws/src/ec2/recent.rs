@@ -81,6 +81,7 @@ impl Recent {
             state: OwnedState::Pending,
             addresses: Vec::new(),
             created: None,
+            node: None,
         });
         owned.collect()
     }

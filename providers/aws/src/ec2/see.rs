@@ -112,6 +112,7 @@ impl Seen {
             state,
             addresses: self.addresses(public),
             created: self.launched,
+            node: self.tags.get(tags::NODE).filter(|node| !node.is_empty()).cloned(),
         })
     }
 }

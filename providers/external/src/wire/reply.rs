@@ -21,6 +21,8 @@ const ADDRESSES: usize = 32;
 const FACTS: usize = 64;
 /// Most VMs of one call; their answers must fit into one frame.
 const BATCH: u32 = 1000;
+/// Most bytes of a node's name: Kubernetes allows no more.
+const NODE: usize = 253;
 /// Longest identity of a disk.
 const IDENTITY: usize = 256;
 
@@ -275,6 +277,7 @@ pub(crate) fn owned_to(owned: &Owned) -> wire::OwnedVm {
         state: state.to_owned(),
         addresses: texts(&owned.addresses),
         created_unix_ms: owned.created.map(unix_ms).unwrap_or_default(),
+        node: owned.node.clone().unwrap_or_default(),
         ..wire::OwnedVm::default()
     }
 }
@@ -306,6 +309,8 @@ pub(crate) fn owned_from(
             state,
             addresses: addresses_from(who, &vm.addresses)?,
             created: time_from(vm.created_unix_ms),
+            // A name that was cut would be another node's.
+            node: (!vm.node.is_empty() && vm.node.len() <= NODE).then_some(vm.node),
             id,
         })
     };

@@ -235,6 +235,7 @@ fn a_list_arrives_whole_or_not_at_all() {
         state: OwnedState::Pending,
         addresses: vec!["10.0.0.1".parse().unwrap()],
         created: Some(SystemTime::UNIX_EPOCH + Duration::from_millis(5)),
+        node: Some("worker-1".into()),
     };
     let bare = Owned {
         id: id("i-2"),
@@ -243,6 +244,7 @@ fn a_list_arrives_whole_or_not_at_all() {
         state: OwnedState::Deleting,
         addresses: vec![],
         created: None,
+        node: None,
     };
     let sent: Vec<_> = [&owned, &bare].map(|one| over(&owned_to(one))).into();
     let mut seen = HashSet::new();

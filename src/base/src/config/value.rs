@@ -129,6 +129,22 @@ macro_rules! whole_number {
 }
 whole_number!(u16, u32, u64);
 
+impl Value for i32 {
+    fn read(node: &Node) -> Result<i32, Bad> {
+        let text = node.scalar()?;
+        let digits = text.strip_prefix('-').unwrap_or(&text);
+        let is_number = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
+        let bad = || Bad::new("not a whole number of this size", &format!("write one up to {}", i32::MAX));
+        text.parse().ok().filter(|_| is_number).ok_or_else(bad)
+    }
+    fn show(&self) -> serde_json::Value {
+        json!(self)
+    }
+    fn schema() -> serde_json::Value {
+        json!({"type": "integer", "minimum": i32::MIN, "maximum": i32::MAX})
+    }
+}
+
 impl Value for Duration {
     fn read(node: &Node) -> Result<Duration, Bad> {
         parse_duration(&node.scalar()?)

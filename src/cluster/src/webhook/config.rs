@@ -5,7 +5,24 @@ use std::{net::SocketAddr, path::PathBuf, sync::Arc};
 use peerpod_base::config::Reader;
 use rustls::{SupportedProtocolVersion, crypto::CryptoProvider, version};
 
-use super::mutate::{Profile, Totals};
+use super::{
+    managed::Managed,
+    mutate::{Profile, Totals},
+};
+
+/// Where the server's certificate comes from.
+#[derive(Clone, Debug)]
+pub enum Certificates {
+    /// Two files that somebody else keeps up to date.
+    Mounted {
+        /// `webhook.certificate-file`.
+        certificate_file: PathBuf,
+        /// `webhook.key-file`.
+        key_file: PathBuf,
+    },
+    /// A CA of our own.
+    SelfManaged(Managed),
+}
 
 /// What the webhook is told.
 #[derive(Clone, Debug)]
@@ -14,10 +31,8 @@ pub struct WebhookConfig {
     pub listen: SocketAddr,
     /// `webhook.admin-listen`: metrics and health.
     pub admin_listen: SocketAddr,
-    /// `webhook.certificate-file`.
-    pub certificate_file: PathBuf,
-    /// `webhook.key-file`.
-    pub key_file: PathBuf,
+    /// `webhook.certificates`: where its certificate comes from.
+    pub certificates: Certificates,
     /// `webhook.tls-min-version`.
     pub versions: Vec<&'static SupportedProtocolVersion>,
     /// `webhook.tls-cipher-suites`: ring, with these suites alone.
@@ -43,16 +58,7 @@ impl WebhookConfig {
                 "[::]:8081",
                 "address and port of /metrics, /healthz, /readyz",
             ),
-            certificate_file: reader.get(
-                "webhook.certificate-file",
-                "/etc/peerpod/webhook/tls.crt",
-                "the server's certificate (PEM, with its chain); read again when it changes",
-            ),
-            key_file: reader.get(
-                "webhook.key-file",
-                "/etc/peerpod/webhook/tls.key",
-                "the certificate's key (PEM)",
-            ),
+            certificates: certificates(reader),
             versions,
             crypto,
             excluded: reader.get(
@@ -62,6 +68,32 @@ impl WebhookConfig {
             ),
             profiles: profiles(reader),
         }
+    }
+}
+
+fn certificates(reader: &mut Reader) -> Certificates {
+    let from = reader.choice(
+        "webhook.certificates",
+        "mounted",
+        &["mounted", "self-managed"],
+        "where the server's certificate comes from: mounted (files, of cert-manager for instance) or self-managed (a CA of \
+         our own, which is put into the registration)",
+    );
+    let certificate_file = reader.get(
+        "webhook.certificate-file",
+        "/etc/peerpod/webhook/tls.crt",
+        "mounted: the server's certificate (PEM, with its chain); read again when it changes",
+    );
+    let key_file = reader.get(
+        "webhook.key-file",
+        "/etc/peerpod/webhook/tls.key",
+        "mounted: the certificate's key (PEM)",
+    );
+    let managed = Managed::read(reader);
+    if from == "self-managed" {
+        Certificates::SelfManaged(managed)
+    } else {
+        Certificates::Mounted { certificate_file, key_file }
     }
 }
 

@@ -5,7 +5,7 @@
 
 use std::{net::IpAddr, path::PathBuf};
 
-use peerpod_provider_api::CreateRequest;
+use peerpod_provider_api::{CreateRequest, IdempotencyKey};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
@@ -46,6 +46,9 @@ pub struct Record {
     /// What the cloud is asked for, byte for byte the same at each retry; dropped when the sandbox runs.
     #[serde(default)]
     pub request: Option<CreateRequest>,
+    /// Which attempt made its VM; part of the key by which the cloud knows it.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub attempt: u32,
     /// The raw TOML of `cc_init_data`, for the guest; it travels over the link, never in user-data.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub initdata: Option<String>,
@@ -80,6 +83,9 @@ pub struct Record {
     /// Digest of the network plan that this session carried out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub told: Option<String>,
+    /// Digest of the pull secrets that this session was given; none, or none known of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub told_secret: Option<String>,
     /// Why it was stopped or failed, in words.
     #[serde(default)]
     pub cause: Option<String>,
@@ -153,6 +159,11 @@ fn is_zero(number: &u32) -> bool {
     *number == 0
 }
 
+/// The key of the call that makes the VMs of the batch with this ticket.
+pub fn batch_key(cluster_id: &str, ticket: &str) -> IdempotencyKey {
+    IdempotencyKey::derive(cluster_id, &format!("batch/{ticket}"), 0)
+}
+
 impl Record {
     /// A tombstone for an id that was stopped before we knew it.
     pub fn tombstone(id: SandboxId, now_ms: u64) -> Record {
@@ -165,6 +176,7 @@ impl Record {
             started: false,
             netns: None,
             request: None,
+            attempt: 0,
             initdata: None,
             gpus: 0,
             volumes: None,
@@ -176,6 +188,7 @@ impl Record {
             network: None,
             session: None,
             told: None,
+            told_secret: None,
             cause: Some("stopped before it was created".into()),
             failed: false,
             stages: Vec::new(),
@@ -200,6 +213,15 @@ impl Record {
     pub fn reached(&mut self, name: &str, now_ms: u64) {
         if !self.stages.iter().any(|stage| stage.name == name) {
             self.stages.push(Stage { name: name.into(), at_ms: now_ms.saturating_sub(self.created_ms) });
+        }
+    }
+
+    /// The key under which the cloud has its VM; as long as there is none, that of the first attempt.
+    pub fn key(&self, cluster_id: &str) -> IdempotencyKey {
+        match (&self.ticket, self.phase.vm()) {
+            (Some(ticket), Some(_)) if self.seat.is_some() => batch_key(cluster_id, &ticket.id),
+            (_, Some(_)) => IdempotencyKey::derive(cluster_id, self.id.as_str(), self.attempt),
+            (_, None) => IdempotencyKey::derive(cluster_id, self.id.as_str(), 0),
         }
     }
 

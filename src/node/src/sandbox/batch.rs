@@ -33,7 +33,7 @@ use super::{
     tickets::Tickets,
 };
 use crate::{
-    ledger::{Batch, Member, Record, Rest},
+    ledger::{Batch, Member, Record, Rest, batch_key},
     metrics::Metrics,
     spec::SandboxId,
 };
@@ -264,7 +264,7 @@ impl Batches {
 
     /// The key of a batch's call.
     pub(super) fn key(&self, id: &str) -> IdempotencyKey {
-        IdempotencyKey::derive(&self.0.settings.cluster_id, &format!("batch/{id}"), 0)
+        batch_key(&self.0.settings.cluster_id, id)
     }
 
     /// Ends everything where it is. What was begun is in the ledger.

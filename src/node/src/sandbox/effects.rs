@@ -13,6 +13,7 @@ use peerpod_proto::{
 };
 use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, Placement, ProviderEvent};
 use tokio::sync::watch;
+use zeroize::Zeroizing;
 
 use super::follow::{Heard, Homes};
 use crate::{
@@ -66,6 +67,16 @@ pub struct RelayError {
     pub text: String,
 }
 
+/// Why a pod's pull secrets are not known.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{text}")]
+pub struct PullSecretError {
+    /// For people; nothing of a secret.
+    pub text: String,
+    /// Whoever was asked said no, and will say so again for a while.
+    pub refused: bool,
+}
+
 /// A certificate for a guest.
 #[derive(Clone, Debug)]
 pub struct Certificate {
@@ -97,6 +108,15 @@ pub struct Guest {
     pub status: Vec<u8>,
     /// Where its last connection came from, as the relay saw it.
     pub address: Option<IpAddr>,
+}
+
+/// Something that a pod's owner should see.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Said {
+    /// One word.
+    pub reason: &'static str,
+    /// What, why, and what to do.
+    pub text: String,
 }
 
 /// Everything a sandbox does to the world. Every method may be called again after a crash.
@@ -136,6 +156,23 @@ pub trait Effects: Send + Sync + 'static {
     async fn place(&self, _request: &CreateRequest) -> Result<Option<Placement>, CloudError> {
         Ok(None)
     }
+
+    /// Whether there is a cluster that shows sandboxes.
+    fn is_in_cluster(&self) -> bool {
+        false
+    }
+
+    /// Has the cluster show the sandbox before its VM is asked for: waits for that, but never long. Answers the pod's
+    /// UID, where it is known by then.
+    async fn announce(&self, _record: &Record) -> Option<String> {
+        None
+    }
+
+    /// Has the cluster show the sandbox as it is, or nothing once it is gone. Does not wait.
+    fn show(&self, _record: &Record) {}
+
+    /// Says something where the pod's owner looks. Does not wait.
+    fn tell(&self, _pod: &PodRef, _said: Said) {}
 
     /// Asks the cloud for the VM; the same key gets the same VM.
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError>;
@@ -283,9 +320,20 @@ pub trait Effects: Send + Sync + 'static {
     /// What the relay says of the sandbox's guest.
     fn guest(&self, id: &SandboxId) -> watch::Receiver<Guest>;
 
-    /// How guests get at images: what is known of registries now.
-    fn images(&self) -> Option<Images> {
+    /// How guests get at images: what is known of registries now, with the pod's own pull secrets (a `.dockerconfigjson`,
+    /// empty: none).
+    fn images(&self, _pull_secret: &str) -> Option<Images> {
         None
+    }
+
+    /// How often pods' pull secrets are asked for; `None`: never, for nobody is there to be asked.
+    fn pull_secrets_every(&self) -> Option<Duration> {
+        None
+    }
+
+    /// The pull secrets of a pod as one `.dockerconfigjson`, empty: it has none. Answers within some seconds.
+    async fn pull_secret(&self, _pod: &PodRef) -> Result<Zeroizing<String>, PullSecretError> {
+        Ok(Zeroizing::default())
     }
 
     /// One request to the guest and its answer.

@@ -234,22 +234,31 @@ impl Task {
         Ok(())
     }
 
-    /// Whether this session has heard all there is: the plan, and where the node is.
+    /// Whether this session has heard all there is: the plan, where the node is, the pod's pull secrets.
     pub(super) fn is_told(&self, session: &str) -> bool {
         let Some(plan) = &self.plan else { return true };
         let digest = plan.digest(&self.homes.borrow());
         // Where the node is may not be known yet after its start; what was told before still holds.
         let same = |told: &str| told.starts_with(&digest);
         // Nothing told: a record of an earlier version, whose guest has what it was given then.
-        let told =
-            self.record.session.as_deref() == Some(session) && self.record.told.as_deref().is_none_or(same);
-        let refused = self.refused.as_ref().is_some_and(|(who, what)| who == session && same(what));
+        let told = self.record.session.as_deref() == Some(session)
+            && self.record.told.as_deref().is_none_or(same)
+            && self.pull.is_same(self.record.told_secret.as_deref());
+        let refused = self.refused.as_ref().is_some_and(|(who, what, secret)| {
+            who == session && same(what) && self.pull.is_same(secret.as_deref())
+        });
         told || refused
     }
 
     /// The guest did not take a plan while the pod runs.
-    pub(super) fn refused_plan(&mut self, session: String, digest: String, error: &str) {
+    pub(super) fn refused_plan(
+        &mut self,
+        session: String,
+        digest: String,
+        secret: Option<String>,
+        error: &str,
+    ) {
         error!(error = clip(error), "the guest cannot follow the pod's network");
-        self.refused = Some((session, digest));
+        self.refused = Some((session, digest, secret));
     }
 }

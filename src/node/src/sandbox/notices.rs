@@ -1,13 +1,13 @@
-//! What the provider says of VMs without being asked: that the cloud will take one back. Said aloud (log line, metric)
-//! with the pod's name; whoever makes Kubernetes Events of it begins here. VMs that have ended are `deaths`' matter.
+//! What the provider says of VMs without being asked: that the cloud will take one back. Said aloud (log line, metric,
+//! Event) with the pod's name. VMs that have ended are `deaths`' matter.
 
 use std::{sync::Arc, time::SystemTime};
 
 use peerpod_provider_api::InstanceId;
 use tracing::{info, warn};
 
-use super::{Sandboxes, table::Entry};
-use crate::spec::SandboxId;
+use super::{Sandboxes, effects::Said, error::Error, table::Entry};
+use crate::spec::{PodRef, SandboxId};
 
 impl Sandboxes {
     /// The cloud takes a VM back at this time.
@@ -19,6 +19,25 @@ impl Sandboxes {
         let left = at.duration_since(SystemTime::now()).unwrap_or_default();
         warn!(sandbox = %id, pod = &*pod, %vm, ?left, "the cloud takes this pod's VM back; move the pod, or let its controller make another");
         self.0.metrics.noticed("interruption");
+        let text =
+            format!("the cloud takes this pod's VM {vm} back in {left:?}; its controller may make another");
+        self.tell(&id, "VMInterruption", text);
+    }
+
+    /// Says to the pod's owner that nothing was begun for it, and why.
+    pub fn refused(&self, pod: &PodRef, error: &Error) {
+        self.0.fx.tell(pod, Said { reason: "CreateRefused", text: error.to_string() });
+    }
+
+    /// Says something where the owner of a sandbox's pod looks.
+    fn tell(&self, id: &SandboxId, reason: &'static str, text: String) {
+        let pod = match self.state().entries.get(id) {
+            Some(Entry::Task(running)) => running.pod.clone(),
+            Some(Entry::Tombstone { .. }) | None => None,
+        };
+        if let Some((namespace, name)) = pod {
+            self.0.fx.tell(&PodRef { namespace, name, uid: None }, Said { reason, text });
+        }
     }
 
     /// Whose VM this is. Looks at all: the provider says such things rarely.

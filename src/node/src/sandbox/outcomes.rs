@@ -18,16 +18,19 @@ use super::{
     slots::{Outcome, Which},
     task::{Task, Unapplied},
 };
-use crate::volumes::PodVolumes;
+use crate::{ledger::Record, volumes::PodVolumes};
 
 /// Before the cloud is asked again for the addresses of a VM whose guest knocks from one that it did not name.
 const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
+/// So many tries that fail in a row are worth the owner's attention.
+const TELL_AFTER: u32 = 5;
 
 impl Task {
     pub(super) async fn outcome(&mut self, which: Which, outcome: Outcome) {
         let result = match outcome.clone() {
             Outcome::Rested => Ok(()),
             Outcome::Seated(seat) => self.seated(seat).await,
+            Outcome::Announced(uid) => self.was_announced(uid).await,
             Outcome::Placed(Ok(placement)) => self.placed(placement).await,
             Outcome::Placed(Err(error)) => self.not_placed(error).await,
             Outcome::Created(Ok(vm)) | Outcome::Found { result: Ok(Some(vm)), .. } => self.made(vm).await,
@@ -74,8 +77,12 @@ impl Task {
                 self.localhost_carried(version, result);
                 Ok(())
             }
-            Outcome::Greeted { session, digest, result: Ok(reply) } => {
-                self.greeted(session, digest, *reply).await
+            Outcome::Greeted { session, digest, secret, result: Ok(reply) } => {
+                self.greeted(session, digest, secret, *reply).await
+            }
+            Outcome::PullSecret(answer) => {
+                self.pull_secret_came(answer);
+                Ok(())
             }
             Outcome::Greeted { result: Err(error), .. } => {
                 self.later(Which::Guest, error.text);
@@ -110,6 +117,25 @@ impl Task {
             return self.never_sent().await;
         }
         self.way = Way::Alone;
+        Ok(())
+    }
+
+    /// The cluster shows it, as far as it can be had to at once.
+    async fn was_announced(&mut self, uid: Option<String>) -> Result<(), Unapplied> {
+        self.announced = true;
+        if !self.record.phase.is_live() && self.unsent {
+            return self.never_sent().await;
+        }
+        let mut record = self.record.clone();
+        if let (Some(uid), Some(pod)) = (uid, &mut record.pod)
+            && pod.uid.is_none()
+        {
+            // By its name alone the pod could be another one after a restart.
+            pod.uid = Some(uid);
+            record.reached("announced", self.fx.now_ms());
+            return self.save(record).await.map_err(Unapplied::Disk);
+        }
+        self.reached("announced");
         Ok(())
     }
 
@@ -159,12 +185,17 @@ impl Task {
             Way::Seated(seat) => seat.batch().map(|batch| (seat.number(), batch)),
             Way::Open | Way::Joining | Way::Alone => None,
         };
+        let attempt = match self.record.phase {
+            Phase::Booting { attempt } | Phase::Unwanted { attempt } => attempt,
+            _ => self.record.attempt,
+        };
         self.apply(Event::Made(vm), |record| {
             if let Some((number, batch)) = seat {
                 record.seat = Some(number);
                 record.ticket = Some(batch.ticket.clone());
                 record.trust = Some(batch.trust.clone());
             }
+            record.attempt = attempt;
             record.reached("vm_made", now);
         })
         .await?;
@@ -216,6 +247,7 @@ impl Task {
                 })
                 .await?;
                 warn!(error = text, "no capacity; trying the next offering");
+                self.tell("NoCapacity", format!("{text}; trying the next offering"));
                 return Ok(());
             }
             return self.not_to_be_had(Event::NoCapacity, text).await;
@@ -235,6 +267,7 @@ impl Task {
         .await?;
         if was_live {
             error!(error = text, "the VM was refused");
+            self.tell("VMRefused", format!("no VM for this pod: {text}"));
             self.metrics.failed("create");
         }
         Ok(())
@@ -316,6 +349,7 @@ impl Task {
         let running = matches!(self.record.phase, Phase::Running { .. });
         if permanent && running {
             error!(error = text, "the pod's network cannot be looked after any more");
+            self.tell("NetworkLost", format!("the pod's network cannot be looked after any more: {text}"));
             self.network_given_up = true;
             return Ok(());
         }
@@ -328,7 +362,13 @@ impl Task {
         Ok(())
     }
 
-    async fn greeted(&mut self, session: String, digest: String, reply: Reply) -> Result<(), Unapplied> {
+    async fn greeted(
+        &mut self,
+        session: String,
+        digest: String,
+        secret: Option<String>,
+        reply: Reply,
+    ) -> Result<(), Unapplied> {
         let status = reply.status.unwrap_or_default();
         let joining = matches!(self.record.phase, Phase::Joining { .. });
         if !reply.error.is_empty() {
@@ -336,7 +376,7 @@ impl Task {
             if joining {
                 return self.fail("personalise", format!("the guest says: {text}")).await;
             }
-            self.refused_plan(session, digest, &text);
+            self.refused_plan(session, digest, secret, &text);
             return Ok(());
         }
         self.worked(Which::Guest);
@@ -344,6 +384,7 @@ impl Task {
         self.apply(Event::Joined, |record| {
             record.session = Some(session.clone());
             record.told = Some(digest.clone());
+            hand_over(record, &secret);
             record.reached("running", now);
             // Nothing asks for the VM again, and its secret has no business here any more.
             record.request = None;
@@ -354,14 +395,22 @@ impl Task {
         } else {
             let mut record = self.record.clone();
             let before = record.session.replace(session);
+            let plan_is_new = record.told.as_ref() != Some(&digest);
             record.told = Some(digest);
+            hand_over(&mut record, &secret);
             self.save(record).await.map_err(Unapplied::Disk)?;
             if before == self.record.session {
-                info!("the guest follows the pod's network");
+                if plan_is_new {
+                    info!("the guest follows the pod's network");
+                } else {
+                    info!("the guest has the pod's pull secrets as they are now");
+                }
                 return Ok(());
             }
             let lost: Vec<String> = status.lost.iter().map(|what| clip(what)).collect();
-            warn!(lost = lost.join("; "), guest_version = clip(&status.version), "the guest rejoined");
+            let lost = lost.join("; ");
+            warn!(lost, guest_version = clip(&status.version), "the guest rejoined");
+            self.tell("GuestRestarted", format!("the guest program of the pod's VM is another one: {lost}"));
         }
         Ok(())
     }
@@ -399,6 +448,12 @@ impl Task {
         self.publish();
         if !pass.left.is_nothing() {
             warn!(error = failed, "not everything is gone yet; trying again");
+            if self.slots.clear.failures() == TELL_AFTER {
+                self.tell(
+                    "CleanUpFails",
+                    format!("not everything of this pod is gone yet; trying again: {failed}"),
+                );
+            }
             self.slots.clear.rest(std::time::Duration::ZERO);
             return Ok(());
         }
@@ -424,27 +479,39 @@ impl Task {
         self.trouble(which, text);
     }
 
-    fn trouble(&mut self, which: Which, text: String) {
+    pub(super) fn trouble(&mut self, which: Which, text: String) {
         tracing::debug!(error = text, step = ?which, "did not work; trying again");
         self.trouble.retain(|(other, _)| *other != which);
         self.trouble.push((which, text));
     }
 
-    fn worked(&mut self, which: Which) {
+    pub(super) fn worked(&mut self, which: Which) {
         self.slots.get(which).worked();
         self.trouble.retain(|(other, _)| *other != which);
     }
 
     /// In which stage the boot hangs, and what that usually means.
     pub(super) async fn why_late(&mut self) -> (&'static str, String) {
+        let (stage, mut text) = self.where_it_hangs(self.settings.boot_timeout);
+        if let Some(vm) = self.record.phase.vm()
+            && let Ok(Some(console)) =
+                tokio::time::timeout(std::time::Duration::from_secs(2), self.fx.console(vm)).await
+        {
+            text.push_str("; its console ends with: ");
+            text.push_str(&console);
+        }
+        (stage, text)
+    }
+
+    /// What is not there after so long, and what that usually means.
+    pub(super) fn where_it_hangs(&self, limit: Duration) -> (&'static str, String) {
         let after = |which: Which| {
             let last = self.trouble.iter().find(|(other, _)| *other == which);
             last.map(|(_, text)| format!("; the last error was: {text}")).unwrap_or_default()
         };
-        let limit = self.settings.boot_timeout;
         let vm = self.record.phase.vm();
         let name = vm.map_or("the VM", InstanceId::as_str);
-        let (stage, mut text) = match &self.record.phase {
+        match &self.record.phase {
             Phase::Booting { .. } => {
                 ("create", format!("the cloud did not make a VM within {limit:?}{}", after(Which::Cloud)))
             }
@@ -503,15 +570,7 @@ impl Task {
                     ),
                 )
             }
-        };
-        if let Some(vm) = vm
-            && let Ok(Some(console)) =
-                tokio::time::timeout(std::time::Duration::from_secs(2), self.fx.console(vm)).await
-        {
-            text.push_str("; its console ends with: ");
-            text.push_str(&console);
         }
-        (stage, text)
     }
 }
 
@@ -538,4 +597,11 @@ impl From<Error> for Unapplied {
 /// Words of a guest, cut to what a log line should carry, on one line.
 pub(super) fn clip(text: &str) -> String {
     text.chars().take(400).map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
+/// Notes which pull secrets the guest has; where none were known it keeps those it had.
+fn hand_over(record: &mut Record, secret: &Option<String>) {
+    if let Some(secret) = secret {
+        record.told_secret = Some(secret.clone()).filter(|secret| !secret.is_empty());
+    }
 }

@@ -83,6 +83,16 @@ async fn stopped(table: &Sandboxes, id: &SandboxId, record: Option<Record>) -> R
     Ok(record)
 }
 
+impl Sandboxes {
+    /// Every VM that this node made and that has not vanished, as the provider says.
+    ///
+    /// # Errors
+    /// When it cannot be asked.
+    pub async fn owned(&self) -> Result<Vec<Owned>, super::effects::CloudError> {
+        self.0.fx.owned().await
+    }
+}
+
 /// Finds VMs of ours that no record claims, and deletes them when they were seen twice, some time apart.
 pub struct Orphans {
     suspects: HashMap<InstanceId, Instant>,

@@ -9,10 +9,11 @@ use std::{future::Future, net::IpAddr, sync::Arc, time::Duration};
 use futures_util::future::{BoxFuture, FutureExt, pending};
 use peerpod_proto::guest::{NetworkPlan, Reply};
 use peerpod_provider_api::{InstanceId, Placement};
+use zeroize::Zeroizing;
 
 use super::{
     batch::Seat,
-    effects::{CloudError, Followed, NetworkError, RelayError, Trusted},
+    effects::{CloudError, Followed, NetworkError, PullSecretError, RelayError, Trusted},
     follow::Heard,
 };
 use crate::{ledger::Network, volumes::PodVolumes};
@@ -24,6 +25,8 @@ pub(super) enum Outcome {
     Rested,
     /// Whether it gets its VM with others; `None`: it does not, and nobody was asked for one yet.
     Seated(Option<Seat>),
+    /// The cluster shows it, or could not at once; the pod's UID.
+    Announced(Option<String>),
     /// Where the attempt is to be made.
     Placed(Result<Option<Placement>, CloudError>),
     Created(Result<InstanceId, CloudError>),
@@ -58,10 +61,11 @@ pub(super) enum Outcome {
         version: u64,
         result: Result<(), NetworkError>,
     },
-    /// `digest`: which plan.
+    /// `digest`: which plan; `secret`: which pull secrets, where they are known.
     Greeted {
         session: String,
         digest: String,
+        secret: Option<String>,
         result: Result<Box<Reply>, RelayError>,
     },
     /// The guest was told whom to trust and asked for a CSR.
@@ -74,6 +78,8 @@ pub(super) enum Outcome {
         trusted: Arc<Trusted>,
         result: Result<Box<Reply>, RelayError>,
     },
+    /// What is known of the pod's pull secrets.
+    PullSecret(Result<Zeroizing<String>, PullSecretError>),
     Cleared(super::clear::Pass),
 }
 
@@ -178,6 +184,8 @@ pub(super) struct Slots {
     pub(super) localhost: Slot,
     /// Personalise.
     pub(super) guest: Slot,
+    /// The pod's pull secrets.
+    pub(super) secret: Slot,
     /// The way out.
     pub(super) clear: Slot,
 }
@@ -191,6 +199,7 @@ pub(super) enum Which {
     Relay,
     Localhost,
     Guest,
+    Secret,
     Clear,
 }
 
@@ -203,6 +212,7 @@ impl Slots {
             Which::Relay => &mut self.relay,
             Which::Localhost => &mut self.localhost,
             Which::Guest => &mut self.guest,
+            Which::Secret => &mut self.secret,
             Which::Clear => &mut self.clear,
         }
     }
@@ -218,6 +228,7 @@ impl Slots {
             outcome = self.relay.done() => (Which::Relay, outcome),
             outcome = self.localhost.done() => (Which::Localhost, outcome),
             outcome = self.guest.done() => (Which::Guest, outcome),
+            outcome = self.secret.done() => (Which::Secret, outcome),
             outcome = self.clear.done() => (Which::Clear, outcome),
         }
     }

@@ -7,7 +7,7 @@ use std::{
 
 use peerpod_link::initdata::Initdata;
 use peerpod_proto::{
-    guest::{Personalise, Request},
+    guest::{Images, Personalise, Request},
     relay::{PutSandboxRequest, TunnelPeer},
 };
 use peerpod_provider_api::CreateRequest;
@@ -34,11 +34,13 @@ impl Task {
     pub(super) fn pump(&mut self) {
         match duty(&self.record.phase) {
             Action::Ask => {
+                self.ask_pull_secret();
                 self.ask();
                 self.weave();
                 self.tell_relay();
             }
             Action::Join => {
+                self.ask_pull_secret();
                 self.locate();
                 self.attach();
                 self.weave();
@@ -47,6 +49,7 @@ impl Task {
                 self.greet();
             }
             Action::Serve => {
+                self.ask_pull_secret();
                 self.weave();
                 self.tell_relay();
                 self.carry_localhost();
@@ -69,6 +72,11 @@ impl Task {
             return;
         }
         let Some(request) = self.record.request.clone() else { return self.find(None) };
+        if !self.announced {
+            let (fx, record) = (self.fx.clone(), self.record.clone());
+            return self.slots.cloud.start(async move { Outcome::Announced(fx.announce(&record).await) });
+        }
+        self.unsent = false;
         match self.way.clone() {
             Way::Alone => self.create(request, attempt),
             Way::Seated(seat) => self.sit(seat),
@@ -310,6 +318,9 @@ impl Task {
             return;
         };
         self.reached("guest_connected");
+        if !self.is_pull_secret_asked() {
+            return; // its answer, or its deadline, comes soon
+        }
         if self.record.session.as_ref().is_some_and(|session| *session != guest.session) {
             warn!(session = guest.session, "the guest program is another one: what it had under way is lost");
         }
@@ -328,17 +339,24 @@ impl Task {
             initdata: self.record.initdata.clone().unwrap_or_default(),
             initdata_digest: digest_of(self.record.initdata.as_deref()),
             gpus: self.record.gpus,
-            images: self.fx.images().into(),
+            images: self.images().into(),
             volumes: self.record.volumes.as_ref().map(PodVolumes::for_guest).unwrap_or_default(),
             ..Default::default()
         });
         let (fx, id, session) = (self.fx.clone(), self.record.id.clone(), guest.session);
+        let secret = self.pull.digest().map(str::to_owned);
         // The guest gives up on its agent by itself; this only ends a call that nobody will answer.
         let timeout = self.settings.agent_timeout + Duration::from_secs(10);
         self.slots.guest.start(async move {
             let result = fx.call(&id, request, timeout).await.map(Box::new);
-            Outcome::Greeted { session, digest, result }
+            Outcome::Greeted { session, digest, secret, result }
         });
+    }
+
+    fn images(&self) -> Option<Images> {
+        let mut images = self.fx.images(self.pull.secret().unwrap_or_default())?;
+        images.keep_pull_secret = self.asks_for_pull_secret() && self.pull.secret().is_none();
+        Some(images)
     }
 
     /// Takes everything away, as soon as nothing more is being made.

@@ -18,10 +18,11 @@ use super::{
     batch::{Batches, Way},
     claims::{Claim, Claims},
     clear::Left,
-    effects::{Effects, Guest, Trusted},
+    effects::{Effects, Guest, Said, Trusted},
     error::{Error, Granted},
     follow::{Following, Homes, Told},
     phase::{self, Action, Event, Phase},
+    pull::Pull,
     renew::Renewal,
     reports::Reports,
     slots::{Outcome, Slots, Which},
@@ -107,8 +108,10 @@ pub(super) struct Task {
     pub(super) predecessor: Option<watch::Receiver<View>>,
     /// What the guest is to make of the pod's network, once it is connected.
     pub(super) plan: Option<Told>,
-    /// A guest session and the digest of the plan that it refused.
-    pub(super) refused: Option<(String, String)>,
+    /// A guest session, and the digests of the plan and the pull secrets that it refused.
+    pub(super) refused: Option<(String, String, Option<String>)>,
+    /// What the pod's images are pulled with.
+    pub(super) pull: Pull,
     /// Where guests find the node.
     pub(super) homes: watch::Receiver<Homes>,
     /// What changed around the pod's network, and how far that is followed.
@@ -121,6 +124,12 @@ pub(super) struct Task {
     pub(super) way: Way,
     pub(super) batches: Batches,
     pub(super) tickets: Arc<Tickets>,
+    /// Whether the cluster had its chance to show the intent.
+    pub(super) announced: bool,
+    /// The cloud was never asked for anything, neither by this task nor before it.
+    pub(super) unsent: bool,
+    /// When to say that it takes long, and how long it has taken then.
+    pub(super) slow: Option<(Instant, Duration)>,
     /// The attempt whose place the provider was asked for, and had none to choose.
     pub(super) placed: Option<u32>,
     /// Addresses where the guest is dialled besides the VM's own, until it was reached there.
@@ -146,6 +155,7 @@ enum Woken {
     Trust,
     Heard,
     Deadline,
+    Slow,
 }
 
 impl Task {
@@ -168,9 +178,10 @@ impl Task {
     /// Runs until the sandbox is gone (its tombstone durable), or its table is.
     pub(super) async fn run(&mut self) {
         self.enter();
+        self.fx.show(&self.record);
         loop {
             self.pump();
-            let deadline = self.deadline;
+            let (deadline, slow) = (self.deadline, self.slow.map(|(at, _)| at));
             let woken = tokio::select! {
                 command = self.commands.recv() => Woken::Command(command),
                 (which, outcome) = self.slots.next() => Woken::Outcome(which, outcome),
@@ -180,6 +191,7 @@ impl Task {
                 () = self.following.heard() => Woken::Heard,
                 () = changed(&mut self.homes) => Woken::Heard,
                 () = sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => Woken::Deadline,
+                () = sleep_until(slow.unwrap_or_else(Instant::now)), if slow.is_some() => Woken::Slow,
             };
             // Boxed: a sandbox idles in the select above for hours, and these are much larger than it.
             match woken {
@@ -189,6 +201,7 @@ impl Task {
                 Woken::Guest | Woken::Trust | Woken::Heard => {} // the pump looks
                 Woken::Epoch => self.relay_changed(),
                 Woken::Deadline => Box::pin(self.too_late()).await,
+                Woken::Slow => self.takes_long(),
             }
             if self.record.phase == Phase::Gone {
                 self.last_words();
@@ -210,11 +223,14 @@ impl Task {
             | Phase::Leaving { .. }
             | Phase::Gone => None,
         };
+        let after = self.settings.slow_after;
+        self.slow = self.deadline.and_then(|_| self.slow.or(Some((Instant::now() + after, after))));
         if !self.record.phase.is_live() {
             self.left_ms = self.fx.now_ms();
             self.slots.guest.cancel();
             // What is attached goes with the VM.
             self.slots.volumes.cancel();
+            self.slots.secret.cancel();
             // What runs goes on to its end, so that clearing finds all of it; what only waits does not.
             self.slots.network.wake();
             self.slots.relay.wake();
@@ -301,7 +317,13 @@ impl Task {
         })
         .await?;
         if was_live {
-            error!(stage, %cause, "{}", if ran { "failed while it ran" } else { "could not be started" });
+            let (reason, what) = if ran {
+                ("VMFailed", "failed while it ran")
+            } else {
+                ("StartFailed", "could not be started")
+            };
+            error!(stage, %cause, "{what}");
+            self.tell(reason, format!("the pod's VM {what} ({stage}): {cause}"));
             self.metrics.failed(stage);
         }
         Ok(())
@@ -338,6 +360,22 @@ impl Task {
         if let Err(Unapplied::Disk(error)) = self.fail(stage, cause).await {
             warn!(%error, "cannot record that the boot took too long; trying again");
             self.deadline = Some(Instant::now() + Duration::from_secs(1));
+        }
+    }
+
+    /// Says what it waits for, and again after as long once more.
+    fn takes_long(&mut self) {
+        let Some((at, waited)) = self.slow.take() else { return };
+        let (stage, text) = self.where_it_hangs(waited);
+        warn!(stage, waited = ?waited, "still not running: {text}");
+        self.tell("SlowStart", format!("{text} ({stage}); waiting on"));
+        self.slow = Some((at + waited, waited * 2));
+    }
+
+    /// Says something where the pod's owner looks.
+    pub(super) fn tell(&self, reason: &'static str, text: String) {
+        if let Some(pod) = &self.record.pod {
+            self.fx.tell(pod, Said { reason, text });
         }
     }
 
@@ -384,7 +422,13 @@ impl Task {
         for stage in &record.stages[self.record.stages.len().min(record.stages.len())..] {
             self.metrics.stage(&stage.name, stage.at_ms);
         }
+        let shown =
+            |record: &Record| (record.phase.clone(), record.addresses.len(), record.binding.is_some());
+        let is_news = shown(&record) != shown(&self.record);
         self.record = record;
+        if is_news {
+            self.fx.show(&self.record);
+        }
         if self.record.seat.is_some() {
             self.tickets.enter(&self.record);
         }

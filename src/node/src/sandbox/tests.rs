@@ -3,6 +3,7 @@
 
 mod batch;
 mod calls;
+mod cluster;
 mod crash;
 mod deaths;
 mod failures;

@@ -40,8 +40,10 @@ impl Served {
         let bound = build(WebhookConfig {
             listen: any,
             admin_listen: any,
-            certificate_file: folder.join("tls.crt"),
-            key_file: folder.join("tls.key"),
+            certificates: Certificates::Mounted {
+                certificate_file: folder.join("tls.crt"),
+                key_file: folder.join("tls.key"),
+            },
             versions: vec![&rustls::version::TLS13],
             crypto: Arc::new(rustls::crypto::ring::default_provider()),
             excluded: Vec::new(),

@@ -55,7 +55,7 @@ pub(in crate::sandbox) struct Running {
     pub(in crate::sandbox) commands: mpsc::Sender<Command>,
     pub(in crate::sandbox) view: watch::Receiver<View>,
     pub(in crate::sandbox) netns: Option<NetnsRef>,
-    pub(super) pod: Option<(String, String)>,
+    pub(in crate::sandbox) pod: Option<(String, String)>,
     pub(super) volumes: Option<Arc<Volumes>>,
 }
 

@@ -27,6 +27,7 @@ pub(super) fn settings() -> Settings {
         pods_dir: "/run/peerpod/pods".into(),
         guest_addresses: "10.99.0.1:15151".into(),
         boot_timeout: Duration::from_secs(300),
+        slow_after: Duration::from_secs(60),
         start_timeout: Duration::from_secs(540),
         agent_timeout: Duration::from_secs(30),
         flush_timeout: Duration::from_secs(3),

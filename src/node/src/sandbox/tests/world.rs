@@ -32,10 +32,10 @@ use tokio::{
 use crate::{
     ledger::{Batch, Error as LedgerError, Ledger, NetnsRef, Network, Record},
     sandbox::effects::{
-        Certificate, CloudError, Effects, Followed, Guest, Made, NetworkError, RelayError, Trusted,
+        Certificate, CloudError, Effects, Followed, Guest, Made, NetworkError, RelayError, Said, Trusted,
     },
     sandbox::follow::Homes,
-    spec::SandboxId,
+    spec::{PodRef, SandboxId},
     trust::Ticket,
 };
 
@@ -123,6 +123,12 @@ pub(super) struct State {
     pub rotated: Vec<(String, bool)>,
     pub flushed: Vec<String>,
     pub dead_netns: BTreeSet<PathBuf>,
+    /// Intents that the cluster was given, and how many calls the cloud had had by then.
+    pub announced: Vec<(String, u64)>,
+    /// What the cluster was last given to show of each sandbox.
+    pub shown: BTreeMap<String, String>,
+    /// What was said to pods' owners.
+    pub said: Vec<(String, &'static str, String)>,
     pub dice: Dice,
 }
 
@@ -144,6 +150,9 @@ pub(super) struct World {
     pub delete_takes: Mutex<Duration>,
     pub delete_fails: Mutex<Option<CloudError>>,
     pub find_fails: Mutex<Option<CloudError>>,
+    /// There is a cluster, which takes so long to show an intent.
+    pub in_cluster: AtomicBool,
+    pub announce_takes: Mutex<Duration>,
     pub reserve_fails: Mutex<Option<NetworkError>>,
     pub guest_error: Mutex<String>,
     pub guests_stay_away: AtomicBool,
@@ -223,6 +232,9 @@ impl World {
                 rotated: Vec::new(),
                 flushed: Vec::new(),
                 dead_netns: BTreeSet::new(),
+                announced: Vec::new(),
+                shown: BTreeMap::new(),
+                said: Vec::new(),
                 dice: Dice::new(seed),
             }),
             scripted_creates: Mutex::default(),
@@ -236,6 +248,8 @@ impl World {
             delete_takes: Mutex::new(Duration::from_millis(20)),
             delete_fails: Mutex::default(),
             find_fails: Mutex::default(),
+            in_cluster: AtomicBool::new(false),
+            announce_takes: Mutex::default(),
             reserve_fails: Mutex::default(),
             guest_error: Mutex::default(),
             guests_stay_away: AtomicBool::new(false),
@@ -609,6 +623,28 @@ impl Effects for Fake {
         Ok(Some(Placement::new(format!("place {}", state.placed)).unwrap()))
     }
 
+    fn is_in_cluster(&self) -> bool {
+        self.world.in_cluster.load(Ordering::Relaxed)
+    }
+
+    async fn announce(&self, record: &Record) -> Option<String> {
+        self.fuse.boundary().await;
+        let takes = *self.world.announce_takes.lock().unwrap();
+        tokio::time::sleep(takes).await;
+        let mut state = self.world.state();
+        let calls = state.create_calls;
+        state.announced.push((record.id.to_string(), calls));
+        Some(format!("uid of {}", record.pod_name()))
+    }
+
+    fn show(&self, record: &Record) {
+        self.world.state().shown.insert(record.id.to_string(), record.phase.name().to_owned());
+    }
+
+    fn tell(&self, pod: &PodRef, said: Said) {
+        self.world.state().said.push((pod.to_string(), said.reason, said.text));
+    }
+
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError> {
         let mut wire = OnTheWire::new(&self.world, request, key, None);
         self.fuse.boundary().await;
@@ -733,6 +769,7 @@ impl Effects for Fake {
             state: OwnedState::Running,
             addresses: vec![],
             created: None,
+            node: None,
         });
         Ok(owned.collect())
     }

@@ -1,4 +1,4 @@
-//! What the process is told and what it says, as JSON.
+//! What is said, as JSON: one [`Job`] in, [`Event`]s out.
 
 use std::{fmt, path::PathBuf};
 

@@ -1,0 +1,86 @@
+//! A server's certificate from a CA of ours: a key of this process alone, in memory only, made again in time.
+
+use std::{
+    sync::{Arc, PoisonError, RwLock},
+    time::{Duration, SystemTime},
+};
+
+use rustls::{
+    crypto::CryptoProvider,
+    server::{ClientHello, ResolvesServerCert},
+    sign::CertifiedKey,
+};
+use tokio::time::{sleep, timeout};
+use tracing::{info, warn};
+
+use super::keeper::{Authority, Current};
+
+/// After something that did not work.
+const AGAIN: Duration = Duration::from_secs(5);
+/// Longer is not slept: a clock may have been set.
+const LOOK: Duration = Duration::from_secs(600);
+
+/// The certificate in use. Clones are the same.
+#[derive(Clone, Debug)]
+pub struct Served {
+    names: Arc<Vec<String>>,
+    validity: Duration,
+    crypto: Arc<CryptoProvider>,
+    current: Arc<RwLock<Option<Arc<CertifiedKey>>>>,
+}
+
+impl Served {
+    /// One for a server of these names; there is none until [`Served::follow`] made it.
+    pub fn new(names: Vec<String>, validity: Duration, crypto: Arc<CryptoProvider>) -> Served {
+        Served { names: Arc::new(names), validity, crypto, current: Arc::default() }
+    }
+
+    /// Makes it, and another when the CA is another one or two thirds of its life are over, for ever. `issued` is called
+    /// after each.
+    pub async fn follow(self, mut authority: Authority, issued: impl Fn()) {
+        let mut renew = SystemTime::UNIX_EPOCH;
+        let mut signed_by = Vec::new();
+        loop {
+            let current = authority.borrow_and_update().clone();
+            let now = SystemTime::now();
+            let mut pause = renew.duration_since(now).unwrap_or_default();
+            if let Some(current) = current
+                && (signed_by != current.signer.certificate().as_ref() || now >= renew)
+            {
+                pause = match self.issue(&current, now) {
+                    Ok(until) => {
+                        signed_by = current.signer.certificate().to_vec();
+                        let life = until.duration_since(now).unwrap_or_default() * 2 / 3;
+                        renew = now + life;
+                        info!(names = self.names.join(" "), renewed_in = ?life, "certificate made");
+                        issued();
+                        life
+                    }
+                    Err(why) => {
+                        warn!(error = why, "no new certificate; what there is stays in use");
+                        AGAIN
+                    }
+                };
+            }
+            let news = timeout(pause.min(LOOK), authority.changed()).await;
+            // Its keeper ended with the process.
+            if matches!(news, Ok(Err(_))) {
+                sleep(AGAIN).await;
+            }
+        }
+    }
+
+    fn issue(&self, current: &Current, now: SystemTime) -> Result<SystemTime, String> {
+        let leaf = current.signer.server(&self.names, now, self.validity).map_err(|why| why.to_string())?;
+        let pair = CertifiedKey::from_der(leaf.chain, leaf.key, &self.crypto);
+        let pair = Arc::new(pair.map_err(|why| why.to_string())?);
+        *self.current.write().unwrap_or_else(PoisonError::into_inner) = Some(pair);
+        Ok(leaf.not_after)
+    }
+}
+
+impl ResolvesServerCert for Served {
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}

@@ -1,0 +1,134 @@
+use super::*;
+
+const DAY: Duration = Duration::from_secs(86_400);
+
+fn policy() -> Policy {
+    Policy { name: "test CA".to_owned(), validity: 90 * DAY, leaf: 2 * DAY, settle: Duration::from_secs(60) }
+}
+
+fn at(days: u64) -> SystemTime {
+    SystemTime::UNIX_EPOCH + Duration::from_secs(1_800_000_000) + DAY * u32::try_from(days).unwrap()
+}
+
+fn count(bundle: &str) -> usize {
+    bundle.matches("BEGIN CERTIFICATE").count()
+}
+
+/// What a client that trusts the bundle says of a server's certificate.
+fn trusts(bundle: &str, leaf: &Leaf, now: SystemTime) -> bool {
+    let mut roots = rustls::RootCertStore::empty();
+    for root in CertificateDer::pem_slice_iter(bundle.as_bytes()) {
+        roots.add(root.unwrap()).unwrap();
+    }
+    let end = webpki::EndEntityCert::try_from(&leaf.chain[0]).unwrap();
+    let now =
+        rustls_pki_types::UnixTime::since_unix_epoch(now.duration_since(SystemTime::UNIX_EPOCH).unwrap());
+    let algorithms = rustls::crypto::ring::default_provider().signature_verification_algorithms;
+    end.verify_for_usage(
+        algorithms.all,
+        &roots.roots,
+        &leaf.chain[1..],
+        now,
+        webpki::KeyUsage::server_auth(),
+        None,
+        None,
+    )
+    .is_ok()
+}
+
+/// Through ten years of days: whoever has the bundle of today or of yesterday trusts every certificate that is in use.
+#[test]
+fn nobody_is_ever_shown_a_certificate_that_he_does_not_trust() {
+    let policy = policy();
+    let mut state = State::default();
+    let names = ["x.example".to_owned()];
+    let mut yesterday: Option<(String, Leaf)> = None;
+    let (mut signers, mut most) = (std::collections::BTreeSet::new(), 0);
+    for day in 0..1000 {
+        let now = at(day);
+        while state.advance(&policy, now).unwrap() {}
+        let bundle = state.bundle(&policy, now);
+        let signer = state.signer(&policy, now).unwrap();
+        let leaf = signer.server(&names, now, policy.leaf).unwrap();
+        signers.insert(signer.certificate().to_vec());
+        most = most.max(count(&bundle));
+        assert!(trusts(&bundle, &leaf, now), "day {day}");
+        if let Some((old_bundle, old_leaf)) = &yesterday {
+            assert!(trusts(old_bundle, &leaf, now), "day {day}: who has the bundle of yesterday");
+            assert!(trusts(&bundle, old_leaf, now), "day {day}: a server that did not follow yet");
+        }
+        state.published(now);
+        let kept = state.write().unwrap();
+        state = State::read(&kept).unwrap();
+        yesterday = Some((bundle, leaf));
+    }
+    assert!(signers.len() > 12 && most == 2, "{} signed, {most} trusted at once", signers.len());
+}
+
+#[test]
+fn what_is_not_published_does_not_sign_unless_nothing_else_can() {
+    let policy = policy();
+    let mut state = State::default();
+    assert!(state.signer(&policy, at(0)).is_err());
+    assert!(state.advance(&policy, at(0)).unwrap());
+    let first = state.signer(&policy, at(0)).unwrap().certificate().clone();
+    assert!(state.published(at(0)) && !state.published(at(0)));
+    assert!(!state.advance(&policy, at(59)).unwrap());
+    assert!(state.advance(&policy, at(60)).unwrap());
+    assert_eq!(count(&state.bundle(&policy, at(60))), 2);
+    assert_eq!(
+        state.signer(&policy, at(89)).unwrap().certificate(),
+        &first,
+        "the next one was never published"
+    );
+    // Away for a year: everything has ended, and what is made then signs at once.
+    state.advance(&policy, at(400)).unwrap();
+    assert_ne!(state.signer(&policy, at(400)).unwrap().certificate(), &first);
+    assert_eq!(count(&state.bundle(&policy, at(400))), 1);
+}
+
+#[test]
+fn a_request_gives_its_key_and_nothing_else() {
+    let policy = policy();
+    let mut state = State::default();
+    state.advance(&policy, at(0)).unwrap();
+    let signer = state.signer(&policy, at(0)).unwrap();
+    let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).unwrap();
+    let mut asked = CertificateParams::new(vec!["evil.example".to_owned()]).unwrap();
+    asked.distinguished_name.push(DnType::CommonName, "somebody else");
+    let request = asked.serialize_request(&key).unwrap();
+    let (chain, ends) = signer.client(request.der(), "n1", "peerpod:node:n1", at(0), DAY).unwrap();
+    assert_eq!(ends, at(1));
+    let end = webpki::EndEntityCert::try_from(&chain[0]).unwrap();
+    assert_eq!(end.valid_uri_names().collect::<Vec<_>>(), ["peerpod:node:n1"]);
+    assert_eq!(end.valid_dns_names().count(), 0);
+    for (bytes, why) in [(&request.der()[..100], "no PKCS#10"), (&[0; 5000][..], "larger")] {
+        let error = signer.client(bytes, "n1", "peerpod:node:n1", at(0), DAY).unwrap_err().to_string();
+        assert!(error.contains(why), "{error}");
+    }
+    let other = KeyPair::generate_for(&rcgen::PKCS_ED25519).unwrap();
+    let request = CertificateParams::default().serialize_request(&other).unwrap();
+    let error = signer.client(request.der(), "n1", "peerpod:node:n1", at(0), DAY).unwrap_err().to_string();
+    assert!(error.contains("P-256"), "{error}");
+}
+
+#[test]
+fn what_was_kept_is_looked_at() {
+    let mut state = State::default();
+    state.advance(&policy(), at(0)).unwrap();
+    let kept = String::from_utf8(state.write().unwrap().to_vec()).unwrap();
+    let mut other = State::default();
+    other.advance(&policy(), at(0)).unwrap();
+    let mixed = State { version: 1, cas: vec![Ca { key: other.cas[0].key.clone(), ..state.cas[0].clone() }] };
+    let mixed = String::from_utf8(mixed.write().unwrap().to_vec()).unwrap();
+    for (text, why) in [
+        ("{", "no JSON"),
+        (&kept.replace("\"version\":1", "\"version\":2"), "version 2"),
+        ("{\"version\":1,\"cas\":[]}", "no CA"),
+        (&mixed, "does not belong"),
+    ] {
+        let error = State::read(text.as_bytes()).unwrap_err().to_string();
+        assert!(error.contains(why) && error.contains("delete the Secret"), "{error}");
+    }
+    assert!(!format!("{state:?}").contains("PRIVATE"));
+}

@@ -1,0 +1,189 @@
+//! The controller's process: builds the parts, leads or waits, ends in order.
+
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use anyhow::Context as _;
+use kube::runtime::events::Recorder;
+use peerpod_base::{
+    admin::{self, Ready},
+    lifecycle::{Drain, Shutdown},
+};
+use peerpod_kube::{
+    client,
+    lease::{Election, ElectionConfig, Leader, Standing},
+};
+use prometheus_client::{metrics::gauge::Gauge, registry::Registry};
+use tokio::{sync::watch, task::JoinSet};
+use tracing::{info, warn};
+
+use super::{Context, Part, config::ControllerConfig, parts::Settings};
+
+/// For what is under way at the end.
+const DRAIN: Duration = Duration::from_secs(10);
+/// For the API server to hear that we do not lead any more.
+const RESIGN: Duration = Duration::from_secs(3);
+
+/// A controller whose port is bound.
+pub struct Bound {
+    /// The admin port, as bound.
+    pub admin: SocketAddr,
+    context: Context,
+    election: Election,
+    leading: Gauge,
+    /// Those of the leader, then the others.
+    parts: (Vec<Part>, Vec<Part>),
+}
+
+/// Reads credentials, opens the provider, binds the port. The API server is not asked for anything yet.
+///
+/// # Errors
+/// What is missing, and what would do.
+pub async fn build(settings: Settings, shutdown: &Shutdown) -> anyhow::Result<Bound> {
+    let mut registry = Registry::default();
+    let leading = Gauge::default();
+    registry.register("peerpod_controller_leading", "1 in the replica that leads", leading.clone());
+    let config = settings.controller.clone();
+    let client = client::connect(config.kubeconfig.as_deref()).await?;
+    let namespace = config.namespace.clone().unwrap_or_else(|| client.default_namespace().to_owned());
+    let parts = settings.parts(&mut registry).await?;
+    let ready = Ready::new();
+    ready.not_ready("lease", "the API server was not asked yet");
+    let admin = admin::serve(config.admin_listen, Arc::new(registry), ready.clone()).await?;
+    let election = Election::new(client.clone(), election_of(&config, &namespace));
+    let context = Context {
+        events: Recorder::new(client.clone(), Context::reporter(&config.identity)),
+        client,
+        namespace,
+        identity: config.identity,
+        ready,
+        shutdown: shutdown.clone(),
+        drain: Drain::new(),
+        term: None,
+    };
+    let parts = parts.into_iter().partition(|part| part.leader_only);
+    Ok(Bound { admin, context, election, leading, parts })
+}
+
+fn election_of(config: &ControllerConfig, namespace: &str) -> ElectionConfig {
+    ElectionConfig {
+        namespace: namespace.to_owned(),
+        name: config.lease_name.clone(),
+        identity: config.identity.clone(),
+        duration: config.lease_duration,
+        renew_deadline: config.lease_renew_deadline,
+        retry: config.lease_retry,
+    }
+}
+
+impl Bound {
+    /// Works until told to stop. A lost Lease only ends the term: it is waited for again.
+    ///
+    /// # Errors
+    /// A part ended that never should.
+    pub async fn run(self) -> anyhow::Result<()> {
+        let Bound { admin, context, election, leading, parts: (led, always) } = self;
+        info!(%admin, identity = context.identity, namespace = context.namespace, "controller runs");
+        let mut tasks = start(&always, &context);
+        tasks.spawn(tell(election.standing(), context.ready.clone()));
+        let ended = tokio::select! {
+            () = context.shutdown.wait() => Ok(()),
+            ended = ended(&mut tasks) => ended,
+            ended = terms(&election, &led, &context, &leading) => ended,
+        };
+        context.ready.not_ready("shutdown", "told to stop");
+        if let Err(busy) = context.drain.drain(DRAIN).await {
+            warn!(%busy, "cut off");
+        }
+        tasks.shutdown().await;
+        info!("stopped");
+        ended
+    }
+}
+
+/// Leads, waits, leads.
+async fn terms(
+    election: &Election,
+    parts: &[Part],
+    context: &Context,
+    leading: &Gauge,
+) -> anyhow::Result<()> {
+    loop {
+        let leader = tokio::select! {
+            leader = election.lead() => leader,
+            () = context.shutdown.wait() => return Ok(()),
+        };
+        let term = leader.term().clone();
+        info!(token = term.token(), "leads");
+        leading.set(1);
+        let context = Context { term: Some(term.clone()), ..context.clone() };
+        let mut tasks = start(parts, &context);
+        let ended = tokio::select! {
+            // The order matters: who was stopped past its time does nothing more.
+            biased;
+            () = term.lost() => Ok(()),
+            () = context.shutdown.wait() => Ok(()),
+            ended = ended(&mut tasks) => ended,
+        };
+        // All of them, and waited for, before the Lease is given back.
+        tasks.shutdown().await;
+        leading.set(0);
+        resign(leader, &term).await;
+        ended?;
+    }
+}
+
+async fn resign(leader: Leader, term: &peerpod_kube::lease::Term) {
+    if term.check().is_err() {
+        warn!(token = term.token(), "the lease is lost; waiting for it again");
+        return;
+    }
+    match tokio::time::timeout(RESIGN, leader.resign()).await {
+        Ok(Ok(())) => info!(token = term.token(), "the lease is given back"),
+        Ok(Err(error)) => warn!(%error, "the lease is not given back; it ends by itself"),
+        Err(_) => warn!("the lease is not given back: the API server does not answer; it ends by itself"),
+    }
+}
+
+fn start(parts: &[Part], context: &Context) -> JoinSet<(&'static str, anyhow::Result<()>)> {
+    let mut tasks = JoinSet::new();
+    for part in parts {
+        let (name, run) = (part.name, part.run(context.clone()));
+        tasks.spawn(async move { (name, run.await) });
+    }
+    tasks
+}
+
+/// Waits for one that ends though nobody told it to.
+async fn ended(tasks: &mut JoinSet<(&'static str, anyhow::Result<()>)>) -> anyhow::Result<()> {
+    match tasks.join_next().await {
+        Some(Ok((name, Ok(())))) => anyhow::bail!("a part of the controller ended: {name}"),
+        Some(Ok((name, Err(error)))) => {
+            Err(error).with_context(|| format!("a part of the controller: {name}"))
+        }
+        Some(Err(error)) => Err(error).context("a part of the controller"),
+        None => std::future::pending().await,
+    }
+}
+
+/// Says in `/readyz` when the API server cannot be asked. Who waits for another leader is ready.
+async fn tell(mut standing: watch::Receiver<Standing>, ready: Ready) -> (&'static str, anyhow::Result<()>) {
+    loop {
+        let now = standing.borrow_and_update().clone();
+        match &now {
+            Standing::Asking => {}
+            Standing::Waiting { holder } => {
+                info!(holder, "another replica leads");
+                ready.ready("lease");
+            }
+            Standing::Leading { .. } => ready.ready("lease"),
+            Standing::Unreachable { why } => {
+                warn!(why, "the lease cannot be had");
+                ready.not_ready("lease", why);
+            }
+        }
+        if standing.changed().await.is_err() {
+            // Never while the election lives, and it does as long as we.
+            std::future::pending::<()>().await;
+        }
+    }
+}

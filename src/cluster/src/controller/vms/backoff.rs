@@ -1,0 +1,84 @@
+//! When an object may be tried again: ever more seldom, and not sooner because somebody changed it.
+
+use std::{
+    collections::{HashMap, HashSet},
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+/// After the first failure.
+const FIRST: Duration = Duration::from_secs(1);
+
+#[derive(Clone, Copy)]
+struct Failed {
+    times: u32,
+    again: Instant,
+}
+
+/// The objects that failed, by uid.
+pub(super) struct Backoff {
+    longest: Duration,
+    failed: Mutex<HashMap<String, Failed>>,
+}
+
+impl Backoff {
+    pub(super) fn new(longest: Duration) -> Backoff {
+        Backoff { longest, failed: Mutex::default() }
+    }
+
+    /// How long this one must still wait.
+    pub(super) fn waits(&self, uid: &str, now: Instant) -> Option<Duration> {
+        let failed = *self.lock().get(uid)?;
+        let left = failed.again.saturating_duration_since(now);
+        (!left.is_zero()).then_some(left)
+    }
+
+    /// It failed now, and the provider asks for at least this pause; how long it waits.
+    pub(super) fn failed(&self, uid: &str, now: Instant, least: Duration) -> Duration {
+        let mut all = self.lock();
+        let failed = all.entry(uid.to_owned()).or_insert(Failed { times: 0, again: now });
+        let pause = FIRST.saturating_mul(1 << failed.times.min(16)).min(self.longest).max(least);
+        failed.times = failed.times.saturating_add(1);
+        failed.again = now + pause;
+        pause
+    }
+
+    pub(super) fn done(&self, uid: &str) {
+        self.lock().remove(uid);
+    }
+
+    /// Forgets all that are not among these.
+    pub(super) fn keep(&self, there: &HashSet<String>) {
+        self.lock().retain(|uid, _| there.contains(uid));
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.lock().len()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, Failed>> {
+        // Every step leaves the map whole.
+        self.failed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_double_up_to_the_longest_and_end_with_success() {
+        let backoff = Backoff::new(Duration::from_secs(5));
+        let now = Instant::now();
+        let pauses: Vec<u64> = (0..5).map(|_| backoff.failed("a", now, Duration::ZERO).as_secs()).collect();
+        assert_eq!(pauses, [1, 2, 4, 5, 5]);
+        assert_eq!(backoff.waits("a", now), Some(Duration::from_secs(5)));
+        assert_eq!(backoff.waits("a", now + Duration::from_secs(5)), None);
+        assert_eq!(backoff.waits("b", now), None);
+        backoff.done("a");
+        assert_eq!(backoff.waits("a", now), None);
+        assert_eq!(backoff.failed("a", now, Duration::from_secs(60)).as_secs(), 60, "as the provider asks");
+        backoff.keep(&HashSet::new());
+        assert_eq!(backoff.len(), 0);
+    }
+}

@@ -1,0 +1,119 @@
+//! What is to be done about a PeerPod that is being deleted. Pure; the rules stand in the room's page.
+
+use std::time::Duration;
+
+use peerpod_kube::crds::Phase;
+
+/// What is known of the pod that a PeerPod belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pod {
+    /// No object of that uid, or the PeerPod names none.
+    Gone,
+    /// It has succeeded or failed, or its time to leave is over.
+    Ended,
+    /// Its containers may be running.
+    Lives,
+}
+
+/// What the decision is made of, each as far as it was needed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Facts {
+    /// Whether the PeerPod's provider is ours.
+    pub(super) ours: bool,
+    /// How long ago the deletion was asked for.
+    pub(super) since: Duration,
+    /// Whether the daemon of its node lives; `false` without a node.
+    pub(super) daemon_lives: bool,
+    /// Whether its Node object is there; `true` without a node, which is no reason for anything.
+    pub(super) node_exists: bool,
+    /// Its pod.
+    pub(super) pod: Pod,
+    /// What its node has said last.
+    pub(super) phase: Option<Phase>,
+}
+
+/// What to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Decision {
+    /// Another provider's.
+    Foreign,
+    /// Its own daemon's turn, for so long.
+    NodeFirst(Duration),
+    /// Its pod runs.
+    PodLives,
+    /// Delete its VM.
+    Delete,
+}
+
+pub(super) fn decide(facts: &Facts, node_first: Duration) -> Decision {
+    if !facts.ours {
+        return Decision::Foreign;
+    }
+    if facts.daemon_lives && facts.since < node_first {
+        return Decision::NodeFirst(node_first - facts.since);
+    }
+    let node_lost = !facts.node_exists && !facts.daemon_lives;
+    if facts.pod == Pod::Lives && !stopped(facts.phase) && !node_lost {
+        return Decision::PodLives;
+    }
+    Decision::Delete
+}
+
+/// Whether the node has recorded a stop of this very sandbox.
+pub(super) fn stopped(phase: Option<Phase>) -> bool {
+    matches!(phase, Some(Phase::Leaving | Phase::Gone | Phase::Unwanted))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FIRST: Duration = Duration::from_secs(30);
+    const PODS: [Pod; 3] = [Pod::Gone, Pod::Ended, Pod::Lives];
+    const PHASES: [Option<Phase>; 8] = [
+        None,
+        Some(Phase::Created),
+        Some(Phase::Booting),
+        Some(Phase::Joining),
+        Some(Phase::Running),
+        Some(Phase::Leaving),
+        Some(Phase::Gone),
+        Some(Phase::Unwanted),
+    ];
+
+    fn all() -> impl Iterator<Item = Facts> {
+        let flags = (0..8_u8).map(|bits| [bits & 1 != 0, bits & 2 != 0, bits & 4 != 0]);
+        let pods = flags.flat_map(|flags| PODS.map(|pod| (flags, pod)));
+        let phases = pods.flat_map(|(flags, pod)| PHASES.map(|phase| (flags, pod, phase)));
+        phases.flat_map(|([ours, daemon_lives, node_exists], pod, phase)| {
+            [0, 29, 30, 3600].map(|since| Facts {
+                ours,
+                since: Duration::from_secs(since),
+                daemon_lives,
+                node_exists,
+                pod,
+                phase,
+            })
+        })
+    }
+
+    #[test]
+    fn a_vm_is_deleted_only_if_its_pod_does_not_run_and_its_node_had_its_turn() {
+        for facts in all() {
+            let may = facts.ours
+                && (!facts.daemon_lives || facts.since >= FIRST)
+                && (facts.pod != Pod::Lives
+                    || stopped(facts.phase)
+                    || !facts.node_exists && !facts.daemon_lives);
+            assert_eq!(decide(&facts, FIRST) == Decision::Delete, may, "{facts:?}");
+        }
+    }
+
+    #[test]
+    fn nothing_waits_for_ever_but_for_a_pod_that_runs_and_for_another_provider() {
+        for facts in all().filter(|facts| facts.ours && facts.pod != Pod::Lives) {
+            let later = Facts { since: Duration::from_secs(3600), ..facts };
+            assert_eq!(decide(&later, FIRST), Decision::Delete, "{facts:?}");
+        }
+    }
+}

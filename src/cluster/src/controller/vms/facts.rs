@@ -1,0 +1,168 @@
+//! What the API server knows of a PeerPod's pod and node. Asked for one object at a time, and only as far as it matters.
+
+use std::time::Duration;
+
+use k8s_openapi::{
+    api::{
+        coordination::v1::Lease,
+        core::v1::{Node, Pod as KubePod},
+    },
+    jiff::{SignedDuration, Timestamp},
+};
+use kube::{Api, ResourceExt};
+use peerpod_kube::{
+    client::{self, within},
+    crds::PeerPod,
+    heartbeat, lease,
+};
+
+use super::decide::{Facts, Pod, stopped};
+use crate::controller::Context;
+
+/// How long after its own grace period a pod that was told to go may still be running.
+pub(super) const LEAVING: Duration = Duration::from_secs(60);
+/// How far apart the clocks of a node and ours may be before a daemon that lives looks dead here. (Only a turn is lost
+/// then: orphans are judged by our own clock alone.)
+const SKEW: Duration = Duration::from_secs(60);
+
+/// The pod that a PeerPod belongs to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct OwnerPod {
+    pub(super) name: String,
+    pub(super) uid: String,
+}
+
+/// By its owner references; the first pod among them, wherever it stands.
+pub(super) fn owner_of(peerpod: &PeerPod) -> Option<OwnerPod> {
+    let owner =
+        peerpod.owner_references().iter().find(|owner| owner.kind == "Pod" && owner.api_version == "v1")?;
+    Some(OwnerPod { name: owner.name.clone(), uid: owner.uid.clone() })
+}
+
+/// Asks what the decision needs.
+pub(super) async fn gather(context: &Context, peerpod: &PeerPod, ours: bool) -> Result<Facts, client::Error> {
+    let now = Timestamp::now();
+    let phase = peerpod.status.as_ref().and_then(|status| status.phase);
+    let asked_for = peerpod.metadata.deletion_timestamp.as_ref().map_or(now, |at| at.0);
+    let mut facts = Facts {
+        ours,
+        since: age(asked_for, now),
+        daemon_lives: false,
+        node_exists: true,
+        pod: Pod::Gone,
+        phase,
+    };
+    if !ours {
+        return Ok(facts);
+    }
+    let node = peerpod.spec.node_name.as_deref();
+    if let Some(node) = node {
+        facts.daemon_lives = daemon_lives(context, node, now).await?;
+    }
+    if stopped(phase) {
+        return Ok(facts);
+    }
+    if let (Some(owner), Some(namespace)) = (owner_of(peerpod), peerpod.namespace()) {
+        let pods: Api<KubePod> = Api::namespaced(context.client.clone(), &namespace);
+        let found = within(format!("read pod {namespace}/{}", owner.name), pods.get_opt(&owner.name)).await?;
+        facts.pod = pod_state(found.as_ref(), &owner.uid, now);
+    }
+    if let (Some(node), Pod::Lives, false) = (node, facts.pod, facts.daemon_lives) {
+        let nodes: Api<Node> = Api::all(context.client.clone());
+        let found = within(format!("read node {node}"), nodes.get_metadata_opt(node)).await?;
+        facts.node_exists = found.is_some();
+    }
+    Ok(facts)
+}
+
+async fn daemon_lives(context: &Context, node: &str, now: Timestamp) -> Result<bool, client::Error> {
+    let name = heartbeat::name_of(node);
+    let leases: Api<Lease> = Api::namespaced(context.client.clone(), &context.namespace);
+    let found = within(format!("read lease {name}"), leases.get_opt(&name)).await?;
+    Ok(found.is_some_and(|lease| is_fresh(&lease, now)))
+}
+
+/// By clocks, ours and the node's.
+fn is_fresh(found: &Lease, now: Timestamp) -> bool {
+    let renewed = found.spec.as_ref().and_then(|spec| spec.renew_time.as_ref()).map(|at| at.0);
+    renewed.is_some_and(|at| age(at, now) < lease::lasts(found).unwrap_or_default() + SKEW)
+}
+
+/// Nothing for what lies ahead.
+fn age(at: Timestamp, now: Timestamp) -> Duration {
+    Duration::try_from(now.duration_since(at)).unwrap_or_default()
+}
+
+/// What is known of the pod of this uid, when this was found under its name.
+fn pod_state(found: Option<&KubePod>, uid: &str, now: Timestamp) -> Pod {
+    let Some(pod) = found.filter(|pod| pod.metadata.uid.as_deref() == Some(uid)) else { return Pod::Gone };
+    let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+    if matches!(phase, Some("Succeeded" | "Failed")) {
+        return Pod::Ended;
+    }
+    // A pod's deletionTimestamp is the moment at which its grace period ends.
+    let over = pod.metadata.deletion_timestamp.as_ref().is_some_and(|at| {
+        SignedDuration::try_from(LEAVING).is_ok_and(|leaving| now.duration_since(at.0) > leaving)
+    });
+    if over { Pod::Ended } else { Pod::Lives }
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::{
+        api::{coordination::v1::LeaseSpec, core::v1::PodStatus},
+        apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta, Time},
+    };
+
+    use super::*;
+
+    fn at(second: i64) -> Timestamp {
+        Timestamp::from_second(1_000_000 + second).unwrap()
+    }
+
+    fn pod(phase: &str, leaves: Option<i64>) -> KubePod {
+        let metadata = ObjectMeta {
+            uid: Some("u".into()),
+            deletion_timestamp: leaves.map(|second| Time(at(second))),
+            ..ObjectMeta::default()
+        };
+        let status = PodStatus { phase: Some(phase.into()), ..PodStatus::default() };
+        KubePod { metadata, status: Some(status), ..KubePod::default() }
+    }
+
+    #[test]
+    fn a_pod_is_known_by_its_uid_and_lives_until_it_ended_or_its_time_is_over() {
+        let state = |pod: &KubePod, uid| pod_state(Some(pod), uid, at(0));
+        assert_eq!(pod_state(None, "u", at(0)), Pod::Gone);
+        assert_eq!(state(&pod("Running", None), "of the next one of this name"), Pod::Gone);
+        for phase in ["Pending", "Running", "Unknown"] {
+            assert_eq!(state(&pod(phase, None), "u"), Pod::Lives, "{phase}");
+        }
+        for phase in ["Succeeded", "Failed"] {
+            assert_eq!(state(&pod(phase, None), "u"), Pod::Ended, "{phase}");
+        }
+        assert_eq!(state(&pod("Running", Some(30)), "u"), Pod::Lives, "in its grace period");
+        assert_eq!(state(&pod("Running", Some(-60)), "u"), Pod::Lives);
+        assert_eq!(
+            state(&pod("Running", Some(-61)), "u"),
+            Pod::Ended,
+            "a kubelet that died does not keep it"
+        );
+    }
+
+    #[test]
+    fn a_heartbeat_is_fresh_for_its_duration_and_the_clocks_error() {
+        let lease = |renewed: Option<i64>| Lease {
+            spec: Some(LeaseSpec {
+                lease_duration_seconds: Some(40),
+                renew_time: renewed.map(|second| MicroTime(at(second))),
+                ..LeaseSpec::default()
+            }),
+            ..Lease::default()
+        };
+        assert!(is_fresh(&lease(Some(0)), at(99)));
+        assert!(!is_fresh(&lease(Some(0)), at(100)));
+        assert!(is_fresh(&lease(Some(1000)), at(0)), "a clock that is ahead");
+        assert!(!is_fresh(&lease(None), at(0)));
+    }
+}

@@ -1,0 +1,116 @@
+//! What the parts about VMs count. (Calls of the provider are counted by its decorator.)
+
+use prometheus_client::{
+    encoding::{EncodeLabelSet, EncodeLabelValue},
+    metrics::{counter::Counter, family::Family, gauge::Gauge},
+    registry::Registry,
+};
+
+/// What became of one try to end a PeerPod.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+pub(super) enum Outcome {
+    /// Its VM is deleted and its finalizer is off.
+    Deleted,
+    /// There was no VM.
+    NoVm,
+    /// The provider or the API server refused.
+    Failed,
+    /// It belongs to another provider.
+    Foreign,
+    /// It was left to its node's daemon.
+    LeftToNode,
+    /// Its pod runs.
+    PodLives,
+}
+
+/// What became of a VM or a PeerPod that was found to be nobody's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+pub(super) enum Removal {
+    /// Deleted.
+    Deleted,
+    /// Told of alone.
+    Reported,
+    /// It could not be deleted.
+    Failed,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Ended {
+    outcome: Outcome,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Removed {
+    outcome: Removal,
+}
+
+/// See the registration for what each means.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Metrics {
+    peerpods: Family<Ended, Counter>,
+    orphans: Family<Removed, Counter>,
+    lost: Family<Removed, Counter>,
+    pub(super) deleting: Gauge,
+    pub(super) failing: Gauge,
+    pub(super) unclaimed: Gauge,
+    pub(super) unattributed: Gauge,
+    pub(super) sweeps: Counter,
+    pub(super) sweeps_failed: Counter,
+}
+
+impl Metrics {
+    pub(super) fn register(registry: &mut Registry) -> Metrics {
+        let metrics = Metrics::default();
+        let registry = registry.sub_registry_with_prefix("peerpod_controller");
+        registry.register(
+            "peerpods",
+            "Tries to end a deleted PeerPod, by what came of it",
+            metrics.peerpods.clone(),
+        );
+        registry.register(
+            "orphans",
+            "VMs of lost nodes that no PeerPod names, by what was done",
+            metrics.orphans.clone(),
+        );
+        registry.register(
+            "lost_peerpods",
+            "PeerPods of nodes that are gone, by what was done",
+            metrics.lost.clone(),
+        );
+        registry.register(
+            "peerpods_deleting",
+            "PeerPods that wait for their VM's deletion",
+            metrics.deleting.clone(),
+        );
+        registry.register(
+            "peerpods_failing",
+            "Those of them that could not be deleted yet",
+            metrics.failing.clone(),
+        );
+        registry.register("vms_unclaimed", "VMs that no PeerPod names", metrics.unclaimed.clone());
+        registry.register(
+            "vms_unattributed",
+            "Those of them of which no node of this cluster is known; they are left alone",
+            metrics.unattributed.clone(),
+        );
+        registry.register(
+            "sweeps",
+            "Comparisons of the provider's VMs with the PeerPods",
+            metrics.sweeps.clone(),
+        );
+        registry.register("sweeps_failed", "Those that came to nothing", metrics.sweeps_failed.clone());
+        metrics
+    }
+
+    pub(super) fn ended(&self, outcome: Outcome) {
+        self.peerpods.get_or_create(&Ended { outcome }).inc();
+    }
+
+    pub(super) fn orphan(&self, outcome: Removal) {
+        self.orphans.get_or_create(&Removed { outcome }).inc();
+    }
+
+    pub(super) fn lost(&self, outcome: Removal) {
+        self.lost.get_or_create(&Removed { outcome }).inc();
+    }
+}

@@ -1,0 +1,331 @@
+//! The part that ends PeerPods: follows all of them, and deletes the VM of each that has a deletionTimestamp and our
+//! finalizer. So many at once as `controller.concurrency` says, one task each.
+
+use std::{
+    collections::HashSet,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use futures_util::StreamExt;
+use kube::{
+    Api, ResourceExt,
+    api::{Patch, PatchParams},
+    runtime::{
+        controller::{self, Action, Controller},
+        events::EventType,
+        reflector::Store,
+        watcher,
+    },
+};
+use peerpod_kube::{
+    client::{self, within},
+    crds::{FINALIZER, PeerPod},
+    lease::NotHeld,
+};
+use peerpod_provider_api::{Error as ProviderError, InstanceId, Retry};
+use serde_json::json;
+use tracing::{debug, info, warn};
+
+use super::{
+    Vms,
+    backoff::Backoff,
+    decide::{Decision, decide},
+    facts::gather,
+    find::{Meant, keys, meant},
+    metrics::Outcome,
+    report::{self, Stays},
+};
+use crate::controller::{Context, Part};
+
+/// A pod that runs is looked at again so often; nothing tells us when it has gone.
+const POD_AGAIN: Duration = Duration::from_secs(15);
+/// Between two looks for the VM of a PeerPod that does not say which it is.
+const LOOK_AGAIN: Duration = Duration::from_secs(10);
+/// A watch is begun anew after this: a connection that died unseen costs no more than this.
+const WATCH: u32 = 60;
+/// How often what is counted is counted.
+const COUNT_EVERY: Duration = Duration::from_secs(5);
+/// Rounds against others who change the finalizers at the same moment.
+const ROUNDS: usize = 5;
+
+/// Why a PeerPod is not gone yet.
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error(transparent)]
+    Api(#[from] client::Error),
+    #[error("{0}")]
+    Provider(#[from] ProviderError),
+    #[error(transparent)]
+    NotHeld(#[from] NotHeld),
+    #[error("the finalizers of PeerPod {0} change all the time")]
+    Crowded(String),
+}
+
+struct Work {
+    vms: Arc<Vms>,
+    context: Context,
+    backoff: Backoff,
+    store: Store<PeerPod>,
+}
+
+pub(in crate::controller) fn part(vms: Arc<Vms>) -> Part {
+    Part::new("peerpods", true, move |context| run(vms.clone(), context))
+}
+
+async fn run(vms: Arc<Vms>, context: Context) -> anyhow::Result<()> {
+    context.ready.not_ready("peerpods", "the PeerPods are not listed yet");
+    let peerpods: Api<PeerPod> = Api::all(context.client.clone());
+    let controller = Controller::new(peerpods, watcher::Config::default().timeout(WATCH))
+        .with_config(controller::Config::default().concurrency(vms.config.concurrency));
+    let store = controller.store();
+    let backoff = Backoff::new(vms.config.longest_pause);
+    let work = Arc::new(Work { vms, context, backoff, store });
+    let mut done = std::pin::pin!(controller.run(reconcile, again, work.clone()));
+    let mut count = tokio::time::interval(COUNT_EVERY);
+    loop {
+        tokio::select! {
+            one = done.next() => match one {
+                Some(Err(controller::Error::QueueError(error))) => {
+                    warn!(%error, "the PeerPods cannot be followed");
+                    work.context.ready.not_ready("peerpods", &format!("PeerPods cannot be followed: {error}"));
+                }
+                Some(_) => work.context.ready.ready("peerpods"),
+                None => return Ok(()),
+            },
+            _ = count.tick() => work.count().await,
+        }
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        // Another replica counts now, and follows.
+        self.vms.metrics.deleting.set(0);
+        self.vms.metrics.failing.set(0);
+        self.context.ready.ready("peerpods");
+    }
+}
+
+impl Work {
+    async fn count(&self) {
+        let ready = tokio::time::timeout(Duration::from_millis(1), self.store.wait_until_ready()).await;
+        if !matches!(ready, Ok(Ok(()))) {
+            return;
+        }
+        self.context.ready.ready("peerpods");
+        let going: HashSet<String> = self
+            .store
+            .state()
+            .iter()
+            .filter(|peerpod| is_going(peerpod))
+            .filter_map(|one| one.uid())
+            .collect();
+        self.backoff.keep(&going);
+        self.vms.metrics.deleting.set(going.len().try_into().unwrap_or(i64::MAX));
+        self.vms.metrics.failing.set(self.backoff.len().try_into().unwrap_or(i64::MAX));
+        self.vms.listing.forget(COUNT_EVERY).await;
+    }
+}
+
+fn is_going(peerpod: &PeerPod) -> bool {
+    peerpod.metadata.deletion_timestamp.is_some() && peerpod.finalizers().iter().any(|one| one == FINALIZER)
+}
+
+/// Failures keep their pause also when the object changes meanwhile.
+fn again(peerpod: Arc<PeerPod>, error: &Error, work: Arc<Work>) -> Action {
+    let least = match error {
+        Error::Provider(error) => match error.retry() {
+            Retry::After(least) => least,
+            Retry::NextOffering | Retry::Never => Duration::ZERO,
+        },
+        Error::Api(_) | Error::Crowded(_) => Duration::ZERO,
+        // The next term begins anew.
+        Error::NotHeld(_) => return Action::await_change(),
+    };
+    let uid = peerpod.uid().unwrap_or_default();
+    Action::requeue(work.backoff.failed(&uid, Instant::now(), least))
+}
+
+async fn reconcile(peerpod: Arc<PeerPod>, work: Arc<Work>) -> Result<Action, Error> {
+    if !is_going(&peerpod) {
+        return Ok(Action::await_change());
+    }
+    let uid = peerpod.uid().unwrap_or_default();
+    if let Some(left) = work.backoff.waits(&uid, Instant::now()) {
+        return Ok(Action::requeue(left));
+    }
+    let ended = work.end(&peerpod).await;
+    match &ended {
+        Ok(_) => work.backoff.done(&uid),
+        Err(Error::NotHeld(_)) => {}
+        Err(error) => {
+            work.vms.metrics.ended(Outcome::Failed);
+            warn!(peerpod = full_name(&peerpod), %error, "a PeerPod cannot be ended yet");
+        }
+    }
+    ended
+}
+
+impl Work {
+    async fn end(&self, peerpod: &PeerPod) -> Result<Action, Error> {
+        let Work { vms, context, .. } = self;
+        let ours = vms.is_ours(peerpod.spec.cloud_provider.as_deref());
+        let facts = gather(context, peerpod, ours).await?;
+        let decision = decide(&facts, vms.config.node_first);
+        match decision {
+            Decision::NodeFirst(left) => {
+                vms.metrics.ended(Outcome::LeftToNode);
+                debug!(peerpod = full_name(peerpod), "left to its node's daemon");
+                Ok(Action::requeue(left))
+            }
+            Decision::Foreign => {
+                vms.metrics.ended(Outcome::Foreign);
+                report::stays(context, peerpod, &foreign(peerpod, &vms.kind)).await;
+                Ok(Action::await_change())
+            }
+            Decision::PodLives => {
+                vms.metrics.ended(Outcome::PodLives);
+                report::stays(context, peerpod, &pod_lives()).await;
+                Ok(Action::requeue(POD_AGAIN))
+            }
+            Decision::Delete => {
+                let deleted = self.delete(peerpod, facts.since).await;
+                if let Err(Error::Provider(error)) = &deleted {
+                    report::stays(context, peerpod, &refused(error)).await;
+                }
+                deleted
+            }
+        }
+    }
+
+    async fn delete(&self, peerpod: &PeerPod, since: Duration) -> Result<Action, Error> {
+        let found = match &peerpod.spec.instance_id {
+            // What cannot be an id is no VM's.
+            Some(id) => Meant::Vms(InstanceId::new(id.clone()).ok().into_iter().collect()),
+            None => self.look(peerpod).await?,
+        };
+        let vms = match found {
+            Meant::Vms(vms) => vms,
+            Meant::Several(count) => {
+                let note = format!(
+                    "{count} VMs have its idempotency key and nothing says which was its own; \
+                     those that no PeerPod names are collected when their node is gone"
+                );
+                report::event(&self.context, peerpod, EventType::Warning, "VMUnclear", &note).await;
+                Vec::new()
+            }
+        };
+        if vms.is_empty() && peerpod.spec.instance_id.is_none() && since < self.vms.config.settle {
+            return Ok(Action::requeue((self.vms.config.settle - since).min(LOOK_AGAIN)));
+        }
+        for vm in &vms {
+            self.context.may_act()?;
+            self.vms.provider.delete(vm).await?;
+            info!(peerpod = full_name(peerpod), %vm, "VM deleted");
+        }
+        self.context.may_act()?;
+        self.let_go(peerpod).await?;
+        self.vms.metrics.ended(if vms.is_empty() { Outcome::NoVm } else { Outcome::Deleted });
+        self.told(peerpod, &vms);
+        Ok(Action::await_change())
+    }
+
+    async fn look(&self, peerpod: &PeerPod) -> Result<Meant, Error> {
+        let owned = self.vms.listing.fresh(&*self.vms.provider).await?;
+        let keys = keys(&self.vms.config.cluster_id, &peerpod.spec);
+        let all = self.store.state();
+        let others = || {
+            let others = all.iter().filter(|other| other.metadata.uid != peerpod.metadata.uid);
+            others
+                .map(|other| (other.spec.instance_id.as_deref(), other.spec.idempotency_key.as_deref()))
+                .collect()
+        };
+        Ok(meant(&keys, &owned, others))
+    }
+
+    /// Nobody waits for it.
+    fn told(&self, peerpod: &PeerPod, vms: &[InstanceId]) {
+        let (context, peerpod) = (self.context.clone(), peerpod.clone());
+        let names: Vec<&str> = vms.iter().map(InstanceId::as_str).collect();
+        let note = if names.is_empty() {
+            "there was no VM of it".to_owned()
+        } else {
+            format!("deleted VM {}", names.join(", "))
+        };
+        let busy = context.drain.busy("event");
+        tokio::spawn(async move {
+            report::event(&context, &peerpod, EventType::Normal, "VMDeleted", &note).await;
+            drop(busy);
+        });
+    }
+
+    /// Takes our finalizer off, and no other.
+    async fn let_go(&self, peerpod: &PeerPod) -> Result<(), Error> {
+        let (name, namespace) = (peerpod.name_any(), peerpod.namespace().unwrap_or_default());
+        if peerpod.finalizers().len() > 1 {
+            report::deleted(&self.context, peerpod).await;
+        }
+        let peerpods: Api<PeerPod> = Api::namespaced(self.context.client.clone(), &namespace);
+        let mut finalizers = peerpod.finalizers().to_vec();
+        let params = PatchParams::default();
+        for _ in 0..ROUNDS {
+            let Some(index) = finalizers.iter().position(|one| one == FINALIZER) else { return Ok(()) };
+            let path = format!("/metadata/finalizers/{index}");
+            // The uid, too: objects' names are the same for the same sandbox.
+            let patch = json!([
+                {"op": "test", "path": "/metadata/uid", "value": peerpod.uid()},
+                {"op": "test", "path": path, "value": FINALIZER},
+                {"op": "remove", "path": path},
+            ]);
+            let patch: json_patch::Patch = serde_json::from_value(patch).unwrap_or_default();
+            let patch = Patch::Json::<()>(patch);
+            let patched = peerpods.patch_metadata(&name, &params, &patch);
+            match within(format!("take the finalizer off PeerPod {namespace}/{name}"), patched).await {
+                Ok(_) => return Ok(()),
+                Err(error) if error.is_not_found() => return Ok(()),
+                Err(error) if error.is_conflict() || error.status() == Some(422) => {}
+                Err(error) => return Err(error.into()),
+            }
+            let found = within(format!("read PeerPod {namespace}/{name}"), peerpods.get_metadata_opt(&name));
+            let found = found.await?.filter(|found| found.metadata.uid == peerpod.metadata.uid);
+            let Some(found) = found else { return Ok(()) };
+            finalizers = found.finalizers().to_vec();
+        }
+        Err(Error::Crowded(format!("{namespace}/{name}")))
+    }
+}
+
+fn full_name(peerpod: &PeerPod) -> String {
+    format!("{}/{}", peerpod.namespace().unwrap_or_default(), peerpod.name_any())
+}
+
+fn foreign(peerpod: &PeerPod, ours: &str) -> Stays {
+    let theirs = peerpod.spec.cloud_provider.as_deref().unwrap_or_default();
+    let message = format!(
+        "its VM is {theirs}'s, and this controller has {ours}: it is left alone. Delete the VM there and take the finalizer \
+         {FINALIZER} off; or add {theirs} to controller.cloud-providers if it is another name of {ours}"
+    );
+    Stays { reason: "OtherProvider", message }
+}
+
+fn pod_lives() -> Stays {
+    let message =
+        "its pod still runs in the VM, which is deleted with the pod; delete the pod to end both".to_owned();
+    Stays { reason: "PodRuns", message }
+}
+
+fn refused(error: &ProviderError) -> Stays {
+    let reason = match error {
+        ProviderError::Throttled { .. } => "Throttled",
+        ProviderError::Auth { .. } => "Unauthorized",
+        ProviderError::Quota { .. } => "QuotaExceeded",
+        ProviderError::Invalid { .. } => "Invalid",
+        ProviderError::Unsupported { .. } => "Unsupported",
+        ProviderError::Transient { .. } => "ProviderUnavailable",
+        ProviderError::Capacity { .. } | ProviderError::NotFound { .. } | ProviderError::KeyReused { .. } => {
+            "Failed"
+        }
+    };
+    Stays { reason, message: format!("the VM could not be deleted: {error}; trying again") }
+}

@@ -1,0 +1,148 @@
+//! What a PeerPod's user is told: the condition `Deleted`, and Events. Best effort: what cannot be told is logged, and
+//! keeps nothing from being done.
+
+use k8s_openapi::{
+    api::core::v1::ObjectReference,
+    apimachinery::pkg::apis::meta::v1::{Condition, Time},
+    jiff::Timestamp,
+};
+use kube::{
+    Api, Resource, ResourceExt,
+    api::{Patch, PatchParams},
+    runtime::events::{Event, EventType},
+};
+use peerpod_kube::{client::within, crds::PeerPod};
+use serde_json::json;
+use tracing::debug;
+
+use crate::controller::Context;
+
+/// The condition that speaks of the VM's end.
+const DELETED: &str = "Deleted";
+/// Whose fields of the status are ours.
+const MANAGER: &str = "peerpod-controller";
+/// Of an Event's note, and of a condition here.
+const MOST_TEXT: usize = 1000;
+
+/// Why a PeerPod is still there.
+pub(super) struct Stays {
+    /// As in conditions: one word.
+    pub(super) reason: &'static str,
+    /// For people, with what to do.
+    pub(super) message: String,
+}
+
+/// Says why it stays, where that is news: in the condition `Deleted` (`False`) and in an Event.
+pub(super) async fn stays(context: &Context, peerpod: &PeerPod, why: &Stays) {
+    let message = clipped(&why.message);
+    let before = condition(peerpod);
+    if before.is_some_and(|before| before.reason == why.reason && before.message == message) {
+        return;
+    }
+    event(context, peerpod, EventType::Warning, why.reason, &message).await;
+    let since =
+        before.filter(|before| before.status == "False").map(|before| before.last_transition_time.clone());
+    put(
+        context,
+        peerpod,
+        Condition {
+            type_: DELETED.to_owned(),
+            status: "False".to_owned(),
+            reason: why.reason.to_owned(),
+            message,
+            last_transition_time: since.unwrap_or_else(|| Time(Timestamp::now())),
+            observed_generation: peerpod.metadata.generation,
+        },
+    )
+    .await;
+}
+
+/// Says that the VM is gone, for as long as others' finalizers keep the object.
+pub(super) async fn deleted(context: &Context, peerpod: &PeerPod) {
+    put(
+        context,
+        peerpod,
+        Condition {
+            type_: DELETED.to_owned(),
+            status: "True".to_owned(),
+            reason: "Deleted".to_owned(),
+            message: "the provider says that the VM is gone".to_owned(),
+            last_transition_time: Time(Timestamp::now()),
+            observed_generation: peerpod.metadata.generation,
+        },
+    )
+    .await;
+}
+
+fn condition(peerpod: &PeerPod) -> Option<&Condition> {
+    peerpod.status.as_ref()?.conditions.iter().find(|condition| condition.type_ == DELETED)
+}
+
+/// By server-side apply: the node's own conditions are not ours to write.
+async fn put(context: &Context, peerpod: &PeerPod, condition: Condition) {
+    let (name, namespace) = (peerpod.name_any(), peerpod.namespace().unwrap_or_default());
+    let gone = condition.status == "True";
+    let mut patch = json!({
+        "apiVersion": PeerPod::api_version(&()), "kind": PeerPod::kind(&()),
+        "metadata": {"name": name, "uid": peerpod.uid()},
+        "status": {"conditions": [condition]},
+    });
+    if gone {
+        patch["status"]["cleand"] = json!(true);
+    }
+    let peerpods: Api<PeerPod> = Api::namespaced(context.client.clone(), &namespace);
+    let params = PatchParams::apply(MANAGER).force();
+    let patch = Patch::Apply(&patch);
+    let patched = peerpods.patch_status(&name, &params, &patch);
+    match within(format!("say of PeerPod {namespace}/{name} how it ends"), patched).await {
+        Err(error) if !error.is_not_found() => debug!(%error, "a condition is not set"),
+        _ => {}
+    }
+}
+
+/// An Event on a PeerPod.
+pub(super) async fn event(context: &Context, peerpod: &PeerPod, type_: EventType, reason: &str, note: &str) {
+    publish(context, &peerpod.object_ref(&()), None, type_, (reason, "Delete"), note).await;
+}
+
+/// An Event on anything; `what`: its reason and the action.
+pub(super) async fn publish(
+    context: &Context,
+    regarding: &ObjectReference,
+    related: Option<ObjectReference>,
+    type_: EventType,
+    what: (&str, &str),
+    note: &str,
+) {
+    let event = Event {
+        type_,
+        reason: what.0.to_owned(),
+        note: Some(clipped(note)),
+        action: what.1.to_owned(),
+        secondary: related,
+    };
+    if let Err(error) = within("publish an Event", context.events.publish(&event, regarding)).await {
+        // In a namespace that is going away nothing can be made any more, Events neither.
+        debug!(%error, reason = what.0, "an Event is not published");
+    }
+}
+
+fn clipped(text: &str) -> String {
+    let mut end = text.len().min(MOST_TEXT);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    text[..end].to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_are_cut_between_characters() {
+        assert_eq!(clipped("ä"), "ä");
+        let long = format!("x{}", "ä".repeat(MOST_TEXT));
+        assert_eq!(clipped(&long).len(), MOST_TEXT - 1);
+    }
+}

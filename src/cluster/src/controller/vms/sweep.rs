@@ -1,0 +1,336 @@
+//! The part that looks at the whole: the provider's VMs beside the PeerPods, nodes beside their heartbeats.
+
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use futures_util::{StreamExt, stream};
+use k8s_openapi::{
+    api::{
+        coordination::v1::Lease,
+        core::v1::{Node, ObjectReference, Pod},
+    },
+    jiff::Timestamp,
+};
+use kube::{
+    Api, Resource, ResourceExt,
+    api::{DeleteParams, ListParams, Preconditions},
+    runtime::events::EventType,
+};
+use peerpod_kube::{
+    client::{self, within},
+    crds::PeerPod,
+    heartbeat, lease,
+};
+use tracing::{info, warn};
+
+use super::{
+    Vms,
+    config::Orphans,
+    metrics::Removal,
+    orphan::{Beat, Claims, Found, Look, Seen, Suspect, goes_with},
+    report,
+};
+use crate::controller::{Context, Part};
+
+/// Objects on one page.
+const PAGE: u32 = 500;
+/// The heartbeat of a node that is gone, with all its VMs and PeerPods, is kept so long.
+const HEARTBEAT_KEPT: Duration = Duration::from_secs(24 * 3600);
+
+pub(in crate::controller) fn part(vms: Arc<Vms>) -> Part {
+    Part::new("sweep", true, move |context| run(vms.clone(), context))
+}
+
+async fn run(vms: Arc<Vms>, context: Context) -> anyhow::Result<()> {
+    // What was seen is seen anew in each term: a grace period is one leader's.
+    let mut sweep = Sweep { vms, context, seen: Seen::default(), told: HashSet::new() };
+    loop {
+        let began = Instant::now();
+        match sweep.pass().await {
+            Ok(()) => {
+                sweep.vms.metrics.sweeps.inc();
+                sweep.context.ready.ready("sweep");
+            }
+            Err(error) => {
+                sweep.vms.metrics.sweeps_failed.inc();
+                warn!(%error, "VMs and PeerPods could not be compared; trying again");
+                sweep.context.ready.not_ready("sweep", &error.to_string());
+            }
+        }
+        tokio::time::sleep(sweep.vms.config.sweep_every.saturating_sub(began.elapsed())).await;
+        // The clock of `tokio` may have been ahead: never without a pause.
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+struct Sweep {
+    vms: Arc<Vms>,
+    context: Context,
+    seen: Seen,
+    /// What was reported alone, so that it is said once.
+    told: HashSet<String>,
+}
+
+impl Drop for Sweep {
+    fn drop(&mut self) {
+        self.vms.metrics.unclaimed.set(0);
+        self.vms.metrics.unattributed.set(0);
+        self.context.ready.ready("sweep");
+    }
+}
+
+/// What of the cluster matters here.
+struct Cluster {
+    claims: Claims,
+    /// Name, namespace and all else of those that are not going.
+    peerpods_of: HashSet<String>,
+    nodes: HashSet<String>,
+    leases: Vec<Lease>,
+}
+
+impl Sweep {
+    async fn pass(&mut self) -> anyhow::Result<()> {
+        // In this order: a VM's PeerPod is there before it.
+        let owned = self.vms.provider.list_owned().await?;
+        let cluster = self.read().await?;
+        let beats = beats(&cluster.leases);
+        let look = Look {
+            owned: &owned,
+            claims: &cluster.claims,
+            beats: &beats,
+            nodes: &cluster.nodes,
+            at: Instant::now(),
+        };
+        let config = &self.vms.config;
+        let found = self.seen.look(&look, &cluster.peerpods_of, config.orphan_grace, config.node_gone_grace);
+        self.count(&found);
+        self.lost_nodes(&found.gone).await?;
+        self.suspects(&found.suspects).await?;
+        let kept: HashSet<&str> = owned.iter().filter_map(|vm| vm.node.as_deref()).collect();
+        self.old_heartbeats(&cluster, &kept).await?;
+        Ok(())
+    }
+
+    fn count(&mut self, found: &Found) {
+        let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
+        self.vms.metrics.unclaimed.set(number(found.unclaimed));
+        self.vms.metrics.unattributed.set(number(found.unattributed.len()));
+        let there: HashSet<&str> = (found.suspects.iter().map(|suspect| suspect.id.as_str()))
+            .chain(found.unattributed.iter().map(AsRef::as_ref))
+            .collect();
+        self.told.retain(|id| there.contains(id.as_str()));
+        for vm in &found.unattributed {
+            if self.told.insert(vm.to_string()) {
+                warn!(%vm, "no PeerPod names this VM, and its node never had a daemon in this cluster: it is left alone");
+            }
+        }
+    }
+
+    async fn read(&self) -> Result<Cluster, client::Error> {
+        let (mut claims, mut peerpods_of) = (Claims::default(), HashSet::new());
+        let client = &self.context.client;
+        let cluster_id = &self.vms.config.cluster_id;
+        pages(Api::<PeerPod>::all(client.clone()), ListParams::default(), |peerpod| {
+            claims.add(cluster_id, &peerpod.spec);
+            peerpods_of.extend(peerpod.spec.node_name);
+        })
+        .await?;
+        let mut leases = Vec::new();
+        let api = Api::<Lease>::namespaced(client.clone(), &self.context.namespace);
+        pages(api, ListParams::default(), |lease: Lease| {
+            if heartbeat::node_of(&lease.name_any()).is_some() {
+                leases.push(lease);
+            }
+        })
+        .await?;
+        let mut nodes = HashSet::new();
+        let api = Api::<Node>::all(client.clone());
+        let mut params = ListParams::default().limit(PAGE);
+        loop {
+            let page = within("list Nodes", api.list_metadata(&params)).await?;
+            nodes.extend(page.items.iter().map(ResourceExt::name_any));
+            match page.metadata.continue_.filter(|next| !next.is_empty()) {
+                Some(next) => params = params.continue_token(&next),
+                None => break,
+            }
+        }
+        Ok(Cluster { claims, peerpods_of, nodes, leases })
+    }
+
+    async fn suspects(&mut self, suspects: &[Suspect]) -> anyhow::Result<()> {
+        let mut wanted: HashMap<&str, bool> = HashMap::new();
+        let mut orphans = Vec::new();
+        for suspect in suspects {
+            let may_run = match wanted.get(suspect.node.as_str()) {
+                Some(known) => *known,
+                None => {
+                    let may_run = suspect.node_exists && self.may_run(&suspect.node).await?;
+                    wanted.insert(&suspect.node, may_run);
+                    may_run
+                }
+            };
+            if !may_run {
+                orphans.push(suspect);
+            }
+        }
+        if self.vms.config.orphans == Orphans::Report {
+            for orphan in orphans {
+                if self.told.insert(orphan.id.to_string()) {
+                    self.vms.metrics.orphan(Removal::Reported);
+                    self.say(orphan, "VMOrphaned", "is an orphan; controller.orphans: report leaves it")
+                        .await;
+                }
+            }
+            return Ok(());
+        }
+        let at_once = usize::from(self.vms.config.concurrency);
+        stream::iter(orphans).for_each_concurrent(at_once, |orphan| self.delete(orphan)).await;
+        Ok(())
+    }
+
+    /// Whether a pod that may have a VM is bound to the node.
+    async fn may_run(&self, node: &str) -> Result<bool, client::Error> {
+        let mut any = false;
+        let bound = ListParams::default().fields(&format!("spec.nodeName={node}"));
+        pages(Api::<Pod>::all(self.context.client.clone()), bound, |pod| {
+            any |= pod.spec.is_some_and(|spec| spec.runtime_class_name.is_some());
+        })
+        .await?;
+        Ok(any)
+    }
+
+    async fn delete(&self, orphan: &Suspect) {
+        let Some(term) = &self.context.term else { return };
+        // By the API server's word: another leader would not have waited for its own grace period yet.
+        if let Err(error) = term.confirm().await {
+            warn!(vm = %orphan.id, %error, "an orphan is left to the next leader");
+            return;
+        }
+        match self.vms.provider.delete(&orphan.id).await {
+            Ok(()) => {
+                self.vms.metrics.orphan(Removal::Deleted);
+                self.say(orphan, "VMOrphanDeleted", "was an orphan and is deleted").await;
+            }
+            Err(error) => {
+                self.vms.metrics.orphan(Removal::Failed);
+                let fate = format!("is an orphan and could not be deleted: {error}; trying again");
+                self.say(orphan, "VMOrphanDeleteFailed", &fate).await;
+            }
+        }
+    }
+
+    async fn say(&self, orphan: &Suspect, reason: &str, fate: &str) {
+        let Suspect { id, name, node, unclaimed_for, .. } = orphan;
+        let called = name.as_ref().map(|name| format!(" ({name})")).unwrap_or_default();
+        let minutes = unclaimed_for.as_secs().div_ceil(60);
+        let note = format!("VM {id}{called} of node {node} {fate}: no PeerPod names it for {minutes} min");
+        warn!(vm = %id, name, node, reason, "{note}");
+        let regarding = ObjectReference {
+            api_version: Some(Node::api_version(&()).into_owned()),
+            kind: Some(Node::kind(&()).into_owned()),
+            name: Some(node.clone()),
+            // As the kubelet's own Events do, so that `kubectl describe node` shows them.
+            uid: Some(node.clone()),
+            ..ObjectReference::default()
+        };
+        report::publish(&self.context, &regarding, None, EventType::Warning, (reason, "Delete"), &note).await;
+    }
+
+    /// PeerPods of nodes that are gone are deleted; their VMs follow by the finalizer.
+    async fn lost_nodes(&self, gone: &HashSet<String>) -> anyhow::Result<()> {
+        for node in gone {
+            let mut lost = Vec::new();
+            let of_node = ListParams::default().fields(&format!("spec.nodeName={node}"));
+            pages(Api::<PeerPod>::all(self.context.client.clone()), of_node, |peerpod| {
+                if goes_with(&peerpod, gone) {
+                    lost.push(peerpod);
+                }
+            })
+            .await?;
+            let at_once = usize::from(self.vms.config.concurrency);
+            stream::iter(&lost).for_each_concurrent(at_once, |peerpod| self.lose(node, peerpod)).await;
+        }
+        Ok(())
+    }
+
+    async fn lose(&self, node: &str, peerpod: &PeerPod) {
+        let (name, namespace) = (peerpod.name_any(), peerpod.namespace().unwrap_or_default());
+        if self.context.may_act().is_err() {
+            return;
+        }
+        let note = format!("node {node} is gone, and with it the pod that this VM was made for");
+        report::event(&self.context, peerpod, EventType::Warning, "NodeGone", &note).await;
+        let peerpods: Api<PeerPod> = Api::namespaced(self.context.client.clone(), &namespace);
+        let same = Preconditions { uid: peerpod.uid(), resource_version: None };
+        let delete = DeleteParams { preconditions: Some(same), ..DeleteParams::default() };
+        let deleted = within(format!("delete PeerPod {namespace}/{name}"), peerpods.delete(&name, &delete));
+        match deleted.await {
+            Ok(_) => {
+                info!(node, peerpod = format!("{namespace}/{name}"), "PeerPod of a lost node deleted");
+                self.vms.metrics.lost(Removal::Deleted);
+            }
+            Err(error) if error.is_not_found() || error.is_conflict() => {}
+            Err(error) => {
+                warn!(node, %error, "a PeerPod of a lost node stays; trying again");
+                self.vms.metrics.lost(Removal::Failed);
+            }
+        }
+    }
+
+    /// Heartbeats of nodes that are long gone, and of which nothing is left. `kept`: nodes that still have VMs.
+    async fn old_heartbeats(&self, cluster: &Cluster, kept: &HashSet<&str>) -> Result<(), client::Error> {
+        let now = Timestamp::now();
+        for lease in &cluster.leases {
+            let name = lease.name_any();
+            let Some(node) = heartbeat::node_of(&name) else { continue };
+            let needed =
+                cluster.nodes.contains(node) || cluster.peerpods_of.contains(node) || kept.contains(node);
+            if needed || !is_old(lease, now) || self.context.may_act().is_err() {
+                continue;
+            }
+            let leases: Api<Lease> = Api::namespaced(self.context.client.clone(), &self.context.namespace);
+            let same = Preconditions { uid: lease.uid(), resource_version: lease.resource_version() };
+            let delete = DeleteParams { preconditions: Some(same), ..DeleteParams::default() };
+            match within(format!("delete lease {name}"), leases.delete(&name, &delete)).await {
+                Err(error) if !error.is_not_found() && !error.is_conflict() => return Err(error),
+                _ => info!(node, "the heartbeat of a node that is long gone is removed"),
+            }
+        }
+        Ok(())
+    }
+}
+
+fn is_old(lease: &Lease, now: Timestamp) -> bool {
+    let renewed = lease.spec.as_ref().and_then(|spec| spec.renew_time.as_ref());
+    renewed
+        .is_some_and(|at| Duration::try_from(now.duration_since(at.0)).is_ok_and(|age| age > HEARTBEAT_KEPT))
+}
+
+fn beats(leases: &[Lease]) -> HashMap<String, Beat> {
+    let beat = |lease: &Lease| {
+        let node = heartbeat::node_of(&lease.name_any())?.to_owned();
+        let version =
+            format!("{}/{}", lease.uid().unwrap_or_default(), lease.resource_version().unwrap_or_default());
+        Some((node, Beat { version, lasts: lease::lasts(lease).unwrap_or_default() }))
+    };
+    leases.iter().filter_map(beat).collect()
+}
+
+/// All objects, page by page, each with its own deadline.
+async fn pages<K>(api: Api<K>, params: ListParams, mut each: impl FnMut(K)) -> Result<(), client::Error>
+where
+    K: Resource<DynamicType = ()> + Clone + std::fmt::Debug + serde::de::DeserializeOwned,
+{
+    let mut params = params.limit(PAGE);
+    loop {
+        let page = within(format!("list {}", K::plural(&())), api.list(&params)).await?;
+        page.items.into_iter().for_each(&mut each);
+        match page.metadata.continue_.filter(|next| !next.is_empty()) {
+            Some(next) => params = params.continue_token(&next),
+            None => return Ok(()),
+        }
+    }
+}

@@ -1,0 +1,310 @@
+//! The calls: what is looked at in which order before anything is given, and one line in the log for each.
+
+use std::{
+    net::IpAddr,
+    time::{Duration, Instant, SystemTime},
+};
+
+use base64::{Engine, prelude::BASE64_STANDARD};
+use hyper::{Method, Request, StatusCode, body::Incoming, header::AUTHORIZATION};
+use kube::Client;
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use tokio::{sync::Semaphore, time::timeout};
+use tracing::{info, warn};
+
+use super::{
+    caller::{Callers, LONGEST_TOKEN, Node, Unknown},
+    limits::{Limits, Rate},
+    metrics::{Call, Metrics, Outcome},
+    pod::{self, Refused},
+};
+use crate::{
+    authority::{self, keeper::Authority},
+    serve::{self, Answer, Peer, Reply, reply},
+};
+
+/// A node asks for a certificate: `{"csr": "<PKCS#10, DER, base64>"}` and its token.
+pub(super) const ENROL: &str = "/v1/enrol";
+/// A node asks for a pod's pull secrets: [`Wanted`], its token, and its certificate.
+pub(super) const PULL_SECRETS: &str = "/v1/pull-secrets";
+/// Of a request.
+const MOST_BODY: usize = 16 * 1024;
+/// For one answer, the API server's part in it.
+const WITHIN: Duration = Duration::from_secs(10);
+/// Answers that are being made at once: each may hold some megabytes.
+const AT_ONCE: usize = 64;
+/// A node asks once per pod, and starts them in bursts.
+const NODE: Rate = Rate { burst: 250.0, per_second: 25.0, at_once: 16 };
+/// From one address, by whoever: a certificate is for hours, and each asks the API server about a token.
+const ADDRESS: Rate = Rate { burst: 100.0, per_second: 10.0, at_once: 16 };
+/// So long a connection may be used. Its certificate was looked at when it began.
+const CONNECTION: Duration = Duration::from_secs(60);
+
+/// Which pod's pull secrets.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Wanted {
+    pub(super) namespace: String,
+    pub(super) name: String,
+    /// Empty: whichever pod of this name is on the node.
+    #[serde(default)]
+    pub(super) uid: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Enrol {
+    csr: String,
+}
+
+#[derive(Serialize)]
+struct Enrolled {
+    /// DER, base64, leaf first.
+    certificates: Vec<String>,
+    /// Seconds since 1970.
+    not_after: u64,
+}
+
+#[derive(Serialize)]
+struct Answered<'a> {
+    pod_uid: &'a str,
+    /// Empty: the pod has none.
+    dockerconfigjson: &'a str,
+    notes: &'a [String],
+}
+
+/// Why there is nothing for who asked.
+struct No {
+    status: StatusCode,
+    outcome: Outcome,
+    /// For who asked.
+    said: String,
+    /// For our log, where it may say more.
+    why: Option<&'static str>,
+}
+
+fn no(status: StatusCode, outcome: Outcome, said: impl Into<String>) -> No {
+    No { status, outcome, said: said.into(), why: None }
+}
+
+/// Who asked for what, as far as it is known: for the log.
+#[derive(Default)]
+struct Audit {
+    node: Option<String>,
+    pod: Option<String>,
+    secrets: Option<usize>,
+    notes: usize,
+}
+
+/// What answers.
+pub(super) struct Desk {
+    pub(super) client: Client,
+    pub(super) classes: Vec<String>,
+    /// Of a node's certificate.
+    pub(super) validity: Duration,
+    pub(super) authority: Authority,
+    pub(super) callers: Callers,
+    pub(super) metrics: Metrics,
+    nodes: Limits<String>,
+    addresses: Limits<IpAddr>,
+    places: Semaphore,
+}
+
+impl Desk {
+    pub(super) fn new(
+        client: Client,
+        classes: Vec<String>,
+        validity: Duration,
+        authority: Authority,
+        callers: Callers,
+        metrics: Metrics,
+    ) -> Desk {
+        let (nodes, addresses) = (Limits::new(NODE), Limits::new(ADDRESS));
+        let places = Semaphore::new(AT_ONCE);
+        Desk { client, classes, validity, authority, callers, metrics, nodes, addresses, places }
+    }
+
+    async fn call(
+        &self,
+        call: Call,
+        request: Request<Incoming>,
+        peer: &Peer,
+        audit: &mut Audit,
+    ) -> Result<Vec<u8>, No> {
+        if call == Call::Other {
+            let said = format!("post to {ENROL} or {PULL_SECRETS}");
+            return Err(no(StatusCode::NOT_FOUND, Outcome::Malformed, said));
+        }
+        let limited =
+            || no(StatusCode::TOO_MANY_REQUESTS, Outcome::Limited, "too many requests; ask again later");
+        let Ok(_place) = self.places.acquire().await else { return Err(limited()) };
+        match call {
+            Call::Enrol => {
+                let _turn = self.addresses.enter(&peer.address.ip(), Instant::now()).ok_or_else(limited)?;
+                self.enrol(request, audit).await
+            }
+            _ => {
+                // Before the token: only a certificate of ours is worth a question to the API server.
+                let node = certified(peer)?;
+                audit.node = Some(node.name.clone());
+                let _turn = self.nodes.enter(&node.name, Instant::now()).ok_or_else(limited)?;
+                self.pull_secrets(request, node, audit).await
+            }
+        }
+    }
+
+    async fn enrol(&self, request: Request<Incoming>, audit: &mut Audit) -> Result<Vec<u8>, No> {
+        let node = self.node(&request).await?;
+        audit.node = Some(node.name.clone());
+        let Enrol { csr } = read(request).await?;
+        let csr = BASE64_STANDARD
+            .decode(csr)
+            .map_err(|_| no(StatusCode::BAD_REQUEST, Outcome::Malformed, "csr: no base64"))?;
+        let current = self.authority.borrow().clone();
+        let current = current.ok_or_else(|| {
+            no(StatusCode::SERVICE_UNAVAILABLE, Outcome::Failed, "the CA was not read yet; ask again later")
+        })?;
+        let now = SystemTime::now();
+        let signed = current.signer.client(&csr, &node.name, &node.uri(), now, self.validity);
+        let (chain, not_after) = signed.map_err(|why| match why {
+            authority::Error::Request(_) => no(StatusCode::BAD_REQUEST, Outcome::Malformed, why.to_string()),
+            other => no(StatusCode::INTERNAL_SERVER_ERROR, Outcome::Failed, other.to_string()),
+        })?;
+        let not_after = not_after.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
+        let certificates = chain.iter().map(|der| BASE64_STANDARD.encode(der)).collect();
+        write(&Enrolled { certificates, not_after })
+    }
+
+    async fn pull_secrets(
+        &self,
+        request: Request<Incoming>,
+        certified: Node,
+        audit: &mut Audit,
+    ) -> Result<Vec<u8>, No> {
+        let node = self.node(&request).await?;
+        if node != certified {
+            let said = format!(
+                "the token is node {}'s ({}) and the certificate node {}'s ({}); both must be the same node's",
+                node.name, node.uid, certified.name, certified.uid
+            );
+            return Err(no(StatusCode::FORBIDDEN, Outcome::Unknown, said));
+        }
+        let wanted: Wanted = read(request).await?;
+        for (field, value) in [("namespace", &wanted.namespace), ("name", &wanted.name)] {
+            // They become a part of the API server's path.
+            let good = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-.".contains(c);
+            if value.is_empty() || value.len() > 253 || !value.chars().all(good) {
+                let said = format!("{field}: not a name of Kubernetes");
+                return Err(no(StatusCode::BAD_REQUEST, Outcome::Malformed, said));
+            }
+        }
+        audit.pod = Some(format!("{}/{}", wanted.namespace, wanted.name));
+        let looked = async {
+            let pod = pod::of_node(&self.client, &node, &wanted, &self.classes).await?;
+            pod::secrets(&self.client, pod).await
+        };
+        let late = || {
+            let said = format!("the API server did not answer within {WITHIN:?}; ask again later");
+            no(StatusCode::SERVICE_UNAVAILABLE, Outcome::Failed, said)
+        };
+        let found = timeout(WITHIN, looked).await.map_err(|_| late())?.map_err(refused)?;
+        (audit.secrets, audit.notes) = (Some(found.secrets), found.notes.len());
+        write(&Answered { pod_uid: &found.uid, dockerconfigjson: &found.config, notes: &found.notes })
+    }
+
+    /// The node of the request's token.
+    async fn node(&self, request: &Request<Incoming>) -> Result<Node, No> {
+        let header = request.headers().get(AUTHORIZATION).and_then(|value| value.to_str().ok());
+        let token = header
+            .and_then(|value| value.strip_prefix("Bearer "))
+            .filter(|token| token.len() <= LONGEST_TOKEN);
+        let Some(token) = token else {
+            return Err(no(StatusCode::UNAUTHORIZED, Outcome::Unknown, "no bearer token in Authorization"));
+        };
+        match timeout(WITHIN, self.callers.node(token)).await {
+            Ok(Ok(node)) => Ok(node),
+            Ok(Err(Unknown::Refused(why))) => Err(no(StatusCode::UNAUTHORIZED, Outcome::Unknown, why)),
+            Ok(Err(Unknown::Unasked(why))) => {
+                Err(no(StatusCode::SERVICE_UNAVAILABLE, Outcome::Failed, format!("{why}; ask again later")))
+            }
+            Err(_) => {
+                let said = format!("the API server did not answer within {WITHIN:?}; ask again later");
+                Err(no(StatusCode::SERVICE_UNAVAILABLE, Outcome::Failed, said))
+            }
+        }
+    }
+}
+
+impl Answer for Desk {
+    async fn answer(&self, request: Request<Incoming>, peer: &Peer) -> Reply {
+        let began = Instant::now();
+        let call = match (request.method(), request.uri().path()) {
+            (&Method::POST, ENROL) => Call::Enrol,
+            (&Method::POST, PULL_SECRETS) => Call::PullSecrets,
+            _ => Call::Other,
+        };
+        let mut audit = Audit::default();
+        let result = self.call(call, request, peer, &mut audit).await;
+        let outcome = result.as_ref().map_or_else(|no| no.outcome, |_| Outcome::Answered);
+        let took = began.elapsed();
+        self.metrics.ended(call, outcome, took);
+        let (node, pod) = (audit.node.as_deref().unwrap_or("-"), audit.pod.as_deref().unwrap_or("-"));
+        let from = peer.address;
+        match result {
+            Ok(body) => {
+                info!(?call, node, pod, %from, secrets = audit.secrets, notes = audit.notes, ?took, "answered");
+                reply(StatusCode::OK, "application/json", body)
+            }
+            Err(No { status, said, why, .. }) => {
+                let why = why.unwrap_or(&said);
+                warn!(?call, node, pod, %from, ?outcome, status = status.as_u16(), why, ?took, "not answered");
+                let body = serde_json::json!({"error": said});
+                reply(status, "application/json", body.to_string())
+            }
+        }
+    }
+
+    fn handshake_failed(&self) {
+        self.metrics.handshakes_failed.inc();
+    }
+
+    fn connection_within(&self) -> Option<Duration> {
+        Some(CONNECTION)
+    }
+}
+
+fn certified(peer: &Peer) -> Result<Node, No> {
+    let Some(certificate) = &peer.certificate else {
+        let said = format!("no client certificate; ask for one at {ENROL}");
+        return Err(no(StatusCode::UNAUTHORIZED, Outcome::Unknown, said));
+    };
+    Node::of_certificate(certificate).ok_or_else(|| {
+        no(StatusCode::UNAUTHORIZED, Outcome::Unknown, "the client certificate names no node; enrol again")
+    })
+}
+
+async fn read<T: DeserializeOwned>(request: Request<Incoming>) -> Result<T, No> {
+    let body = serve::body(request, MOST_BODY, "a request").await;
+    let body = body.map_err(|(status, said)| no(status, Outcome::Malformed, said))?;
+    serde_json::from_slice(&body)
+        .map_err(|why| no(StatusCode::BAD_REQUEST, Outcome::Malformed, format!("the request: {why}")))
+}
+
+fn write(answer: &impl Serialize) -> Result<Vec<u8>, No> {
+    serde_json::to_vec(answer)
+        .map_err(|why| no(StatusCode::INTERNAL_SERVER_ERROR, Outcome::Failed, format!("the answer: {why}")))
+}
+
+fn refused(why: Refused) -> No {
+    let said = why.to_string();
+    match why {
+        Refused::Pod { why, .. } => {
+            No { why: Some(why), ..no(StatusCode::FORBIDDEN, Outcome::Refused, said) }
+        }
+        Refused::Replaced { .. } => no(StatusCode::CONFLICT, Outcome::Refused, said),
+        Refused::Secrets(_) => no(StatusCode::UNPROCESSABLE_ENTITY, Outcome::Refused, said),
+        Refused::Api(_) => {
+            no(StatusCode::SERVICE_UNAVAILABLE, Outcome::Failed, format!("{said}; ask again later"))
+        }
+    }
+}

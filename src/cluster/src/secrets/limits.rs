@@ -1,0 +1,112 @@
+//! How much one caller may ask for: a bucket of tokens for each, and a number of requests at once. Bounded in callers.
+
+use std::{
+    collections::HashMap,
+    hash::Hash,
+    sync::{Arc, Mutex, PoisonError},
+    time::Instant,
+};
+
+/// Callers that are remembered.
+const MOST: usize = 16_384;
+
+/// What each caller may.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rate {
+    /// Requests at once from rest.
+    pub(super) burst: f64,
+    /// More of them each second.
+    pub(super) per_second: f64,
+    /// Under way at the same time.
+    pub(super) at_once: usize,
+}
+
+struct Bucket {
+    left: f64,
+    at: Instant,
+    under_way: usize,
+}
+
+/// Buckets by caller. Clones are the same.
+pub(super) struct Limits<K> {
+    rate: Rate,
+    buckets: Arc<Mutex<HashMap<K, Bucket>>>,
+}
+
+/// One request under way.
+pub(super) struct Place<K: Hash + Eq> {
+    key: K,
+    buckets: Arc<Mutex<HashMap<K, Bucket>>>,
+}
+
+impl<K: Hash + Eq + Clone> Limits<K> {
+    pub(super) fn new(rate: Rate) -> Limits<K> {
+        Limits { rate, buckets: Arc::default() }
+    }
+
+    /// A place for a request; `None`: too many.
+    pub(super) fn enter(&self, key: &K, now: Instant) -> Option<Place<K>> {
+        let Rate { burst, per_second, at_once } = self.rate;
+        let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
+        let filled = |bucket: &Bucket| {
+            (bucket.left + now.saturating_duration_since(bucket.at).as_secs_f64() * per_second).min(burst)
+        };
+        if buckets.len() >= MOST && !buckets.contains_key(key) {
+            // One that is full again is as one never seen.
+            buckets.retain(|_, bucket| bucket.under_way > 0 || filled(bucket) < burst);
+            if buckets.len() >= MOST {
+                return None;
+            }
+        }
+        let bucket = buckets.entry(key.clone()).or_insert(Bucket { left: burst, at: now, under_way: 0 });
+        (bucket.left, bucket.at) = (filled(bucket), now);
+        if bucket.left < 1.0 || bucket.under_way >= at_once {
+            return None;
+        }
+        bucket.left -= 1.0;
+        bucket.under_way += 1;
+        Some(Place { key: key.clone(), buckets: self.buckets.clone() })
+    }
+}
+
+impl<K: Hash + Eq> Drop for Place<K> {
+    fn drop(&mut self) {
+        let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(bucket) = buckets.get_mut(&self.key) {
+            bucket.under_way = bucket.under_way.saturating_sub(1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn who_asks_too_much_waits_and_others_do_not() {
+        let limits = Limits::new(Rate { burst: 3.0, per_second: 1.0, at_once: 2 });
+        let now = Instant::now();
+        let (one, two) = (limits.enter(&"a", now).unwrap(), limits.enter(&"a", now).unwrap());
+        assert!(limits.enter(&"a", now).is_none(), "two at once");
+        drop(one);
+        assert!(limits.enter(&"a", now).is_some());
+        assert!(limits.enter(&"a", now).is_none(), "three from rest");
+        assert!(limits.enter(&"b", now).is_some());
+        drop(two);
+        assert!(limits.enter(&"a", now + Duration::from_millis(900)).is_none());
+        assert!(limits.enter(&"a", now + Duration::from_millis(1100)).is_some());
+    }
+
+    #[test]
+    fn callers_are_bounded_and_those_who_rest_make_room() {
+        let limits = Limits::new(Rate { burst: 1.0, per_second: 1.0, at_once: 1 });
+        let now = Instant::now();
+        for caller in 0..MOST {
+            assert!(limits.enter(&caller, now).is_some());
+        }
+        assert!(limits.enter(&MOST, now).is_none());
+        assert!(limits.enter(&MOST, now + Duration::from_secs(2)).is_some());
+    }
+}

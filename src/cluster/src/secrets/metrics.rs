@@ -1,0 +1,95 @@
+//! What the service counts.
+
+use std::time::Duration;
+
+use prometheus_client::{
+    encoding::{EncodeLabelSet, EncodeLabelValue},
+    metrics::{
+        counter::Counter,
+        family::Family,
+        histogram::{Histogram, exponential_buckets},
+    },
+    registry::Registry,
+};
+
+/// What was asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+pub(super) enum Call {
+    /// A certificate.
+    Enrol,
+    /// A pod's pull secrets.
+    PullSecrets,
+    /// Something else.
+    Other,
+}
+
+/// How it ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+pub(super) enum Outcome {
+    /// Answered.
+    Answered,
+    /// Not a request of ours.
+    Malformed,
+    /// Without a token or a certificate that we take.
+    Unknown,
+    /// For something that is not the node's.
+    Refused,
+    /// Too many.
+    Limited,
+    /// The API server, or a part of ours.
+    Failed,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Labels {
+    call: Call,
+    outcome: Outcome,
+}
+
+/// Registered once per process.
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    requests: Family<Labels, Counter>,
+    took: Histogram,
+    pub(super) handshakes_failed: Counter,
+    pub(super) certificates: Counter,
+}
+
+impl Metrics {
+    /// Registers them.
+    pub fn register(registry: &mut Registry) -> Metrics {
+        let metrics = Metrics {
+            requests: Family::default(),
+            // 0.5 ms to 10 s, doubled each time.
+            took: Histogram::new(exponential_buckets(0.5e-3, 2.0, 15)),
+            handshakes_failed: Counter::default(),
+            certificates: Counter::default(),
+        };
+        registry.register(
+            "peerpod_secrets_requests",
+            "What nodes asked the secrets service for, and how it ended",
+            metrics.requests.clone(),
+        );
+        registry.register(
+            "peerpod_secrets_request_seconds",
+            "From the arrival of a request's headers to its answer",
+            metrics.took.clone(),
+        );
+        registry.register(
+            "peerpod_secrets_handshakes_failed",
+            "TLS connections of nodes that came to nothing",
+            metrics.handshakes_failed.clone(),
+        );
+        registry.register(
+            "peerpod_secrets_certificates",
+            "Certificates of its own that the service took into use",
+            metrics.certificates.clone(),
+        );
+        metrics
+    }
+
+    pub(super) fn ended(&self, call: Call, outcome: Outcome, took: Duration) {
+        self.requests.get_or_create(&Labels { call, outcome }).inc();
+        self.took.observe(took.as_secs_f64());
+    }
+}

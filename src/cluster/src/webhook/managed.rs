@@ -1,0 +1,100 @@
+//! Certificates that need nobody else: a CA of our own in a Secret, its certificate in the registration's `caBundle`, and
+//! each replica's own key in memory. May touch: that Secret and that registration.
+
+use std::{path::PathBuf, time::Duration};
+
+use peerpod_base::config::Reader;
+use peerpod_kube::client;
+use tokio::sync::watch;
+
+use crate::authority::{
+    Policy,
+    keeper::{Authority, Keeper, Published},
+};
+
+/// Settings of `webhook.certificates: self-managed`.
+#[derive(Clone, Debug)]
+pub struct Managed {
+    /// `kubernetes.kubeconfig`.
+    pub kubeconfig: Option<PathBuf>,
+    /// `kubernetes.namespace`.
+    pub namespace: Option<String>,
+    /// `webhook.ca-secret`.
+    pub secret: String,
+    /// `webhook.registration`.
+    pub registration: String,
+    /// `webhook.names`.
+    pub names: Vec<String>,
+    /// `webhook.ca-validity`, `webhook.certificate-validity`, `webhook.ca-settle`.
+    pub policy: Policy,
+}
+
+impl Managed {
+    /// Asks for the keys.
+    pub fn read(reader: &mut Reader) -> Managed {
+        let validity: Duration = reader.get(
+            "webhook.ca-validity",
+            "365d",
+            "self-managed: how long a CA of ours is good for; the next one is made when a third is left",
+        );
+        let leaf = reader.get(
+            "webhook.certificate-validity",
+            "7d",
+            "self-managed: how long a replica's certificate is good for; made again after two thirds",
+        );
+        let settle: Duration = reader.get(
+            "webhook.ca-settle",
+            "1m",
+            "self-managed: from when the API server was given the next CA until certificates come from it",
+        );
+        if settle * 6 > validity {
+            reader.mistake("webhook.ca-settle", "more than a sixth of webhook.ca-validity; make it shorter");
+        }
+        Managed {
+            kubeconfig: reader.optional(
+                "kubernetes.kubeconfig",
+                "how the API server is reached; the pod's service account when not set",
+            ),
+            namespace: reader.optional(
+                "kubernetes.namespace",
+                "the namespace of our own Secrets; the service account's when not set",
+            ),
+            secret: reader.get(
+                "webhook.ca-secret",
+                "peerpod-webhook-ca",
+                "self-managed: the Secret in which the CA is kept; made when it is not there",
+            ),
+            registration: reader.get(
+                "webhook.registration",
+                "peerpod-webhook",
+                "self-managed: the MutatingWebhookConfiguration whose caBundle is kept up to date",
+            ),
+            names: reader.get(
+                "webhook.names",
+                "",
+                "self-managed: names and addresses by which the API server calls the webhook; \
+                 peerpod-webhook.<namespace>.svc when not set",
+            ),
+            policy: Policy { name: "peerpod webhook CA".to_owned(), validity, leaf, settle },
+        }
+    }
+
+    /// A keeper of the CA to be run, what it knows, and the server's names.
+    ///
+    /// # Errors
+    /// There is no way to the API server.
+    pub async fn open(
+        self,
+    ) -> Result<(impl Future<Output = ()> + Send + 'static, Authority, Vec<String>), client::Error> {
+        let client = client::connect(self.kubeconfig.as_deref()).await?;
+        let namespace = self.namespace.unwrap_or_else(|| client.default_namespace().to_owned());
+        let mut names = self.names;
+        if names.is_empty() {
+            names = vec![format!("peerpod-webhook.{namespace}.svc")];
+        }
+        let published = Published::Webhook(self.registration);
+        let (sender, authority) = watch::channel(None);
+        let keeper = Keeper { client, namespace, secret: self.secret, published, policy: self.policy };
+        Ok((keeper.run(sender), authority, names))
+    }
+}

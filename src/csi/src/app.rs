@@ -1,0 +1,64 @@
+//! Puts a role together: ports bound, then calls answered until told to stop.
+
+use std::{sync::Arc, time::Duration};
+
+use peerpod_base::{
+    admin::{self, Ready},
+    lifecycle::{Drain, Shutdown},
+};
+use prometheus_client::registry::Registry;
+use tracing::{info, warn};
+
+use crate::{
+    config::CsiConfig,
+    metrics::Metrics,
+    proxy::{Intercept, Proxy},
+    server,
+    upstream::Upstream,
+};
+
+/// For what is under way at the end.
+const DRAIN: Duration = Duration::from_secs(10);
+
+/// What a role is made with.
+pub struct Parts {
+    /// The driver.
+    pub upstream: Arc<Upstream>,
+    /// What is counted.
+    pub metrics: Metrics,
+}
+
+/// Binds, serves, drains.
+///
+/// # Errors
+/// A port or socket cannot be had, or a part ended that never should.
+pub async fn run(
+    config: &CsiConfig,
+    shutdown: &Shutdown,
+    role: impl AsyncFnOnce(&Parts) -> anyhow::Result<Arc<dyn Intercept>>,
+) -> anyhow::Result<()> {
+    let mut registry = Registry::default();
+    let metrics = Metrics::register(&mut registry);
+    let ready = Ready::new();
+    let starting = ready.block("start");
+    let admin = admin::serve(config.admin_listen, Arc::new(registry), ready.clone()).await?;
+    let upstream = Arc::new(Upstream::new(config.driver_endpoint.clone(), config.max_message));
+    let parts = Parts { upstream: upstream.clone(), metrics: metrics.clone() };
+    let role = role(&parts).await?;
+    let proxy = Arc::new(Proxy::new(upstream, role, metrics, config.call_timeout, config.max_message));
+    let listener = server::bind(&config.endpoint)?;
+    let drain = Drain::new();
+    let accepting = tokio::spawn(server::serve(listener, proxy, drain.clone()));
+    drop(starting);
+    info!(
+        endpoint = %config.endpoint.display(), driver = %config.driver_endpoint.display(), %admin,
+        "CSI calls are answered"
+    );
+    shutdown.wait().await;
+    ready.not_ready("shutdown", "told to stop");
+    accepting.abort();
+    if let Err(busy) = drain.drain(DRAIN).await {
+        warn!(%busy, "calls cut off");
+    }
+    Ok(())
+}

@@ -1,0 +1,203 @@
+//! The settings: sections `csi`, `paths`, `kubernetes` and `log` of the file that all programs share.
+
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
+
+use peerpod_base::{
+    config::{Mistakes, Printed, Reader, Sources},
+    telemetry::LogConfig,
+};
+
+/// Sections of the shared file that other programs read.
+const OTHERS: [&str; 9] =
+    ["node", "relay", "tunnel", "provider", "cluster", "controller", "secrets", "webhook", "volumes"];
+
+/// Who attaches the disks of this driver to VMs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Attacher {
+    /// The node's provider.
+    Provider,
+    /// The driver itself, with the VM as the node.
+    Driver,
+}
+
+/// What both roles are told.
+#[derive(Clone, Debug)]
+pub struct CsiConfig {
+    /// `csi.endpoint`: our socket.
+    pub endpoint: PathBuf,
+    /// `csi.driver-endpoint`: the driver's.
+    pub driver_endpoint: PathBuf,
+    /// `csi.admin-listen`: metrics and health.
+    pub admin_listen: SocketAddr,
+    /// `csi.call-timeout`: for calls without a deadline.
+    pub call_timeout: Duration,
+    /// `csi.max-message`: of messages that are looked into.
+    pub max_message: usize,
+    /// `csi.runtime-classes`: all volumes of pods with these are peer pods' volumes.
+    pub runtime_classes: Vec<String>,
+    /// `csi.attach`: who attaches disks.
+    pub attach: Attacher,
+    /// `csi.node-id`: how the driver names a VM.
+    pub node_id: String,
+    /// `csi.node-name`: the Kubernetes node (role node).
+    pub node_name: String,
+    /// `csi.volumes-dir`: the records that peerpod-node reads.
+    pub volumes_dir: PathBuf,
+    /// `csi.namespace`: of the Leases that say who has a disk.
+    pub namespace: String,
+    /// Whether there is an API server, and by which kubeconfig.
+    pub cluster: Option<Option<PathBuf>>,
+    /// Where peerpod-node answers for volumes.
+    pub volumes_socket: PathBuf,
+}
+
+impl CsiConfig {
+    /// Reads everything.
+    ///
+    /// # Errors
+    /// Every mistake of all layers.
+    pub fn load(sources: Sources) -> Result<(CsiConfig, LogConfig, Printed), Mistakes> {
+        let mut reader = Reader::load(sources, &["csi", "paths", "kubernetes", "log"], &OTHERS)?;
+        let config = CsiConfig::read(&mut reader);
+        let log = LogConfig::read(&mut reader);
+        Ok((config, log, reader.finish()?))
+    }
+
+    fn read(reader: &mut Reader) -> CsiConfig {
+        let run_dir: PathBuf = reader.get("paths.run-dir", "/run/peerpod", "folder of the sockets");
+        let state_dir: PathBuf =
+            reader.get("paths.state-dir", "/var/lib/peerpod", "folder of what survives a restart");
+        let volumes_dir: Option<PathBuf> = reader.optional(
+            "csi.volumes-dir",
+            "folder in which pods' volumes are handed to peerpod-node; volumes in paths.state-dir when not set",
+        );
+        let config = CsiConfig {
+            endpoint: reader.get(
+                "csi.endpoint",
+                "/csi/peerpod.sock",
+                "the socket that sidecars and kubelet dial",
+            ),
+            driver_endpoint: reader.get("csi.driver-endpoint", "/csi/csi.sock", "the CSI driver's socket"),
+            admin_listen: reader.get(
+                "csi.admin-listen",
+                "127.0.0.1:15156",
+                "address and port of /metrics, /healthz and /readyz",
+            ),
+            call_timeout: reader.get(
+                "csi.call-timeout",
+                "15m",
+                "how long a call without a deadline may be silent",
+            ),
+            max_message: reader.get::<u32>(
+                "csi.max-message",
+                "4194304",
+                "the most bytes of a message that is looked into; others pass in pieces",
+            ) as usize,
+            runtime_classes: classes(reader),
+            attach: attacher(reader),
+            node_id: node_id(reader),
+            node_name: reader.get(
+                "csi.node-name",
+                "",
+                "the Kubernetes node's name, by the downward API (role node, with a cluster)",
+            ),
+            volumes_dir: volumes_dir.unwrap_or_else(|| state_dir.join("volumes")),
+            namespace: reader.get(
+                "csi.namespace",
+                "peerpod-system",
+                "namespace of the Leases that say which pod has a disk",
+            ),
+            cluster: cluster(reader),
+            volumes_socket: run_dir.join("volumes.sock"),
+        };
+        if config.endpoint == config.driver_endpoint {
+            reader.mistake("csi.endpoint", "also csi.driver-endpoint; give each a path of its own");
+        }
+        if !(1024..=64 << 20).contains(&config.max_message) {
+            reader.mistake(
+                "csi.max-message",
+                "not between 1024 and 67108864; the drivers' own limit is 4194304",
+            );
+        }
+        config
+    }
+}
+
+fn classes(reader: &mut Reader) -> Vec<String> {
+    let classes: Vec<String> = reader.get(
+        "csi.runtime-classes",
+        "",
+        "RuntimeClasses whose pods' volumes all go to the VM, also without `peerpod` in their StorageClass; needs a cluster",
+    );
+    classes.into_iter().filter(|class| !class.is_empty()).collect()
+}
+
+fn attacher(reader: &mut Reader) -> Attacher {
+    let word = reader.choice(
+        "csi.attach",
+        "provider",
+        &["provider", "driver"],
+        "who attaches disks to VMs: provider (the cloud's own call by peerpod-node) or driver (its ControllerPublishVolume)",
+    );
+    if word == "driver" { Attacher::Driver } else { Attacher::Provider }
+}
+
+fn node_id(reader: &mut Reader) -> String {
+    let template: String = reader.get(
+        "csi.node-id",
+        "{vm}",
+        "how the driver names a VM as a node: {vm} the provider's id, {name} what follows its last slash, {node} the node",
+    );
+    if !["{vm}", "{name}"].iter().any(|part| template.contains(part)) {
+        reader.mistake("csi.node-id", "names every VM the same; use {vm} or {name} in it");
+    }
+    template
+}
+
+/// The API server is there when a kubeconfig is given or we are a pod.
+fn cluster(reader: &mut Reader) -> Option<Option<PathBuf>> {
+    let kubeconfig: Option<PathBuf> =
+        reader.optional("kubernetes.kubeconfig", "file; the pod's service account when not set");
+    let word = reader.choice(
+        "csi.cluster",
+        "auto",
+        &["auto", "yes", "no"],
+        "whether there is an API server: auto is yes with a kubeconfig or in a pod",
+    );
+    let pod = std::env::var_os("KUBERNETES_SERVICE_HOST").is_some();
+    match word.as_str() {
+        "no" => None,
+        "auto" if kubeconfig.is_none() && !pod => None,
+        _ => Some(kubeconfig),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(flags: &[&str]) -> Result<CsiConfig, String> {
+        let words = flags.iter().map(|flag| (*flag).to_owned());
+        CsiConfig::load(Sources::from_process(words, []))
+            .map(|loaded| loaded.0)
+            .map_err(|why| why.to_string())
+    }
+
+    #[test]
+    fn defaults_are_usable_and_contradictions_are_named() {
+        let config = load(&[]).unwrap();
+        assert_eq!(config.volumes_dir, PathBuf::from("/var/lib/peerpod/volumes"));
+        assert_eq!(config.volumes_socket, PathBuf::from("/run/peerpod/volumes.sock"));
+        assert!(config.runtime_classes.is_empty());
+        let mistakes = load(&[
+            "--csi.endpoint=/a",
+            "--csi.driver-endpoint=/a",
+            "--csi.node-id=vm",
+            "--csi.max-message=1",
+        ]);
+        let mistakes = mistakes.unwrap_err();
+        for key in ["csi.endpoint", "csi.node-id", "csi.max-message"] {
+            assert!(mistakes.contains(key), "{mistakes}");
+        }
+    }
+}

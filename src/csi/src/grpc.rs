@@ -1,0 +1,269 @@
+//! The little of gRPC that is needed to speak it over HTTP/2: statuses, messages with their five bytes before them, and
+//! deadlines. May touch: nothing.
+
+use std::{fmt::Write, time::Duration};
+
+use bytes::{BufMut, Bytes, BytesMut};
+use hyper::{
+    HeaderMap, Response,
+    header::{CONTENT_TYPE, HeaderValue},
+};
+use protobuf::Message;
+
+use crate::body::Body;
+
+/// gRPC's numbers for how a call ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "gRPC's own words, which its specification explains")]
+#[repr(u8)]
+pub enum Code {
+    Cancelled = 1,
+    Unknown = 2,
+    InvalidArgument = 3,
+    DeadlineExceeded = 4,
+    NotFound = 5,
+    AlreadyExists = 6,
+    PermissionDenied = 7,
+    ResourceExhausted = 8,
+    FailedPrecondition = 9,
+    Aborted = 10,
+    OutOfRange = 11,
+    Unimplemented = 12,
+    Internal = 13,
+    Unavailable = 14,
+    DataLoss = 15,
+    Unauthenticated = 16,
+}
+
+const CODES: [Code; 16] = [
+    Code::Cancelled,
+    Code::Unknown,
+    Code::InvalidArgument,
+    Code::DeadlineExceeded,
+    Code::NotFound,
+    Code::AlreadyExists,
+    Code::PermissionDenied,
+    Code::ResourceExhausted,
+    Code::FailedPrecondition,
+    Code::Aborted,
+    Code::OutOfRange,
+    Code::Unimplemented,
+    Code::Internal,
+    Code::Unavailable,
+    Code::DataLoss,
+    Code::Unauthenticated,
+];
+
+const STATUS: &str = "grpc-status";
+const MESSAGE: &str = "grpc-message";
+const DETAILS: &str = "grpc-status-details-bin";
+const TIMEOUT: &str = "grpc-timeout";
+
+/// How a call failed.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{code:?}: {message}")]
+pub struct Status {
+    /// gRPC's number.
+    pub code: Code,
+    /// What was attempted, on what, why it failed, what can be done.
+    pub message: String,
+    /// `grpc-status-details-bin`, where the driver gave one.
+    pub details: Option<HeaderValue>,
+}
+
+impl Status {
+    /// One of ours.
+    pub fn new(code: Code, message: impl Into<String>) -> Status {
+        Status { code, message: message.into(), details: None }
+    }
+
+    /// What an answer's headers or trailers say: `Ok` for success, none when they say nothing.
+    pub fn of(headers: &HeaderMap) -> Option<Result<(), Status>> {
+        let number: usize = headers.get(STATUS)?.to_str().ok()?.parse().unwrap_or(2);
+        let Some(index) = number.checked_sub(1) else { return Some(Ok(())) };
+        let code = CODES.get(index).copied().unwrap_or(Code::Unknown);
+        let message = headers.get(MESSAGE).map(|text| unescape(text.as_bytes())).unwrap_or_default();
+        Some(Err(Status { code, message, details: headers.get(DETAILS).cloned() }))
+    }
+
+    /// As headers of an answer without a message, or as trailers after one.
+    pub fn put(&self, headers: &mut HeaderMap) {
+        headers.insert(STATUS, HeaderValue::from(u16::from(self.code as u8)));
+        // Escaped, it is a header's value whatever the text is.
+        if let Ok(text) = HeaderValue::from_str(&escape(&self.message)) {
+            headers.insert(MESSAGE, text);
+        }
+        if let Some(details) = &self.details {
+            headers.insert(DETAILS, details.clone());
+        }
+    }
+
+    /// The whole answer.
+    pub fn answer(&self) -> Response<Body> {
+        let mut response = Response::new(Body::empty());
+        response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+        self.put(response.headers_mut());
+        response
+    }
+}
+
+/// A successful unary answer.
+pub fn success(message: &Bytes) -> Response<Body> {
+    let mut trailers = HeaderMap::with_capacity(1);
+    trailers.insert(STATUS, HeaderValue::from_static("0"));
+    let mut response = Response::new(Body::whole(frame(message), Some(trailers)));
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    response
+}
+
+/// A message with what stands before it.
+pub fn frame(message: &[u8]) -> Bytes {
+    let mut framed = BytesMut::with_capacity(message.len() + 5);
+    framed.put_u8(0);
+    // Longer ones were never taken in.
+    framed.put_u32(u32::try_from(message.len()).unwrap_or(u32::MAX));
+    framed.put_slice(message);
+    framed.freeze()
+}
+
+/// The one message of a unary call.
+///
+/// # Errors
+/// It is compressed, or not exactly one.
+pub fn unframe(mut body: Bytes) -> Result<Bytes, Status> {
+    let broken = |why: &str| Status::new(Code::Internal, format!("a unary call's message: {why}"));
+    if body.len() < 5 {
+        return Err(broken("shorter than its header"));
+    }
+    let header = body.split_to(5);
+    if header[0] != 0 {
+        let why = "compressed messages are not understood here; do not compress calls to a CSI driver";
+        return Err(Status::new(Code::Unimplemented, why));
+    }
+    let length = u32::from_be_bytes([header[1], header[2], header[3], header[4]]);
+    if usize::try_from(length).ok() != Some(body.len()) {
+        return Err(broken("its length is not what its header says"));
+    }
+    Ok(body)
+}
+
+/// A message's bytes.
+///
+/// # Errors
+/// It has two gigabytes or more.
+pub fn encode(message: &impl Message) -> Result<Bytes, Status> {
+    let bytes = message.write_to_bytes();
+    bytes.map(Bytes::from).map_err(|why| Status::new(Code::Internal, format!("write a message: {why}")))
+}
+
+/// The deadline that a caller gave, counted from now; none when it gave none or one that is no number.
+pub fn timeout(headers: &HeaderMap) -> Option<Duration> {
+    let text = headers.get(TIMEOUT)?.to_str().ok()?;
+    let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    if number.len() > 8 {
+        return None;
+    }
+    let number: u64 = number.parse().ok()?;
+    Some(match unit {
+        "H" => Duration::from_secs(number * 3600),
+        "M" => Duration::from_secs(number * 60),
+        "S" => Duration::from_secs(number),
+        "m" => Duration::from_millis(number),
+        "u" => Duration::from_micros(number),
+        "n" => Duration::from_nanos(number),
+        _ => return None,
+    })
+}
+
+/// Notes a deadline for the driver.
+pub fn put_timeout(headers: &mut HeaderMap, within: Duration) {
+    let millis = within.as_millis().clamp(1, 99_999_999);
+    if let Ok(text) = HeaderValue::from_str(&format!("{millis}m")) {
+        headers.insert(TIMEOUT, text);
+    }
+}
+
+fn escape(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        match byte {
+            b' '..=b'~' if byte != b'%' => escaped.push(char::from(byte)),
+            // Writing to a String does not fail.
+            _ => drop(write!(escaped, "%{byte:02X}")),
+        }
+    }
+    escaped
+}
+
+fn unescape(text: &[u8]) -> String {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text;
+    while let Some((&first, after)) = rest.split_first() {
+        let digits = after.get(..2).and_then(|digits| std::str::from_utf8(digits).ok());
+        match digits.filter(|_| first == b'%').and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
+            Some(byte) => {
+                bytes.push(byte);
+                rest = &after[2..];
+            }
+            None => {
+                bytes.push(first);
+                rest = after;
+            }
+        }
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_status_survives_its_headers_whatever_its_text() {
+        for text in ["", "plain", "50 % \n of it: ü", "%zz %4", "a%20b"] {
+            let mut headers = HeaderMap::new();
+            Status::new(Code::NotFound, text).put(&mut headers);
+            let back = Status::of(&headers).unwrap().unwrap_err();
+            assert_eq!((back.code, back.message.as_str()), (Code::NotFound, text));
+        }
+        let mut headers = HeaderMap::new();
+        assert!(Status::of(&headers).is_none());
+        headers.insert(STATUS, HeaderValue::from_static("0"));
+        assert!(Status::of(&headers).unwrap().is_ok());
+        headers.insert(STATUS, HeaderValue::from_static("99"));
+        assert_eq!(Status::of(&headers).unwrap().unwrap_err().code, Code::Unknown);
+    }
+
+    #[test]
+    fn codes_stand_at_their_numbers() {
+        for (index, code) in CODES.iter().enumerate() {
+            assert_eq!(*code as usize, index + 1);
+        }
+    }
+
+    #[test]
+    fn a_message_is_one_whole_uncompressed_one() {
+        assert_eq!(unframe(frame(b"abc")).unwrap(), "abc");
+        assert_eq!(unframe(frame(b"")).unwrap(), "");
+        for bad in [&b""[..], b"\0\0\0\0", b"\0\0\0\0\x02a", b"\0\0\0\0\x01ab"] {
+            assert_eq!(unframe(Bytes::copy_from_slice(bad)).unwrap_err().code, Code::Internal);
+        }
+        assert_eq!(unframe(Bytes::from_static(b"\x01\0\0\0\0")).unwrap_err().code, Code::Unimplemented);
+    }
+
+    #[test]
+    fn deadlines_are_read_in_each_unit() {
+        for (text, millis) in
+            [("5S", Some(5000)), ("250m", Some(250)), ("2M", Some(120_000)), ("1H", Some(3_600_000))]
+        {
+            let mut headers = HeaderMap::new();
+            headers.insert(TIMEOUT, HeaderValue::from_static(text));
+            assert_eq!(timeout(&headers), millis.map(Duration::from_millis), "{text}");
+        }
+        for text in ["", "S", "5", "5x", "123456789S", "-1S"] {
+            let mut headers = HeaderMap::new();
+            headers.insert(TIMEOUT, HeaderValue::from_static(text));
+            assert_eq!(timeout(&headers), None, "{text}");
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! `peerpod-csi ROLE`: `controller` and `node` stand before a CSI driver; `schema` prints the form of a volume's
+//! descriptor.
+//!
+//! Exit codes: 0 stopped as told; 1 it could not start, or a part of it ended; 2 the command or the configuration has
+//! mistakes.
+
+use std::{process::ExitCode, sync::Arc};
+
+use async_trait::async_trait;
+use peerpod_base::{
+    config::{Setting, Sources},
+    lifecycle,
+    program::{self, Program},
+    telemetry::{self, LogConfig},
+};
+use peerpod_csi::{
+    app,
+    body::Body,
+    config::CsiConfig,
+    grpc::Status,
+    proxy::{Call, Intercept},
+};
+
+const PROGRAM: Program = Program {
+    name: "peerpod-csi",
+    version: env!("CARGO_PKG_VERSION"),
+    about: "stands before a CSI driver, so that peer pods' volumes go to their VMs; roles, as the first argument: \
+            controller (before the sidecars of the driver's controller), node (before its node plugin), schema (print the \
+            JSON Schema of a volume's descriptor)",
+};
+
+struct Through;
+
+#[async_trait]
+impl Intercept for Through {
+    fn looks_into(&self, _path: &str) -> Option<&'static str> {
+        None
+    }
+    async fn handle(&self, call: Call) -> Result<hyper::Response<Body>, Status> {
+        call.pass(None).await
+    }
+}
+
+fn main() -> ExitCode {
+    if let Some(answer) = PROGRAM.answer(std::env::args().skip(1), settings) {
+        print!("{answer}");
+        return ExitCode::SUCCESS;
+    }
+    let mut words = std::env::args().skip(1);
+    let role = words.next();
+    let ended = match role.as_deref() {
+        Some("controller" | "node") => match CsiConfig::load(Sources::from_process(words, environment())) {
+            Ok((config, log, _)) => serve(&config, &log),
+            Err(mistakes) => {
+                eprintln!("peerpod-csi: {mistakes}");
+                return ExitCode::from(2);
+            }
+        },
+        other => {
+            let said = other.map_or_else(|| "no role".to_owned(), |role| format!("{role:?} is no role"));
+            eprintln!("peerpod-csi: {said}; say controller, node or schema, or --help");
+            return ExitCode::from(2);
+        }
+    };
+    match ended {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("peerpod-csi: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn environment() -> impl Iterator<Item = (String, String)> {
+    std::env::vars_os()
+        .map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned()))
+}
+
+/// For the help alone: the defaults.
+fn settings() -> Vec<Setting> {
+    CsiConfig::load(Sources::from_process([], [])).map(|(.., printed)| printed.0).unwrap_or_default()
+}
+
+fn serve(config: &CsiConfig, log: &LogConfig) -> anyhow::Result<()> {
+    telemetry::init(log)?;
+    if let Err(error) = program::own_rights_and_limits() {
+        tracing::warn!(%error, "the limit of open files stays as it is");
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let ended = runtime.block_on(async {
+        let shutdown = lifecycle::signals()?;
+        app::run(config, &shutdown, async |_| Ok(Arc::new(Through) as Arc<dyn Intercept>)).await
+    });
+    // A mount may hang.
+    runtime.shutdown_timeout(std::time::Duration::from_secs(2));
+    ended
+}

@@ -1,0 +1,82 @@
+//! What is counted of the calls.
+
+use std::time::Duration;
+
+use prometheus_client::{
+    encoding::{EncodeLabelSet, EncodeLabelValue},
+    metrics::{
+        counter::Counter,
+        family::Family,
+        gauge::Gauge,
+        histogram::{Histogram, exponential_buckets},
+    },
+    registry::Registry,
+};
+
+use crate::grpc::Status;
+
+/// What became of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+pub enum Way {
+    /// Not looked into.
+    Passed,
+    /// One of the methods that are; it may have passed then.
+    LookedInto,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Labels {
+    way: Way,
+    method: String,
+    refused: String,
+}
+
+/// The program's counters.
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    calls: Family<Labels, Counter>,
+    took: Histogram,
+    /// Volumes of peer pods that are published on this node.
+    pub published: Gauge,
+    /// Steps that failed and are tried again.
+    pub retries: Counter,
+}
+
+impl Metrics {
+    /// New ones.
+    pub fn register(registry: &mut Registry) -> Metrics {
+        let metrics = Metrics {
+            calls: Family::default(),
+            // 50 µs to 27 minutes, by four times each.
+            took: Histogram::new(exponential_buckets(50e-6, 4.0, 13)),
+            published: Gauge::default(),
+            retries: Counter::default(),
+        };
+        registry.register(
+            "peerpod_csi_calls",
+            "CSI calls; refused: the code where it was ours, not the driver's",
+            metrics.calls.clone(),
+        );
+        registry.register("peerpod_csi_call_seconds", "To the headers of the answer", metrics.took.clone());
+        registry.register(
+            "peerpod_csi_published",
+            "Volumes of peer pods published on this node",
+            metrics.published.clone(),
+        );
+        registry.register(
+            "peerpod_csi_retries",
+            "Steps of attaching and detaching that failed and are tried again",
+            metrics.retries.clone(),
+        );
+        metrics
+    }
+
+    /// Counts a call.
+    pub fn answered(&self, way: Way, method: Option<&'static str>, refused: Option<&Status>, took: Duration) {
+        // Only names of ours become labels: callers may invent methods.
+        let method = method.unwrap_or("other").to_owned();
+        let refused = refused.map_or_else(String::new, |status| format!("{:?}", status.code));
+        self.calls.get_or_create(&Labels { way, method, refused }).inc();
+        self.took.observe(took.as_secs_f64());
+    }
+}

@@ -1,0 +1,57 @@
+//! The word by which a StorageClass, a PersistentVolume or an inline volume says that it is for peer pods. May touch:
+//! nothing.
+
+use std::collections::HashMap;
+
+use crate::grpc::{Code, Status};
+
+/// The key, in a StorageClass's parameters and a volume's attributes.
+pub const KEY: &str = "peerpod";
+
+/// What somebody says about a volume.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Said {
+    /// For peer pods.
+    Yes,
+    /// Not for peer pods.
+    No,
+    /// Nothing.
+    Nothing,
+}
+
+/// What these parameters or attributes say.
+///
+/// # Errors
+/// INVALID_ARGUMENT for anything but yes and no: "False" taken for yes would take a volume away from a pod.
+pub fn said(among: &HashMap<String, String>) -> Result<Said, Status> {
+    match among.get(KEY).map(String::as_str) {
+        None => Ok(Said::Nothing),
+        Some("true" | "1") => Ok(Said::Yes),
+        Some("false" | "0") => Ok(Said::No),
+        Some(other) => Err(Status::new(
+            Code::InvalidArgument,
+            format!(
+                "{KEY}: {other:?} is neither \"true\" nor \"false\"; correct the StorageClass or PersistentVolume"
+            ),
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_yes_and_no_are_understood() {
+        let of = |value: &str| said(&HashMap::from([(KEY.to_owned(), value.to_owned())]));
+        for (value, meant) in [("true", Said::Yes), ("1", Said::Yes), ("false", Said::No), ("0", Said::No)] {
+            assert_eq!(of(value).unwrap(), meant);
+        }
+        for value in ["", "True", "yes", " true", "2", "TRUE", "on"] {
+            let status = of(value).unwrap_err();
+            assert_eq!(status.code, Code::InvalidArgument, "{value:?}");
+            assert!(status.message.contains(&format!("{value:?}")));
+        }
+        assert_eq!(said(&HashMap::new()).unwrap(), Said::Nothing);
+    }
+}

@@ -1,0 +1,160 @@
+//! Every call between Kubernetes and the driver passes here: as it is, in both directions, with its metadata, trailers and
+//! status, whatever its name; but for the few methods that a role looks into ([`Intercept`]). May touch: the driver's
+//! socket.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant as Clock},
+};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use hyper::{
+    Request, Response, Uri,
+    body::Incoming,
+    http::{request, uri},
+};
+use tokio::time::{Instant, timeout_at};
+
+use crate::{
+    body::{Body, Patience},
+    grpc::{self, Code, Status},
+    metrics::{Metrics, Way},
+    upstream::{Answer, Upstream, collect},
+};
+
+/// At the caller's deadline the driver's own words may be on their way.
+const GRACE: Duration = Duration::from_millis(500);
+
+/// What a role does with the calls that it looks into.
+#[async_trait]
+pub trait Intercept: Send + Sync + 'static {
+    /// The short name of a method that is looked into; none: it passes.
+    fn looks_into(&self, path: &str) -> Option<&'static str>;
+
+    /// Answers such a call; may send it on, as it is or changed.
+    async fn handle(&self, call: Call) -> Result<Response<Body>, Status>;
+}
+
+/// A unary call that is looked into.
+#[derive(Debug)]
+pub struct Call {
+    /// The method's short name.
+    pub method: &'static str,
+    /// The request's headers.
+    pub head: request::Parts,
+    /// The message.
+    pub message: Bytes,
+    /// When the caller stops waiting.
+    pub until: Instant,
+    patience: Patience,
+    upstream: Arc<Upstream>,
+}
+
+impl Call {
+    /// Sends it on as it came, or with another message, and the answer back as it comes.
+    ///
+    /// # Errors
+    /// The driver cannot be reached.
+    pub async fn pass(self, message: Option<Bytes>) -> Result<Response<Body>, Status> {
+        let message = message.unwrap_or(self.message);
+        let request = Request::from_parts(self.head, Body::whole(grpc::frame(&message), None));
+        let response = self.upstream.send(request).await?;
+        Ok(response.map(|body| Body::answer(body, self.patience)))
+    }
+
+    /// Sends it on with another message, and takes the answer in.
+    ///
+    /// # Errors
+    /// The driver cannot be reached.
+    pub async fn exchange(self, message: Bytes) -> Result<Answer, Status> {
+        self.upstream.exchange(self.head, &message).await
+    }
+}
+
+/// The way from callers to the driver.
+pub struct Proxy {
+    upstream: Arc<Upstream>,
+    role: Arc<dyn Intercept>,
+    metrics: Metrics,
+    patience: Duration,
+    max_message: usize,
+}
+
+impl Proxy {
+    /// To this driver. Calls without a deadline may be silent for `patience`; messages that are looked into have at most
+    /// `max_message` bytes.
+    pub fn new(
+        upstream: Arc<Upstream>,
+        role: Arc<dyn Intercept>,
+        metrics: Metrics,
+        patience: Duration,
+        max_message: usize,
+    ) -> Proxy {
+        Proxy { upstream, role, metrics, patience, max_message }
+    }
+
+    /// Answers a request, whatever it is.
+    pub async fn answer(&self, request: Request<Incoming>) -> Response<Body> {
+        let began = Clock::now();
+        let method = self.role.looks_into(request.uri().path());
+        let answered = match method {
+            None => self.pass(request).await,
+            Some(method) => self.look(method, request).await,
+        };
+        let way = if method.is_some() { Way::LookedInto } else { Way::Passed };
+        self.metrics.answered(way, method, answered.as_ref().err(), began.elapsed());
+        answered.unwrap_or_else(|status| {
+            tracing::debug!(?method, code = ?status.code, why = status.message, "call refused");
+            status.answer()
+        })
+    }
+
+    async fn pass(&self, request: Request<Incoming>) -> Result<Response<Body>, Status> {
+        let (mut head, body) = request.into_parts();
+        complete(&mut head)?;
+        let patience = self.patience(&head);
+        let request = Request::from_parts(head, Body::request(body));
+        let sent = timeout_at(patience.end(), self.upstream.send(request)).await;
+        let response = sent.map_err(|_| late())??;
+        Ok(response.map(|body| Body::answer(body, patience)))
+    }
+
+    async fn look(&self, method: &'static str, request: Request<Incoming>) -> Result<Response<Body>, Status> {
+        let (mut head, body) = request.into_parts();
+        complete(&mut head)?;
+        let patience = self.patience(&head);
+        let until = patience.end();
+        let work = async {
+            let (message, _) = collect(body, self.max_message).await?;
+            let message = grpc::unframe(message)?;
+            let upstream = self.upstream.clone();
+            self.role.handle(Call { method, head, message, until, patience, upstream }).await
+        };
+        timeout_at(until, work).await.map_err(|_| late())?
+    }
+
+    fn patience(&self, head: &request::Parts) -> Patience {
+        match grpc::timeout(&head.headers) {
+            Some(within) => Patience::Until(Instant::now() + within + GRACE),
+            None => Patience::Silence(self.patience),
+        }
+    }
+}
+
+/// A request that came without `:authority` goes on with one: HTTP/2 clients need it, and the driver has no use for it.
+fn complete(head: &mut request::Parts) -> Result<(), Status> {
+    if head.uri.scheme().is_some() && head.uri.authority().is_some() {
+        return Ok(());
+    }
+    let mut parts = uri::Parts::from(std::mem::take(&mut head.uri));
+    parts.scheme.get_or_insert(uri::Scheme::HTTP);
+    parts.authority.get_or_insert(uri::Authority::from_static("localhost"));
+    head.uri = Uri::from_parts(parts)
+        .map_err(|why| Status::new(Code::Unimplemented, format!("no path of a gRPC method: {why}")))?;
+    Ok(())
+}
+
+fn late() -> Status {
+    Status::new(Code::DeadlineExceeded, "the CSI driver did not answer in time; its log may say why")
+}

@@ -1,0 +1,245 @@
+//! Pull secrets in the forms Kubernetes has for them, merged into one `.dockerconfigjson`. Pure; nothing here is ever
+//! printed, and mistakes repeat nothing of a secret.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use zeroize::Zeroizing;
+
+/// The largest merged one: it travels to the guest in one message of at most 4 MiB, beside the pod's initdata.
+pub const MOST: usize = 2 << 20;
+
+/// What Docker Hub is called in such files.
+const HUB: [&str; 3] = ["index.docker.io", "docker.io", "registry-1.docker.io"];
+
+/// Which of the two forms a secret has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// Type `kubernetes.io/dockerconfigjson`, key `.dockerconfigjson`: entries below `auths`.
+    DockerConfigJson,
+    /// Type `kubernetes.io/dockercfg`, key `.dockercfg`: the entries themselves.
+    DockerCfg,
+}
+
+impl Form {
+    /// The form that a secret of this type has; `None`: it is no pull secret.
+    pub fn of_type(kind: &str) -> Option<Form> {
+        match kind {
+            "kubernetes.io/dockerconfigjson" => Some(Form::DockerConfigJson),
+            "kubernetes.io/dockercfg" => Some(Form::DockerCfg),
+            _ => None,
+        }
+    }
+
+    /// The key in the secret's data.
+    pub fn key(self) -> &'static str {
+        match self {
+            Form::DockerConfigJson => ".dockerconfigjson",
+            Form::DockerCfg => ".dockercfg",
+        }
+    }
+}
+
+/// Why a secret is of no use.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Bad {
+    /// Not JSON of the form.
+    #[error(
+        "{key} is not of its form ({what} at line {line}); make it with `kubectl create secret docker-registry`"
+    )]
+    Malformed {
+        /// The secret's key.
+        key: &'static str,
+        /// Kind of mistake.
+        what: &'static str,
+        /// From 1.
+        line: usize,
+    },
+    /// All together.
+    #[error(
+        "the pull secrets together have more than {MOST} bytes; remove entries of registries that the pod does not need"
+    )]
+    TooLarge,
+}
+
+type Entries = BTreeMap<String, Box<RawValue>>;
+
+/// The same for writing and reading.
+#[derive(Deserialize, Serialize)]
+struct File {
+    #[serde(default)]
+    auths: Entries,
+}
+
+/// Entries of many secrets; for one registry (and path) the first one counts, as a kubelet would try it first.
+#[derive(Default)]
+pub struct Merged {
+    /// By what kubelet takes for the same registry; with the key as it was written.
+    entries: BTreeMap<String, (String, Zeroizing<String>)>,
+}
+
+impl Merged {
+    /// Adds what has no entry yet.
+    ///
+    /// # Errors
+    /// The secret is malformed; then none of it was taken.
+    pub fn add(&mut self, form: Form, bytes: &[u8]) -> Result<(), Bad> {
+        let entries = match form {
+            Form::DockerConfigJson => serde_json::from_slice::<File>(bytes).map(|file| file.auths),
+            Form::DockerCfg => serde_json::from_slice::<Entries>(bytes),
+        };
+        let malformed = |error: serde_json::Error| Bad::Malformed {
+            key: form.key(),
+            what: match error.classify() {
+                serde_json::error::Category::Data => "a field of the wrong kind",
+                serde_json::error::Category::Eof => "it ends early",
+                _ => "not JSON",
+            },
+            line: error.line(),
+        };
+        let mut taken = Vec::new();
+        for (key, entry) in entries.map_err(malformed)? {
+            // An entry that is no object would make the guest refuse all of them.
+            let text: Zeroizing<String> = Zeroizing::new(String::from(Box::<str>::from(entry)));
+            serde_json::from_str::<Entry>(&text).map_err(malformed)?;
+            taken.push((registry(&key), (key, text)));
+        }
+        for (registry, entry) in taken {
+            self.entries.entry(registry).or_insert(entry);
+        }
+        Ok(())
+    }
+
+    /// Whether there is no entry.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// One `.dockerconfigjson`; empty text where there is no entry.
+    ///
+    /// # Errors
+    /// [`Bad::TooLarge`].
+    pub fn write(&self) -> Result<Zeroizing<String>, Bad> {
+        let mut text = Zeroizing::new(String::new());
+        if self.is_empty() {
+            return Ok(text);
+        }
+        let room: usize = self.entries.values().map(|(key, entry)| key.len() * 6 + entry.len() + 8).sum();
+        // At once: a text that grows leaves copies behind.
+        text.reserve(room.min(MOST) + 16);
+        text.push_str("{\"auths\":{");
+        for (index, (key, entry)) in self.entries.values().enumerate() {
+            if index > 0 {
+                text.push(',');
+            }
+            text.push_str(&serde_json::Value::from(key.as_str()).to_string());
+            text.push(':');
+            text.push_str(entry);
+            if text.len() + 2 > MOST {
+                return Err(Bad::TooLarge);
+            }
+        }
+        text.push_str("}}");
+        Ok(text)
+    }
+}
+
+/// As far as an entry must be right for those who use it; what else it has stays.
+#[derive(Deserialize)]
+#[expect(dead_code, reason = "only its form is looked at")]
+struct Entry {
+    #[serde(default)]
+    auth: Box<str>,
+    #[serde(default)]
+    username: Box<str>,
+    #[serde(default)]
+    password: Box<str>,
+    #[serde(default)]
+    registrytoken: Box<str>,
+}
+
+/// What tells one registry from another, as kubelet reads such keys: without scheme, without `/v1/` and `/v2/`, Docker
+/// Hub's names as one.
+fn registry(key: &str) -> String {
+    let key = key.strip_prefix("https://").or_else(|| key.strip_prefix("http://")).unwrap_or(key);
+    let (host, path) = key.split_once('/').unwrap_or((key, ""));
+    let path = path.strip_prefix("v1/").or_else(|| path.strip_prefix("v2/")).unwrap_or(path);
+    let path = match path.trim_end_matches('/') {
+        "v1" | "v2" => "",
+        other => other,
+    };
+    let host = host.to_ascii_lowercase();
+    let host = if HUB.contains(&host.as_str()) { HUB[0] } else { &host };
+    format!("{host}/{path}")
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn merged(secrets: &[(Form, Value)]) -> Value {
+        let mut merged = Merged::default();
+        for (form, secret) in secrets {
+            merged.add(*form, secret.to_string().as_bytes()).unwrap();
+        }
+        serde_json::from_str(&merged.write().unwrap()).unwrap()
+    }
+
+    #[test]
+    fn both_forms_become_one_and_the_first_entry_of_a_registry_counts() {
+        let pod = json!({"auths": {
+            "https://r.example:5000/v1/": {"auth": "cG9kOnB3", "email": "a@b"},
+            "docker.io": {"username": "hub", "password": "1"},
+        }});
+        let account = json!({
+            "r.example:5000": {"auth": "YWNjb3VudDpwdw=="},
+            "r.example:5000/team": {"username": "team", "password": "2"},
+            "https://index.docker.io/v1/": {"username": "later", "password": "3"},
+        });
+        let got = merged(&[(Form::DockerConfigJson, pod), (Form::DockerCfg, account)]);
+        let expected = json!({"auths": {
+            "https://r.example:5000/v1/": {"auth": "cG9kOnB3", "email": "a@b"},
+            "docker.io": {"username": "hub", "password": "1"},
+            "r.example:5000/team": {"username": "team", "password": "2"},
+        }});
+        assert_eq!(got, expected);
+    }
+
+    #[test]
+    fn a_malformed_one_is_named_without_a_word_of_it_and_leaves_the_others() {
+        let mut merged = Merged::default();
+        merged.add(Form::DockerConfigJson, br#"{"auths":{"a":{"auth":"eDp5"}}}"#).unwrap();
+        for (form, text) in [
+            (Form::DockerConfigJson, "geheim"),
+            (Form::DockerConfigJson, r#"{"auths":{"b":{"auth":7777}}}"#),
+            (Form::DockerConfigJson, r#"{"auths":["geheim"]}"#),
+            (Form::DockerCfg, r#"{"b":"geheim"}"#),
+            (Form::DockerCfg, r#"{"b":{"#),
+        ] {
+            let error = merged.add(form, text.as_bytes()).unwrap_err();
+            let said = format!("{error} {error:?}");
+            assert!(
+                said.contains(form.key()) && !said.contains("geheim") && !said.contains("7777"),
+                "{said}"
+            );
+        }
+        assert_eq!(*merged.write().unwrap(), r#"{"auths":{"a":{"auth":"eDp5"}}}"#);
+        assert_eq!(*Merged::default().write().unwrap(), "");
+    }
+
+    #[test]
+    fn what_is_too_large_is_refused_and_all_else_is_carried() {
+        let secret = |name: &str, length: usize| {
+            json!({"auths": {name: {"username": "u", "password": "p".repeat(length)}}}).to_string()
+        };
+        let mut merged = Merged::default();
+        merged.add(Form::DockerConfigJson, secret("a", 1_000_000).as_bytes()).unwrap();
+        merged.add(Form::DockerConfigJson, secret("b", 1_000_000).as_bytes()).unwrap();
+        assert!(merged.write().unwrap().len() > 2_000_000);
+        merged.add(Form::DockerConfigJson, secret("c", 200_000).as_bytes()).unwrap();
+        assert_eq!(merged.write().unwrap_err(), Bad::TooLarge);
+    }
+}

@@ -1,0 +1,130 @@
+//! Every call of the room goes through here: its deadline, its count, and whether the API server is there at all.
+
+use std::{
+    fmt::Debug,
+    future::Future,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use kube::{
+    Api, Client,
+    api::{Patch, PatchParams},
+};
+use peerpod_base::admin::Ready;
+use peerpod_kube::client::{Error, within};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use tokio::time::Instant;
+use tracing::{info, warn};
+
+use crate::metrics::Metrics;
+
+/// What `/readyz` calls the API server in its warnings.
+const WARNING: &str = "api-server";
+
+/// Clones are the same.
+#[derive(Clone)]
+pub(super) struct Calls {
+    pub(super) client: Client,
+    metrics: Metrics,
+    ready: Ready,
+    /// Since when it is away.
+    away: Arc<Mutex<Option<Instant>>>,
+}
+
+impl Calls {
+    pub(super) fn new(client: Client, metrics: Metrics, ready: Ready) -> Calls {
+        Calls { client, metrics, ready, away: Arc::default() }
+    }
+
+    /// One call. `call` names its kind in the metric, `what` says on what.
+    pub(super) async fn call<T>(
+        &self,
+        call: &'static str,
+        what: impl Into<String>,
+        future: impl Future<Output = Result<T, kube::Error>>,
+    ) -> Result<T, Error> {
+        let result = within(what, future).await;
+        self.metrics.cluster_call(call, outcome(&result));
+        match &result {
+            Err(error) if is_away(error) => self.lost(&error.to_string()),
+            Ok(_) | Err(_) => self.met(),
+        }
+        result
+    }
+
+    /// One patch of an object.
+    pub(super) async fn patch<K: Clone + DeserializeOwned + Debug>(
+        &self,
+        call: &'static str,
+        what: impl Into<String>,
+        (api, name): (&Api<K>, &str),
+        params: &PatchParams,
+        patch: Patch<Value>,
+    ) -> Result<K, Error> {
+        self.call(call, what, api.patch(name, params, &patch)).await
+    }
+
+    /// One patch of an object's status.
+    pub(super) async fn patch_status<K: Clone + DeserializeOwned + Debug>(
+        &self,
+        call: &'static str,
+        what: impl Into<String>,
+        (api, name): (&Api<K>, &str),
+        params: &PatchParams,
+        patch: Patch<Value>,
+    ) -> Result<K, Error> {
+        self.call(call, what, api.patch_status(name, params, &patch)).await
+    }
+
+    /// Whether the last call found nobody.
+    pub(super) fn is_away(&self) -> bool {
+        self.away.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
+    /// The API server did not answer, or not as one that works.
+    pub(super) fn lost(&self, why: &str) {
+        let mut away = self.away.lock().unwrap_or_else(PoisonError::into_inner);
+        let since = *away.get_or_insert_with(|| {
+            warn!(error = why, "the API server is away; pods go on, and what it is to show follows");
+            Instant::now()
+        });
+        let text =
+            format!("away for {:?}; pods go on, and what it is to show follows: {why}", since.elapsed());
+        self.ready.warn(WARNING, &text);
+    }
+
+    /// The API server answered.
+    pub(super) fn met(&self) {
+        let before = self.away.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(since) = before {
+            info!(away_for = ?since.elapsed(), "the API server is back");
+            self.ready.settled(WARNING);
+        }
+    }
+}
+
+/// Whether it says nothing of the request, and all of the server: the next call would fail like this one.
+pub(super) fn is_away(error: &Error) -> bool {
+    match error {
+        Error::Late { .. } => true,
+        Error::Config(_) => false,
+        Error::Api { error: kube::Error::Api(status), .. } => {
+            status.code >= 500 || status.code == 429 || status.code == 401
+        }
+        Error::Api { error, .. } => !matches!(
+            error,
+            kube::Error::SerdeError(_) | kube::Error::BuildRequest(_) | kube::Error::FromUtf8(_)
+        ),
+    }
+}
+
+fn outcome<T>(result: &Result<T, Error>) -> &'static str {
+    match result {
+        Ok(_) => "ok",
+        Err(error) if error.is_not_found() => "not_found",
+        Err(error) if error.is_conflict() => "conflict",
+        Err(error) if is_away(error) => "away",
+        Err(_) => "refused",
+    }
+}

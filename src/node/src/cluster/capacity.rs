@@ -1,0 +1,210 @@
+//! How many peer pods fit: an extended resource of the Node, set as soon as this daemon serves and set again whenever it
+//! is lost (a kubelet that registers anew drops it), taken back at the end unless another daemon has claimed it.
+//!
+//! Whose it is stands in an annotation of the Node ([`OWNER`]): the newest daemon writes its pod's UID there when it
+//! starts, and the one that leaves removes the resource only together with a test of that annotation, in one patch.
+
+use std::{sync::Arc, time::Duration};
+
+use futures_util::StreamExt;
+use k8s_openapi::api::core::v1::Node;
+use kube::{
+    Api,
+    api::{Patch, PatchParams},
+    runtime::{WatchStreamExt, watcher},
+};
+use peerpod_kube::client::Error;
+use serde_json::{Value, json};
+use tokio::{
+    sync::Mutex,
+    time::{Instant, sleep, sleep_until},
+};
+use tracing::{debug, info, warn};
+
+use super::{calls::Calls, config::ClusterConfig};
+
+/// The Node's annotation that says whose the capacity is. The replaced system's name for it.
+pub const OWNER: &str = "kata.peerpods.io/caa-owner";
+/// How often it is looked at without being told.
+const EVERY: Duration = Duration::from_secs(60);
+/// Before the next try after a failure.
+const RETRY: Duration = Duration::from_secs(2);
+
+#[derive(Clone)]
+pub(super) struct Capacity {
+    calls: Calls,
+    nodes: Api<Node>,
+    node: String,
+    resource: String,
+    /// `None`: nothing is advertised.
+    amount: Option<u32>,
+    owner: String,
+    /// Whether it is to be taken back; held while it is set or taken back, so that the two do not cross.
+    closed: Arc<Mutex<bool>>,
+}
+
+impl Capacity {
+    pub(super) fn new(calls: Calls, config: &ClusterConfig) -> Capacity {
+        let nodes = Api::all(calls.client.clone());
+        // Without a UID each daemon is another one all the same.
+        let owner = config.pod_uid.clone().unwrap_or_else(|| {
+            let mut bytes = [0; 16];
+            match getrandom::fill(&mut bytes) {
+                Ok(()) => bytes.iter().map(|byte| format!("{byte:02x}")).collect(),
+                Err(_) => format!("process-{}", std::process::id()),
+            }
+        });
+        let (node, resource) = (config.node_name.clone(), config.resource.clone());
+        Capacity { calls, nodes, node, resource, amount: config.capacity, owner, closed: Arc::default() }
+    }
+
+    fn what(&self, what: &str) -> String {
+        format!("{what} Node {}", self.node)
+    }
+
+    /// Writes ourselves down as the owner, until it holds.
+    pub(super) async fn claim(&self) {
+        if self.amount.is_none() {
+            return;
+        }
+        let mut said = false;
+        while let Err(error) = self.own().await {
+            if !std::mem::replace(&mut said, true) {
+                warn!(%error, "the node's capacity for peer pods is not claimed; trying again");
+            }
+            sleep(RETRY).await;
+        }
+    }
+
+    async fn own(&self) -> Result<(), Error> {
+        let patch = Patch::Merge(json!({"metadata": {"annotations": {OWNER: self.owner}}}));
+        let (what, node) = (self.what("claim the capacity of"), (&self.nodes, self.node.as_str()));
+        self.calls.patch("own", what, node, &PatchParams::default(), patch).await.map(drop)
+    }
+
+    /// Keeps the capacity what it is to be, for ever.
+    pub(super) async fn run(&self) {
+        if self.amount.is_none() {
+            return std::future::pending().await;
+        }
+        let only = watcher::Config::default().fields(&format!("metadata.name={}", self.node)).timeout(120);
+        let mut news = watcher(self.nodes.clone(), only).default_backoff().boxed();
+        let mut next = Instant::now();
+        let mut failed = false;
+        loop {
+            tokio::select! {
+                () = sleep_until(next) => {}
+                seen = news.next() => match seen {
+                    Some(Ok(watcher::Event::Apply(node) | watcher::Event::InitApply(node))) => {
+                        if self.steps(&node).is_empty() || failed {
+                            continue;
+                        }
+                        info!("the node has lost its capacity for peer pods");
+                    }
+                    // It was deleted, and may come back any time; the watch says so.
+                    Some(Ok(_)) => continue,
+                    Some(Err(error)) => {
+                        debug!(%error, "the watch of our own Node");
+                        continue;
+                    }
+                    None => {}
+                },
+            }
+            let done = self.assert().await;
+            if let Err(error) = &done
+                && !failed
+            {
+                warn!(%error, "the node's capacity for peer pods is not set; trying again");
+            }
+            failed = done.is_err();
+            next = Instant::now() + if failed { RETRY } else { EVERY };
+        }
+    }
+
+    /// Looks at the Node as it is and puts right what is missing.
+    async fn assert(&self) -> Result<(), Error> {
+        let closed = self.closed.lock().await;
+        if *closed {
+            return Ok(());
+        }
+        let node = self.calls.call("capacity", self.what("look at"), self.nodes.get(&self.node)).await?;
+        let annotations = node.metadata.annotations.as_ref();
+        // Another daemon's claim stands: it came after us.
+        if annotations.is_none_or(|annotations| !annotations.contains_key(OWNER)) {
+            self.own().await?;
+        }
+        let steps = self.steps(&node);
+        if steps.is_empty() {
+            return Ok(());
+        }
+        let (what, node) = (self.what("set the capacity of"), (&self.nodes, self.node.as_str()));
+        self.calls.patch_status("capacity", what, node, &PatchParams::default(), patch(steps)?).await?;
+        info!(resource = self.resource, amount = self.amount, "capacity set");
+        Ok(())
+    }
+
+    /// What makes this Node's capacity right; nothing, if it is.
+    fn steps(&self, node: &Node) -> Vec<Value> {
+        let Some(amount) = self.amount.map(|amount| amount.to_string()) else { return Vec::new() };
+        let capacity = node.status.as_ref().and_then(|status| status.capacity.as_ref());
+        let Some(capacity) = capacity else {
+            // The parent is made together with it, unless somebody else was first.
+            let version = node.metadata.resource_version.clone();
+            let mut steps =
+                vec![json!({"op": "test", "path": "/metadata/resourceVersion", "value": version})];
+            if node.status.is_none() {
+                steps.push(json!({"op": "add", "path": "/status", "value": {}}));
+            }
+            steps.push(
+                json!({"op": "add", "path": "/status/capacity", "value": {self.resource.as_str(): amount}}),
+            );
+            return steps;
+        };
+        match capacity.get(&self.resource) {
+            Some(there) if there.0 == amount => Vec::new(),
+            _ => vec![
+                // Not a Node that was made anew since we looked.
+                json!({"op": "test", "path": "/metadata/uid", "value": node.metadata.uid}),
+                json!({"op": "add", "path": self.path(), "value": amount}),
+            ],
+        }
+    }
+
+    /// Takes the capacity back; `false`: it is not ours any more.
+    pub(super) async fn give_back(&self) -> Result<bool, Error> {
+        if self.amount.is_none() {
+            return Ok(false);
+        }
+        let mut closed = self.closed.lock().await;
+        *closed = true;
+        let owner = format!("/metadata/annotations/{}", escaped(OWNER));
+        let steps = vec![
+            json!({"op": "test", "path": owner, "value": self.owner}),
+            json!({"op": "remove", "path": self.path()}),
+        ];
+        let (what, node) = (self.what("take back the capacity of"), (&self.nodes, self.node.as_str()));
+        match self.calls.patch_status("capacity", what, node, &PatchParams::default(), patch(steps)?).await {
+            Ok(_) => Ok(true),
+            // A test that fails, or nothing to remove.
+            Err(error) if error.status() == Some(422) || error.is_not_found() => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn path(&self) -> String {
+        format!("/status/capacity/{}", escaped(&self.resource))
+    }
+}
+
+/// A key as one piece of a JSON pointer.
+fn escaped(key: &str) -> String {
+    key.replace('~', "~0").replace('/', "~1")
+}
+
+/// A JSON patch of these operations.
+pub(super) fn patch(steps: Vec<Value>) -> Result<Patch<Value>, Error> {
+    let read = serde_json::from_value(Value::Array(steps));
+    let unreadable =
+        |error| Error::Api { what: "make a patch".into(), error: kube::Error::SerdeError(error) };
+    read.map(Patch::Json).map_err(unreadable)
+}

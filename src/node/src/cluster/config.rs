@@ -1,0 +1,106 @@
+//! Sections `cluster` and `kubernetes`, as far as the node reads them.
+
+use std::path::{Path, PathBuf};
+
+use peerpod_base::config::Reader;
+
+/// Where Kubernetes tells a pod its namespace.
+const NAMESPACE_FILE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
+/// The Lease is `peerpod-node-<node>`, and a name has at most 253 characters.
+const MOST_NAME: usize = 253 - super::heartbeat::PREFIX.len();
+
+/// What the room is told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ClusterConfig {
+    /// `cluster.node-name`.
+    pub node_name: String,
+    /// `cluster.pod-uid`.
+    pub pod_uid: Option<String>,
+    /// `cluster.namespace`, or the service account's.
+    pub namespace: String,
+    /// `cluster.extended-resource`.
+    pub resource: String,
+    /// `cluster.capacity`; `None`: nothing is advertised.
+    pub capacity: Option<u32>,
+    /// `kubernetes.kubeconfig`.
+    pub kubeconfig: Option<PathBuf>,
+}
+
+impl ClusterConfig {
+    /// Asks for the keys. `None`: this node is in no cluster.
+    pub fn read(reader: &mut Reader, max_sandboxes: usize) -> Option<ClusterConfig> {
+        let kubeconfig: Option<PathBuf> = reader.optional(
+            "kubernetes.kubeconfig",
+            "kubeconfig file for the API server; when not set, the pod's service account",
+        );
+        let node_name: Option<String> = reader.optional(
+            "cluster.node-name",
+            "name of the Kubernetes node that this daemon runs on; when not set, nothing is shown to Kubernetes",
+        );
+        let pod_uid = reader.optional(
+            "cluster.pod-uid",
+            "UID of the pod that this daemon runs in, by which a rolling update tells old from new",
+        );
+        let namespace: Option<String> = reader
+            .optional("cluster.namespace", "namespace of our own Leases; the service account's when not set");
+        let resource: String = reader.get(
+            "cluster.extended-resource",
+            "kata.peerpods.io/vm",
+            "extended resource by which Kubernetes counts peer pods",
+        );
+        let capacity: i32 = reader.get(
+            "cluster.capacity",
+            "10",
+            "peer pods that Kubernetes may place on this node; negative: nothing is advertised",
+        );
+        let node_name = node_name?;
+        if node_name.is_empty() || node_name.len() > MOST_NAME {
+            reader.mistake(
+                "cluster.node-name",
+                format!("not a node's name; it has 1 to {MOST_NAME} characters"),
+            );
+        }
+        if !is_resource(&resource) {
+            reader.mistake(
+                "cluster.extended-resource",
+                "not an extended resource; it is written like kata.peerpods.io/vm",
+            );
+        }
+        if usize::try_from(capacity).is_ok_and(|capacity| capacity > max_sandboxes) {
+            reader.mistake(
+                "cluster.capacity",
+                "more pods than node.max-sandboxes lets run would be placed here; lower it, or raise the other",
+            );
+        }
+        let namespace = namespace.or_else(|| own_namespace(Path::new(NAMESPACE_FILE))).unwrap_or_else(|| {
+            reader
+                .mistake("cluster.namespace", "not set, and this is no pod with a service account; name one");
+            String::new()
+        });
+        Some(ClusterConfig {
+            node_name,
+            pod_uid,
+            namespace,
+            resource,
+            capacity: u32::try_from(capacity).ok(),
+            kubeconfig,
+        })
+    }
+}
+
+fn own_namespace(file: &Path) -> Option<String> {
+    let text = std::fs::read_to_string(file).ok()?;
+    Some(text.trim().to_owned()).filter(|text| !text.is_empty())
+}
+
+/// `domain/name`, which tells it from the resources that a kubelet counts itself.
+fn is_resource(text: &str) -> bool {
+    let fits = |part: &str| {
+        let edge = |b: Option<&u8>| b.is_some_and(u8::is_ascii_alphanumeric);
+        let bytes = part.as_bytes();
+        edge(bytes.first())
+            && edge(bytes.last())
+            && bytes.iter().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(b))
+    };
+    text.len() <= 253 && text.split_once('/').is_some_and(|(domain, name)| fits(domain) && fits(name))
+}

@@ -1,0 +1,260 @@
+//! What went wrong with a pod's VM, said where its owner looks: Events on the pod.
+//!
+//! The same thing said again counts up one Event; a pod of which too much is said is heard less. What cannot be said yet,
+//! because the API server is away, waits, up to a bound and for a bounded time.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    hash::{DefaultHasher, Hash, Hasher},
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use k8s_openapi::{api::core::v1::Event, jiff::Timestamp};
+use kube::{
+    Api,
+    api::{Patch, PatchParams, PostParams},
+};
+use peerpod_kube::client::Error;
+use serde_json::json;
+use tokio::{
+    sync::Notify,
+    time::{Instant, sleep},
+};
+use tracing::{debug, warn};
+
+use super::{
+    calls::{Calls, is_away},
+    pods::Reflector,
+};
+use crate::{metrics::Metrics, sandbox::effects::Said, spec::PodRef};
+
+/// Who says it.
+const COMPONENT: &str = "peerpod-node";
+/// Events that wait to be written.
+const MOST_WAITING: usize = 512;
+/// How long they may.
+const PATIENCE: Duration = Duration::from_secs(1800);
+/// Pods and Events that are remembered, and how long after they were last heard of.
+const MOST_KNOWN: usize = 4096;
+const MEMORY: Duration = Duration::from_secs(600);
+/// What may be said of one pod at once, and then every so often.
+const BURST: u32 = 20;
+const REFILL: Duration = Duration::from_secs(30);
+/// Of one message, in bytes; more are refused of newer forms of Events.
+const MOST_WORDS: usize = 1024;
+/// How long an Event of a pod that is not known yet waits for it.
+const POD: Duration = Duration::from_secs(3);
+/// Between two tries while the API server is away.
+const FIRST_PAUSE: Duration = Duration::from_millis(500);
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+
+#[derive(Clone)]
+pub(super) struct Events(Arc<Inner>);
+
+struct Inner {
+    calls: Calls,
+    pods: Reflector,
+    node: String,
+    metrics: Metrics,
+    state: Mutex<State>,
+    wake: Notify,
+}
+
+#[derive(Default)]
+struct State {
+    waiting: VecDeque<Waiting>,
+    budgets: HashMap<(String, String), Budget>,
+}
+
+struct Waiting {
+    pod: PodRef,
+    said: Said,
+    since: Instant,
+    at: Timestamp,
+}
+
+/// What may still be said of one pod.
+struct Budget {
+    left: u32,
+    filled: Instant,
+}
+
+impl Budget {
+    /// Whether one more may be said now.
+    fn may(&mut self, now: Instant) -> bool {
+        let refills = now.duration_since(self.filled).as_millis() / REFILL.as_millis();
+        let refills = u32::try_from(refills).unwrap_or(u32::MAX);
+        if refills > 0 {
+            self.left = self.left.saturating_add(refills).min(BURST);
+            self.filled += REFILL.saturating_mul(refills);
+        }
+        let may = self.left > 0;
+        self.left = self.left.saturating_sub(1);
+        may
+    }
+}
+
+/// Events that were written, to be counted up.
+#[derive(Default)]
+struct Written(HashMap<u64, (String, i32, Instant)>);
+
+impl Events {
+    pub(super) fn new(calls: Calls, pods: Reflector, node: &str, metrics: Metrics) -> Events {
+        let node = node.to_owned();
+        Events(Arc::new(Inner { calls, pods, node, metrics, state: Mutex::default(), wake: Notify::new() }))
+    }
+
+    pub(super) fn tell(&self, pod: &PodRef, said: Said) {
+        let now = Instant::now();
+        let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.budgets.len() >= MOST_KNOWN {
+            state.budgets.retain(|_, budget| now.duration_since(budget.filled) < MEMORY);
+        }
+        let key = (pod.namespace.clone(), pod.name.clone());
+        let budget = state.budgets.entry(key).or_insert(Budget { left: BURST, filled: now });
+        if !budget.may(now) {
+            self.0.metrics.cluster_events_dropped.inc();
+            return;
+        }
+        if state.waiting.len() >= MOST_WAITING {
+            // The oldest says least.
+            state.waiting.pop_front();
+            self.0.metrics.cluster_events_dropped.inc();
+        }
+        state.waiting.push_back(Waiting { pod: pod.clone(), said, since: now, at: Timestamp::now() });
+        drop(state);
+        self.0.wake.notify_one();
+    }
+
+    /// Writes, for ever.
+    pub(super) async fn run(&self) {
+        let (mut written, mut pause) = (Written::default(), FIRST_PAUSE);
+        loop {
+            let next = self.0.state.lock().unwrap_or_else(PoisonError::into_inner).waiting.pop_front();
+            let Some(waiting) = next else {
+                self.0.wake.notified().await;
+                continue;
+            };
+            match self.write(&waiting, &mut written).await {
+                Ok(()) => pause = FIRST_PAUSE,
+                Err(error) if is_away(&error) && waiting.since.elapsed() < PATIENCE => {
+                    self.0.state.lock().unwrap_or_else(PoisonError::into_inner).waiting.push_front(waiting);
+                    sleep(pause).await;
+                    pause = (pause * 2).min(LONGEST_PAUSE);
+                }
+                Err(error) => {
+                    self.0.metrics.cluster_events_dropped.inc();
+                    let pod = waiting.pod.to_string();
+                    if error.is_not_found() || error.status() == Some(403) {
+                        debug!(pod, %error, "an Event has no place any more");
+                    } else {
+                        warn!(pod, %error, "an Event is not written");
+                    }
+                }
+            }
+        }
+    }
+
+    async fn write(&self, waiting: &Waiting, written: &mut Written) -> Result<(), Error> {
+        let Waiting { pod, said, at, .. } = waiting;
+        let uid = self.uid(pod, waiting.since).await;
+        let message = clipped(&said.text, MOST_WORDS);
+        let key = {
+            let mut hasher = DefaultHasher::new();
+            (&pod.namespace, &pod.name, &uid, said.reason, &message).hash(&mut hasher);
+            hasher.finish()
+        };
+        let now = Instant::now();
+        if written.0.len() >= MOST_KNOWN {
+            written.0.clear();
+        }
+        written.0.retain(|_, (_, _, last)| now.duration_since(*last) < MEMORY);
+        let events: Api<Event> = Api::namespaced(self.0.calls.client.clone(), &pod.namespace);
+        let what = format!("write an Event of Pod {pod}");
+        if let Some((name, count, last)) = written.0.get_mut(&key) {
+            let more = json!({"count": *count + 1, "lastTimestamp": at});
+            let (params, patch) = (PatchParams::default(), Patch::Merge(more));
+            match self.0.calls.patch("event", what.clone(), (&events, name.as_str()), &params, patch).await {
+                Err(error) if error.is_not_found() => {}
+                Err(error) => return Err(error),
+                Ok(_) => {
+                    (*count, *last) = (*count + 1, now);
+                    return Ok(());
+                }
+            }
+        }
+        // The same name when the same write is tried again.
+        let name = format!(
+            "{}.{:x}{:08x}",
+            clipped(&pod.name, 200).trim_end_matches(['-', '.']),
+            at.as_millisecond(),
+            key as u32
+        );
+        let event = serde_json::from_value(json!({
+            "metadata": {"name": name, "namespace": pod.namespace},
+            "involvedObject": {"apiVersion": "v1", "kind": "Pod", "namespace": pod.namespace, "name": pod.name, "uid": uid},
+            "reason": said.reason,
+            "message": message,
+            "type": "Warning",
+            "count": 1,
+            "firstTimestamp": at,
+            "lastTimestamp": at,
+            "source": {"component": COMPONENT, "host": self.0.node},
+            "reportingComponent": COMPONENT,
+            "reportingInstance": self.0.node,
+        }));
+        let event: Event = event
+            .map_err(|error| Error::Api { what: what.clone(), error: kube::Error::SerdeError(error) })?;
+        match self.0.calls.call("event", what, events.create(&PostParams::default(), &event)).await {
+            Err(error) if !error.is_conflict() => Err(error),
+            _ => {
+                written.0.insert(key, (name, 1, now));
+                Ok(())
+            }
+        }
+    }
+
+    /// Whom it is about: `kubectl describe` shows what names the pod's UID.
+    async fn uid(&self, pod: &PodRef, since: Instant) -> Option<String> {
+        loop {
+            let known = self.0.pods.newest(&pod.namespace, &pod.name).map(|found| found.uid);
+            let uid = pod.uid.clone().or(known);
+            if uid.is_some() || since.elapsed() >= POD {
+                return uid;
+            }
+            sleep(Duration::from_millis(100)).await;
+        }
+    }
+}
+
+/// At most so many bytes of it, whole characters.
+fn clipped(text: &str, most: usize) -> &str {
+    let mut end = text.len().min(most);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[..end]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_said_of_one_pod_is_bounded_and_comes_back() {
+        let mut budget = Budget { left: BURST, filled: Instant::now() };
+        let said = (0..100).filter(|_| budget.may(Instant::now())).count();
+        assert_eq!(said, BURST as usize);
+        sleep(REFILL * 2).await;
+        assert_eq!((0..100).filter(|_| budget.may(Instant::now())).count(), 2);
+        sleep(MEMORY * 10).await;
+        assert_eq!((0..100).filter(|_| budget.may(Instant::now())).count(), BURST as usize);
+    }
+
+    #[test]
+    fn long_words_are_cut_between_characters() {
+        assert_eq!(clipped("häßlich", 2), "h");
+        assert_eq!(clipped("abc", 9), "abc");
+    }
+}

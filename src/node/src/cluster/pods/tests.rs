@@ -1,0 +1,94 @@
+use super::*;
+
+fn pod(uid: &str, second: i64, terminating: bool) -> Found {
+    Found {
+        uid: uid.into(),
+        namespace: "shop".into(),
+        name: "web-0".into(),
+        created: Timestamp::from_second(second).ok(),
+        terminating,
+        ..Found::default()
+    }
+}
+
+fn id(text: &str) -> SandboxId {
+    text.parse().unwrap()
+}
+
+fn found(look: Look) -> String {
+    match look {
+        Look::Found(found) => found.uid,
+        other => format!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_name_is_the_newest_pod_that_is_not_on_its_way_out() {
+    let mut state = State::default();
+    assert_eq!(state.look("shop", "web-0", &id("one-sandbox")), Look::Unknown);
+    state.apply(pod("old", 1, false));
+    assert_eq!(found(state.look("shop", "web-0", &id("one-sandbox"))), "old");
+    state.taken.insert("old".into(), id("one-sandbox"));
+    state.apply(pod("old", 1, true));
+    // A sandbox made now cannot be sure: the watch may be behind.
+    assert_eq!(state.look("shop", "web-0", &id("other-sandbox")), Look::Doubtful);
+    state.apply(pod("new", 9, false));
+    assert_eq!(found(state.look("shop", "web-0", &id("other-sandbox"))), "new");
+    state.remove("shop", "web-0", "old");
+    assert_eq!(found(state.look("shop", "web-0", &id("other-sandbox"))), "new");
+    assert!(state.taken.is_empty());
+}
+
+#[test]
+fn a_pod_that_another_sandbox_has_is_doubtful() {
+    let mut state = State::default();
+    state.apply(pod("old", 1, false));
+    state.taken.insert("old".into(), id("one-sandbox"));
+    assert_eq!(found(state.look("shop", "web-0", &id("one-sandbox"))), "old");
+    assert_eq!(state.look("shop", "web-0", &id("other-sandbox")), Look::Doubtful);
+}
+
+#[test]
+fn what_a_list_does_not_name_is_gone() {
+    let mut state = State::default();
+    state.apply(pod("old", 1, false));
+    state.taken.insert("old".into(), id("one-sandbox"));
+    state.list();
+    // Still there until the list has been read to its end.
+    assert_eq!(found(state.look("shop", "web-0", &id("one-sandbox"))), "old");
+    state.apply(pod("new", 2, false));
+    state.listed();
+    assert_eq!(state.pods.len(), 1);
+    assert_eq!(found(state.look("shop", "web-0", &id("one-sandbox"))), "new");
+    assert!(state.taken.is_empty());
+    state.list();
+    state.listed();
+    assert!(state.pods.is_empty(), "bounded by what there is");
+}
+
+#[test]
+fn of_a_pod_only_what_is_needed_is_kept() {
+    let pod: Pod = serde_json::from_value(serde_json::json!({
+        "metadata": {"name": "web-0", "namespace": "shop", "uid": "u", "deletionTimestamp": "2026-01-01T00:00:00Z"},
+        "spec": {
+            "serviceAccountName": "robot", "runtimeClassName": "kata-remote", "imagePullSecrets": [{"name": "s"}],
+            "containers": [{"name": "c", "env": [{"name": "SECRET", "value": "x"}]}],
+            "volumes": [
+                {"name": "data", "persistentVolumeClaim": {"claimName": "data-web-0"}},
+                {"name": "tmp", "emptyDir": {}},
+                {"name": "own", "ephemeral": {"volumeClaimTemplate": {"spec": {}}}},
+            ],
+        },
+    }))
+    .unwrap();
+    let found = read(&pod).unwrap();
+    assert!(found.terminating && found.image_pull_secrets == ["s"]);
+    assert_eq!(
+        (found.service_account.as_deref(), found.runtime_class.as_deref()),
+        (Some("robot"), Some("kata-remote"))
+    );
+    let claims: Vec<_> =
+        found.claims.iter().map(|claim| (claim.volume.as_str(), claim.claim.as_str())).collect();
+    assert_eq!(claims, [("data", "data-web-0"), ("own", "web-0-own")]);
+    assert_eq!(read(&Pod::default()), None);
+}

@@ -1,0 +1,161 @@
+//! What Kubernetes is to show of a sandbox: a pure function of its record.
+
+use std::sync::Arc;
+
+use k8s_openapi::{
+    apimachinery::pkg::apis::meta::v1::{Condition, Time},
+    jiff::Timestamp,
+};
+use peerpod_kube::crds::{self, PeerPod, PeerPodSpec, PeerPodStatus};
+use peerpod_provider_api::InstanceId;
+
+use crate::{ledger::Record, sandbox::phase::Phase, spec::SandboxId};
+
+/// As many as the resource takes.
+const MOST_ADDRESSES: usize = 16;
+const MOST_STAGES: usize = 32;
+/// Of a condition's message.
+const MOST_WORDS: usize = 1024;
+
+/// What all sandboxes of a node have in common here.
+#[derive(Clone, Debug)]
+pub struct About {
+    /// The provider's name.
+    pub provider: Arc<str>,
+    /// The Kubernetes node.
+    pub node: Arc<str>,
+    /// Part of every idempotency key.
+    pub cluster_id: Arc<str>,
+}
+
+/// What is to be shown of one sandbox.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Shown {
+    /// Which.
+    pub sandbox: SandboxId,
+    /// The pod's namespace.
+    pub namespace: String,
+    /// The pod's name.
+    pub pod: String,
+    /// The pod's UID, where it is known.
+    pub uid: Option<String>,
+    /// The object's name.
+    pub name: String,
+    /// Whether its pod is to run.
+    pub is_live: bool,
+    /// Nothing of it is left: nor is anything to be shown.
+    pub is_gone: bool,
+    /// What does not change.
+    pub spec: PeerPodSpec,
+    /// What does.
+    pub status: PeerPodStatus,
+}
+
+impl Shown {
+    /// Of this record; `None`: it is nobody's that Kubernetes knows.
+    pub fn of(record: &Record, about: &About, now_ms: u64) -> Option<Shown> {
+        let pod = record.pod.as_ref()?;
+        let vm = record.phase.vm();
+        let spec = PeerPodSpec {
+            cloud_provider: Some(about.provider.to_string()),
+            instance_id: vm.map(|vm| vm.as_str().to_owned()),
+            sandbox_id: Some(record.id.to_string()),
+            node_name: Some(about.node.to_string()),
+            idempotency_key: Some(record.key(&about.cluster_id).as_str().to_owned()),
+        };
+        let addresses = record.addresses.iter().take(MOST_ADDRESSES).map(ToString::to_string).collect();
+        let status = PeerPodStatus {
+            cleaned: None,
+            phase: Some(phase(record)),
+            addresses,
+            stages: stages(record),
+            conditions: vec![created(record, vm, now_ms), ready(record, now_ms)],
+            observed_generation: None,
+        };
+        Some(Shown {
+            sandbox: record.id.clone(),
+            namespace: pod.namespace.clone(),
+            pod: pod.name.clone(),
+            uid: pod.uid.clone(),
+            name: PeerPod::name_of(&pod.name, record.id.as_str()),
+            is_live: record.phase.is_live(),
+            is_gone: record.phase == Phase::Gone,
+            spec,
+            status,
+        })
+    }
+}
+
+fn phase(record: &Record) -> crds::Phase {
+    match record.phase {
+        Phase::Created | Phase::Booting { .. } => crds::Phase::Created,
+        Phase::Joining { .. } if record.binding.is_none() => crds::Phase::Booting,
+        Phase::Joining { .. } => crds::Phase::Joining,
+        Phase::Running { .. } => crds::Phase::Running,
+        Phase::Unwanted { .. } => crds::Phase::Unwanted,
+        Phase::Leaving { .. } => crds::Phase::Leaving,
+        Phase::Gone => crds::Phase::Gone,
+    }
+}
+
+fn stages(record: &Record) -> Vec<crds::Stage> {
+    let mut before = 0;
+    let mut stages = Vec::new();
+    for stage in record.stages.iter().take(MOST_STAGES) {
+        let took = stage.at_ms.saturating_sub(before);
+        before = stage.at_ms;
+        stages.push(crds::Stage {
+            name: stage.name.clone(),
+            at: time(record.created_ms.saturating_add(stage.at_ms)),
+            took_milliseconds: i64::try_from(took).unwrap_or(i64::MAX),
+        });
+    }
+    stages
+}
+
+fn created(record: &Record, vm: Option<&InstanceId>, now_ms: u64) -> Condition {
+    let made = record.stage("vm_made").map(|at_ms| record.created_ms.saturating_add(at_ms));
+    match vm {
+        Some(vm) => condition("Created", true, "Made", format!("VM {vm}"), made.unwrap_or(now_ms)),
+        None if record.failed => condition("Created", false, "Failed", words(record), now_ms),
+        None => condition("Created", false, "Asked", "the provider is asked".into(), record.created_ms),
+    }
+}
+
+fn ready(record: &Record, now_ms: u64) -> Condition {
+    let running = record.stage("running").map(|at_ms| record.created_ms.saturating_add(at_ms));
+    match record.phase {
+        Phase::Running { .. } => {
+            condition("Ready", true, "Running", "its agent answers".into(), running.unwrap_or(now_ms))
+        }
+        _ if record.failed => condition("Ready", false, "Failed", words(record), now_ms),
+        _ if record.phase.is_live() => {
+            condition("Ready", false, "Starting", "its agent does not answer yet".into(), record.created_ms)
+        }
+        _ => condition("Ready", false, "Stopped", words(record), now_ms),
+    }
+}
+
+fn words(record: &Record) -> String {
+    let text = record.cause.as_deref().unwrap_or("it is not wanted any more");
+    text.chars().take(MOST_WORDS).collect()
+}
+
+fn condition(kind: &str, status: bool, reason: &str, message: String, at_ms: u64) -> Condition {
+    Condition {
+        type_: kind.to_owned(),
+        status: if status { "True" } else { "False" }.to_owned(),
+        reason: reason.to_owned(),
+        message,
+        last_transition_time: time(at_ms),
+        observed_generation: None,
+    }
+}
+
+fn time(ms: u64) -> Time {
+    let at = i64::try_from(ms).ok().and_then(|ms| Timestamp::from_millisecond(ms).ok());
+    Time(at.unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,454 @@
+//! Keeps one PeerPod per sandbox as it is wished: made before its VM is, changed when something is known, removed when the
+//! VM is gone. One task, a few calls at a time; only the last wish of a sandbox counts, and each is tried again until it
+//! holds. While the API server is away nobody but one call knocks.
+//!
+//! An object is made only for a sandbox that lives: of one that is on its way out nothing is made that would have to be
+//! removed again. What other writers put there (a status of the controller's, others' finalizers) stays.
+
+use std::{
+    collections::HashMap,
+    future::Future,
+    hash::{DefaultHasher, Hash, Hasher},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use futures_util::{StreamExt, stream::FuturesUnordered};
+use kube::{
+    Api,
+    api::{DeleteParams, ListParams, Patch, PatchParams, Preconditions},
+};
+use peerpod_kube::{
+    client::Error,
+    crds::{FINALIZER, PeerPod, PeerPodStatus},
+};
+use serde_json::{Value, json};
+use tokio::{
+    sync::{Notify, watch},
+    time::{Instant, sleep_until, timeout},
+};
+use tracing::{debug, warn};
+
+use super::{
+    calls::{Calls, is_away},
+    capacity::patch,
+    pods::{Pods, Reflector},
+    queue::{Done, Queue},
+    show::Shown,
+};
+use crate::metrics::Metrics;
+
+/// Whose fields are ours, to the API server.
+const MANAGER: &str = "peerpod-node";
+/// Objects that are written at a time.
+const AT_A_TIME: usize = 8;
+/// Between two tries while the API server is away.
+const FIRST_PAUSE: Duration = Duration::from_millis(500);
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+/// How long a record waits for its pod to be known before it is written without an owner.
+const POD: Duration = Duration::from_secs(2);
+/// How often, and how many times, the owner of such a record is looked for.
+const OWNER_EVERY: Duration = Duration::from_secs(30);
+const OWNER_TRIES: u32 = 20;
+/// Wishes that are kept. What is over is found again by a look at all PeerPods of the node.
+const MOST: usize = 16 << 10;
+
+/// A PeerPod's namespace and name.
+type Key = (String, String);
+
+/// A PeerPod as it is there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Recorded {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// `spec.sandboxID`.
+    pub sandbox: String,
+    /// `spec.instanceID`.
+    pub instance: Option<String>,
+    /// `spec.idempotencyKey`.
+    pub key: Option<String>,
+}
+
+#[derive(Clone)]
+enum Wish {
+    Shown(Arc<Shown>),
+    /// Its VM is gone.
+    Nothing,
+}
+
+/// How far an object is as it is wished, as far as this process knows.
+#[derive(Clone, Default)]
+struct Memory {
+    spec: Option<u64>,
+    status: Option<u64>,
+    /// The pod's UID, found after the wish.
+    uid: Option<String>,
+    tries: u32,
+}
+
+#[derive(Clone)]
+pub(super) struct Writer(Arc<Inner>);
+
+struct Inner {
+    calls: Calls,
+    pods: Reflector,
+    metrics: Metrics,
+    state: Mutex<State>,
+    /// Something was wished.
+    wake: Notify,
+    /// Counts objects that were written, for who waits for one.
+    written: watch::Sender<u64>,
+}
+
+struct State {
+    queue: Queue<Key, Wish, Memory>,
+    /// Objects whose intent is there, as far as somebody waits for it.
+    announced: HashMap<Key, bool>,
+}
+
+impl Writer {
+    pub(super) fn new(calls: Calls, pods: Reflector, metrics: Metrics) -> Writer {
+        let state = Mutex::new(State { queue: Queue::new(), announced: HashMap::new() });
+        let (wake, written) = (Notify::new(), watch::Sender::new(0));
+        Writer(Arc::new(Inner { calls, pods, metrics, state, wake, written }))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Never held across an await, and nothing in here leaves it half changed.
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// This is to be shown from now on. What is returned is over when the object is there; dropping it changes nothing.
+    pub(super) fn want(&self, shown: Shown) -> impl Future<Output = ()> + Send + use<> {
+        let key = (shown.namespace.clone(), shown.name.clone());
+        let wish = if shown.is_gone { Wish::Nothing } else { Wish::Shown(Arc::new(shown)) };
+        let wait = Announced { writer: self.clone(), key: key.clone() };
+        {
+            let mut state = self.state();
+            state.announced.insert(key.clone(), false);
+            self.put(&mut state, key, wish);
+        }
+        async move {
+            let mut written = wait.writer.0.written.subscribe();
+            loop {
+                written.borrow_and_update();
+                if wait.writer.state().announced.get(&wait.key).copied().unwrap_or(true) {
+                    return;
+                }
+                if written.changed().await.is_err() {
+                    return;
+                }
+            }
+        }
+    }
+
+    /// This object is to go.
+    pub(super) fn remove(&self, recorded: &Recorded) {
+        let key = (recorded.namespace.clone(), recorded.name.clone());
+        let mut state = self.state();
+        // One that somebody has wishes about is seen to by these.
+        if state.queue.wish(&key).is_none() {
+            self.put(&mut state, key, Wish::Nothing);
+        }
+    }
+
+    fn put(&self, state: &mut State, key: Key, wish: Wish) {
+        if state.queue.len() >= MOST && state.queue.wish(&key).is_none() {
+            warn!(
+                object = format!("{}/{}", key.0, key.1),
+                "too many PeerPods wait to be written; this one is looked for later"
+            );
+            return;
+        }
+        state.queue.put(key, wish);
+        self.0.metrics.cluster_backlog.set(i64::try_from(state.queue.backlog()).unwrap_or(i64::MAX));
+        self.0.wake.notify_one();
+    }
+
+    /// Writes, for ever.
+    pub(super) async fn run(&self) {
+        let mut under_way = FuturesUnordered::new();
+        let mut pause = FIRST_PAUSE;
+        let mut closed_until: Option<Instant> = None;
+        loop {
+            let now = Instant::now();
+            // While it is away one call at a time asks whether it is back.
+            let most = if self.0.calls.is_away() { 1 } else { AT_A_TIME };
+            while under_way.len() < most && closed_until.is_none_or(|until| until <= now) {
+                let Some((key, wish, memory)) = self.state().queue.next(now) else { break };
+                under_way.push(async move {
+                    let (memory, result) = self.write(&key, &wish, memory).await;
+                    (key, memory, result)
+                });
+            }
+            let due = match closed_until.filter(|until| *until > now) {
+                Some(until) => Some(until),
+                None => self.state().queue.due(),
+            };
+            tokio::select! {
+                Some((key, memory, result)) = under_way.next() => {
+                    if self.finish(key, memory, result) {
+                        closed_until = Some(Instant::now() + pause);
+                        pause = (pause * 2).min(LONGEST_PAUSE);
+                    } else {
+                        (closed_until, pause) = (None, FIRST_PAUSE);
+                    }
+                }
+                () = self.0.wake.notified() => {}
+                () = sleep_until(due.unwrap_or(now)), if due.is_some() => {}
+            }
+        }
+    }
+
+    /// Whether the API server is away.
+    fn finish(&self, key: Key, memory: Memory, result: Result<Done, Error>) -> bool {
+        let (done, error) = match result {
+            Ok(done) => (done, None),
+            Err(error) if is_away(&error) => (Done::Postponed, Some(error)),
+            Err(error) => (Done::Failed, Some(error)),
+        };
+        let mut state = self.state();
+        let there = memory.spec.is_some();
+        let failures = state.queue.done(&key, memory, done, Instant::now());
+        if there || matches!(done, Done::Over) {
+            state.announced.remove(&key);
+            self.0.written.send_modify(|count| *count += 1);
+        }
+        self.0.metrics.cluster_backlog.set(i64::try_from(state.queue.backlog()).unwrap_or(i64::MAX));
+        drop(state);
+        let object = format!("{}/{}", key.0, key.1);
+        match error {
+            Some(error) if done == Done::Failed && failures == 1 => {
+                warn!(object, %error, "a PeerPod cannot be written; trying again");
+            }
+            Some(error) => debug!(object, %error, "a PeerPod cannot be written yet"),
+            None => {}
+        }
+        done == Done::Postponed
+    }
+
+    /// Does what is still to be done, and remembers how far it came.
+    async fn write(&self, key: &Key, wish: &Wish, mut memory: Memory) -> (Memory, Result<Done, Error>) {
+        let result = match wish {
+            Wish::Nothing => self.erase(key).await.map(|()| Done::Over),
+            Wish::Shown(shown) if shown.is_live => self.keep(shown, &mut memory).await,
+            Wish::Shown(shown) => self.follow(shown, &mut memory).await,
+        };
+        (memory, result)
+    }
+
+    fn api(&self, namespace: &str) -> Api<PeerPod> {
+        Api::namespaced(self.0.calls.client.clone(), namespace)
+    }
+
+    /// The object of a sandbox that lives: made, if it is not there.
+    async fn keep(&self, shown: &Shown, memory: &mut Memory) -> Result<Done, Error> {
+        let uid = self.owner(shown, memory).await;
+        let body = object(shown, uid.as_deref());
+        let digest = digest(&body.to_string());
+        if memory.spec != Some(digest) {
+            let force = PatchParams::apply(MANAGER).force();
+            let what = format!("write PeerPod {}/{}", shown.namespace, shown.name);
+            let api = self.api(&shown.namespace);
+            self.0.calls.patch("apply", what, (&api, &shown.name), &force, Patch::Apply(body)).await?;
+            memory.spec = Some(digest);
+        }
+        if !self.status(shown, memory).await? {
+            // Somebody took it away under a sandbox that lives.
+            *memory = Memory { uid: memory.uid.take(), tries: memory.tries, ..Memory::default() };
+            return Ok(Done::Look(POD));
+        }
+        if uid.is_none() && memory.tries < OWNER_TRIES {
+            memory.tries += 1;
+            return Ok(Done::Look(OWNER_EVERY));
+        }
+        Ok(Done::Held)
+    }
+
+    /// The object of a sandbox on its way out: followed, if it is there.
+    async fn follow(&self, shown: &Shown, memory: &mut Memory) -> Result<Done, Error> {
+        // The VM may have become known after the stop; a controller that has to delete it wants to hear.
+        if let Some(instance) = &shown.spec.instance_id {
+            let digest = digest(&format!("leaving {instance}"));
+            if memory.spec != Some(digest) {
+                let spec =
+                    json!({"spec": {"instanceID": instance, "idempotencyKey": shown.spec.idempotency_key}});
+                let params =
+                    PatchParams { field_manager: Some(MANAGER.to_owned()), ..PatchParams::default() };
+                let what = format!("write PeerPod {}/{}", shown.namespace, shown.name);
+                let api = self.api(&shown.namespace);
+                let merged =
+                    self.0.calls.patch("apply", what, (&api, &shown.name), &params, Patch::Merge(spec));
+                match merged.await {
+                    Ok(_) => memory.spec = Some(digest),
+                    Err(error) if error.is_not_found() => return Ok(Done::Held),
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        self.status(shown, memory).await?;
+        Ok(Done::Held)
+    }
+
+    /// The UID of the pod that owns it.
+    async fn owner(&self, shown: &Shown, memory: &mut Memory) -> Option<String> {
+        if let Some(uid) = shown.uid.clone().or_else(|| memory.uid.clone()) {
+            return Some(uid);
+        }
+        let found = self.0.pods.find(&shown.namespace, &shown.pod, &shown.sandbox);
+        let found = timeout(POD, found).await.ok()?;
+        self.0.pods.take(&found.uid, &shown.sandbox);
+        memory.uid = Some(found.uid);
+        memory.uid.clone()
+    }
+
+    /// Whether the object is there.
+    async fn status(&self, shown: &Shown, memory: &mut Memory) -> Result<bool, Error> {
+        let digest = digest(&gist(&shown.status));
+        if memory.status == Some(digest) {
+            return Ok(true);
+        }
+        let body = json!({
+            "apiVersion": "confidentialcontainers.org/v1alpha1",
+            "kind": "PeerPod",
+            "metadata": {"name": shown.name, "namespace": shown.namespace},
+            "status": shown.status,
+        });
+        let force = PatchParams::apply(MANAGER).force();
+        let what = format!("write the status of PeerPod {}/{}", shown.namespace, shown.name);
+        let api = self.api(&shown.namespace);
+        let patch = Patch::Apply(body);
+        match self.0.calls.patch_status("status", what, (&api, &shown.name), &force, patch).await {
+            Ok(_) => {
+                memory.status = Some(digest);
+                Ok(true)
+            }
+            Err(error) if error.is_not_found() => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Takes our finalizer away, if it is there, and then the object.
+    async fn erase(&self, (namespace, name): &Key) -> Result<(), Error> {
+        let api = self.api(namespace);
+        let what = || format!("remove PeerPod {namespace}/{name}");
+        // It is the only one, nearly always.
+        let mut index = Some(0);
+        let object = loop {
+            if let Some(index) = index {
+                let path = format!("/metadata/finalizers/{index}");
+                let steps = vec![
+                    json!({"op": "test", "path": path, "value": FINALIZER}),
+                    json!({"op": "remove", "path": path}),
+                ];
+                let (params, patch) = (PatchParams::default(), patch(steps)?);
+                match self.0.calls.patch("finalizer", what(), (&api, name.as_str()), &params, patch).await {
+                    Ok(object) => break object,
+                    Err(error) if error.is_not_found() => return Ok(()),
+                    // It is elsewhere in the list, or not in it.
+                    Err(error) if matches!(error.status(), Some(422 | 409)) => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            let object = match self.0.calls.call("look", what(), api.get(name)).await {
+                Ok(object) => object,
+                Err(error) if error.is_not_found() => return Ok(()),
+                Err(error) => return Err(error),
+            };
+            let finalizers = object.metadata.finalizers.as_deref().unwrap_or_default();
+            index = finalizers.iter().position(|finalizer| finalizer == FINALIZER);
+            if index.is_none() {
+                break object;
+            }
+        };
+        if object.metadata.deletion_timestamp.is_some() {
+            return Ok(());
+        }
+        let preconditions = Some(Preconditions { uid: object.metadata.uid, resource_version: None });
+        let params = DeleteParams { preconditions, ..DeleteParams::default() };
+        match self.0.calls.call("delete", what(), api.delete(name, &params)).await {
+            Ok(_) => Ok(()),
+            Err(error) if error.is_not_found() || error.is_conflict() => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Every PeerPod of this node.
+    pub(super) async fn recorded(&self, node: &str) -> Result<Vec<Recorded>, Error> {
+        let api: Api<PeerPod> = Api::all(self.0.calls.client.clone());
+        let what = format!("list the PeerPods of node {node}");
+        let (mut found, mut after) = (Vec::new(), None::<String>);
+        loop {
+            let mut params = ListParams::default().fields(&format!("spec.nodeName={node}")).limit(500);
+            params.continue_token = after;
+            let page = self.0.calls.call("list", what.clone(), api.list(&params)).await?;
+            found.extend(page.items.into_iter().filter_map(|object| {
+                Some(Recorded {
+                    namespace: object.metadata.namespace?,
+                    name: object.metadata.name?,
+                    sandbox: object.spec.sandbox_id?,
+                    instance: object.spec.instance_id,
+                    key: object.spec.idempotency_key,
+                })
+            }));
+            after = page.metadata.continue_.filter(|token| !token.is_empty());
+            if after.is_none() {
+                return Ok(found);
+            }
+        }
+    }
+}
+
+/// Forgets that somebody waits.
+struct Announced {
+    writer: Writer,
+    key: Key,
+}
+
+impl Drop for Announced {
+    fn drop(&mut self) {
+        self.writer.state().announced.remove(&self.key);
+    }
+}
+
+/// What is ours of the object but for its status.
+fn object(shown: &Shown, uid: Option<&str>) -> Value {
+    let owners: Vec<Value> = uid
+        .map(|uid| {
+            // It does not hold its pod's deletion up: the VM goes by the node, or by the finalizer.
+            json!({"apiVersion": "v1", "kind": "Pod", "name": shown.pod, "uid": uid, "controller": true, "blockOwnerDeletion": false})
+        })
+        .into_iter()
+        .collect();
+    json!({
+        "apiVersion": "confidentialcontainers.org/v1alpha1",
+        "kind": "PeerPod",
+        "metadata": {
+            "name": shown.name,
+            "namespace": shown.namespace,
+            "finalizers": [FINALIZER],
+            "ownerReferences": owners,
+        },
+        "spec": shown.spec,
+    })
+}
+
+/// What of a status is worth a call. Stages and times travel along.
+fn gist(status: &PeerPodStatus) -> String {
+    let conditions: Vec<String> = status
+        .conditions
+        .iter()
+        .map(|condition| {
+            format!("{}={} {} {}", condition.type_, condition.status, condition.reason, condition.message)
+        })
+        .collect();
+    format!("{:?} {:?} {conditions:?}", status.phase, status.addresses)
+}
+
+fn digest(text: &str) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    text.hash(&mut hasher);
+    hasher.finish()
+}

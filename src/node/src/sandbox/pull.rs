@@ -1,0 +1,127 @@
+//! The pod's pull secrets: asked for in the background from CreateVM on, handed to the guest with all else, and asked for
+//! again while the pod runs. A service that is away holds a pod up no longer than one question may take; the guest hears
+//! of its secrets when they come. They are in memory only: a node that starts anew asks again, and meanwhile the guest
+//! keeps what it has.
+
+use std::time::Duration;
+
+use peerpod_link::birth::to_hex;
+use sha2::{Digest, Sha256};
+use tokio::time::{Instant, sleep_until};
+use tracing::{info, warn};
+use zeroize::Zeroizing;
+
+use super::{
+    effects::PullSecretError,
+    outcomes::clip,
+    slots::{Outcome, Which},
+    task::Task,
+};
+
+/// After a refusal, which is about the pod or the cluster's settings.
+const AFTER_REFUSAL: Duration = Duration::from_secs(60);
+
+/// What is known of a sandbox's pull secrets.
+#[derive(Default)]
+pub(super) struct Pull {
+    secret: Option<Zeroizing<String>>,
+    /// Tells one secret from another; empty for an empty one.
+    digest: String,
+    /// Whether the first question is over, with whatever answer.
+    asked: bool,
+    /// Not before.
+    next: Option<Instant>,
+    /// Whether the pod's owner was told that they are not there.
+    missed: bool,
+}
+
+impl Pull {
+    /// The secret, where it is known.
+    pub(super) fn secret(&self) -> Option<&str> {
+        self.secret.as_ref().map(|secret| secret.as_str())
+    }
+
+    /// For the record, of the secret that is known.
+    pub(super) fn digest(&self) -> Option<&str> {
+        self.secret.as_ref().map(|_| self.digest.as_str())
+    }
+
+    /// Whether this, as recorded, is what is known; also where nothing is.
+    pub(super) fn is_same(&self, told: Option<&str>) -> bool {
+        self.digest().is_none_or(|now| told.unwrap_or_default() == now)
+    }
+}
+
+impl Task {
+    /// Whether the guest need not wait for its pod's pull secrets any longer.
+    pub(super) fn is_pull_secret_asked(&self) -> bool {
+        self.pull.asked || !self.asks_for_pull_secret()
+    }
+
+    pub(super) fn asks_for_pull_secret(&self) -> bool {
+        self.record.pod.is_some() && self.fx.pull_secrets_every().is_some()
+    }
+
+    /// Asks for the secrets when that is due.
+    pub(super) fn ask_pull_secret(&mut self) {
+        if !self.slots.secret.is_idle() || self.fx.pull_secrets_every().is_none() {
+            return;
+        }
+        let Some(pod) = self.record.pod.clone() else { return };
+        match self.pull.next.filter(|next| *next > Instant::now()) {
+            Some(next) => self.slots.secret.start(async move {
+                sleep_until(next).await;
+                Outcome::Rested
+            }),
+            None => {
+                let fx = self.fx.clone();
+                self.slots.secret.start(async move { Outcome::PullSecret(fx.pull_secret(&pod).await) });
+            }
+        }
+    }
+
+    /// The answer; whoever waits for it goes on in any case.
+    pub(super) fn pull_secret_came(&mut self, answer: Result<Zeroizing<String>, PullSecretError>) {
+        self.pull.asked = true;
+        let every = self.fx.pull_secrets_every().unwrap_or(AFTER_REFUSAL);
+        match answer {
+            Ok(secret) => {
+                self.worked(Which::Secret);
+                self.pull.next = Some(Instant::now() + every);
+                if std::mem::take(&mut self.pull.missed) {
+                    info!("the pod's pull secrets are here now");
+                }
+                self.pull.digest = if secret.is_empty() {
+                    String::new()
+                } else {
+                    // With the sandbox's id: the same secret of two pods does not show.
+                    let mut digest = Sha256::new_with_prefix(self.record.id.as_str());
+                    digest.update([0]);
+                    digest.update(secret.as_bytes());
+                    to_hex(&digest.finalize())
+                };
+                self.pull.secret = Some(secret);
+            }
+            Err(error) => {
+                if !std::mem::replace(&mut self.pull.missed, true) {
+                    let kept = if self.record.told_secret.is_some() {
+                        "keeps those it has"
+                    } else {
+                        "goes on without"
+                    };
+                    warn!(
+                        error = clip(&error.text),
+                        "no answer about the pod's pull secrets; it {kept}, and they follow"
+                    );
+                    self.metrics.pull_secrets_missed.inc();
+                }
+                if error.refused {
+                    self.pull.next = Some(Instant::now() + every.min(AFTER_REFUSAL));
+                    self.trouble(Which::Secret, error.text);
+                } else {
+                    self.later(Which::Secret, error.text);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! What the cluster is given to show, and that it holds nobody up.
+
+use std::{sync::atomic::Ordering, time::Duration};
+
+use tokio::time::Instant;
+
+use super::{node::*, world::*};
+use crate::sandbox::{
+    Settings, Stop,
+    effects::{CloudError, Effects},
+};
+
+/// A world with a cluster.
+fn world() -> std::sync::Arc<World> {
+    let world = World::new(1);
+    world.in_cluster.store(true, Ordering::Relaxed);
+    world
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_intent_is_shown_before_the_cloud_is_asked_and_the_pod_is_known_for_good() {
+    let (world, dir) = (world(), Dir::new());
+    *world.announce_takes.lock().unwrap() = Duration::from_millis(300);
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    assert_eq!(world.state().announced, [("a".to_owned(), 0)]);
+    assert_eq!(world.state().shown["a"], "running");
+    let record = node.fx.recall(&id("a")).await.unwrap().unwrap();
+    assert_eq!(record.pod.unwrap().uid.as_deref(), Some("uid of default/pod-a"));
+    node.kill().await;
+    // It runs: nothing of it is announced again, and all of it shown again.
+    world.state().shown.clear();
+    let node = Node::start(&world, &dir).await;
+    node.until("it is shown", |_| world.state().shown.contains_key("a")).await;
+    assert_eq!(world.state().announced.len(), 1);
+    node.table.stop(&id("a"), Stop::Called).await.unwrap();
+    node.until("it is gone", |node| node.phase("a") == "gone").await;
+    assert_eq!(world.state().shown["a"], "gone");
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_that_is_stopped_before_the_cloud_was_asked_makes_nothing() {
+    let (world, dir) = (world(), Dir::new());
+    *world.announce_takes.lock().unwrap() = Duration::from_millis(900);
+    let node = Node::start(&world, &dir).await;
+    node.create("a").await.unwrap();
+    node.table.stop(&id("a"), Stop::Called).await.unwrap();
+    let began = Instant::now();
+    node.until("it is gone", |node| node.phase("a") == "gone").await;
+    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+    assert_eq!((world.create_calls(), world.made()), (0, 0));
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_a_crash_around_the_intent_there_is_one_vm() {
+    for boundary in 0..40 {
+        let (world, dir) = (world(), Dir::new());
+        let fuse = Fuse::after(Some(boundary));
+        let Some(node) = Node::start_with(&world, &dir, fuse.clone(), settings()).await else { continue };
+        tokio::select! {
+            () = async { drop(node.create("a").await); drop(node.table.start(&id("a")).await) } => {}
+            () = fuse.blown.notified() => {}
+        }
+        node.kill().await;
+        let node = Node::start(&world, &dir).await;
+        node.run("a").await;
+        assert_eq!(world.made(), 1, "killed at boundary {boundary}");
+        assert_eq!(world.state().shown["a"], "running");
+        node.kill().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_start_that_takes_long_says_what_it_waits_for_and_again_after_as_long_once_more() {
+    let (world, dir) = (world(), Dir::new());
+    world.guests_stay_away.store(true, Ordering::Relaxed);
+    let slow = Settings { slow_after: Duration::from_secs(30), ..settings() };
+    let node = Node::start_with(&world, &dir, Fuse::after(None), slow).await.unwrap();
+    node.create("a").await.unwrap();
+    let said = |reason| world.state().said.iter().filter(|said| said.1 == reason).count();
+    tokio::time::sleep(Duration::from_secs(29)).await;
+    assert_eq!(said("SlowStart"), 0);
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(said("SlowStart"), 1);
+    assert!(world.state().said[0].2.contains("did not call this node"), "{:?}", world.state().said);
+    node.until("it fails", |_| said("StartFailed") == 1).await;
+    // After 30, 60, 120 and 240 of 300 seconds.
+    assert_eq!(said("SlowStart"), 4);
+    assert_eq!(world.state().said[0].0, "default/pod-a");
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_the_cloud_refuses_is_said_once_with_its_words() {
+    let (world, dir) = (world(), Dir::new());
+    world.scripted_creates.lock().unwrap().push_back(CloudError::invalid("no such image: ami-1"));
+    let node = Node::start(&world, &dir).await;
+    node.create("a").await.unwrap();
+    node.table.start(&id("a")).await.unwrap_err();
+    let said = world.state().said.clone();
+    assert!(
+        said.len() == 1 && said[0].1 == "VMRefused" && said[0].2.contains("no such image: ami-1"),
+        "{said:?}"
+    );
+    node.kill().await;
+}

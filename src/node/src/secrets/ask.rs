@@ -1,0 +1,197 @@
+//! One question to the service: TLS 1.3, HTTP/1.1, JSON. Bounded by the caller's deadline.
+
+use std::{fmt, sync::Arc};
+
+use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::{
+    Method, Request, StatusCode,
+    header::{AUTHORIZATION, CONTENT_TYPE, HOST},
+};
+use hyper_util::rt::TokioIo;
+use rustls::{ClientConfig, RootCertStore, version::TLS13};
+use rustls_pki_types::{CertificateDer, ServerName, pem::PemObject};
+use serde::{Deserialize, de::DeserializeOwned};
+use serde_json::json;
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tracing::warn;
+use zeroize::Zeroizing;
+
+use super::{SecretsConfig, identity::Identity};
+use crate::spec::PodRef;
+
+/// The service gives at most 2 MiB, in which JSON may write a byte as six.
+const MOST: usize = 16 << 20;
+/// Of the service's words in an error or a note.
+const WORDS: usize = 600;
+/// Of one answer.
+const NOTES: usize = 16;
+
+/// Why there is no answer.
+pub(super) struct Error {
+    pub(super) text: String,
+    /// The service said no, and will say so again.
+    pub(super) refused: bool,
+    /// Our certificate was not taken; another may be.
+    pub(super) unknown: bool,
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+impl Error {
+    /// It may work later.
+    pub(super) fn away(text: String) -> Error {
+        Error { text, refused: false, unknown: false }
+    }
+}
+
+/// What `enrol` gives.
+#[derive(Deserialize)]
+pub(super) struct Enrolled {
+    /// DER, base64, leaf first.
+    pub(super) certificates: Vec<String>,
+    /// Seconds since 1970.
+    pub(super) not_after: u64,
+}
+
+#[derive(Deserialize)]
+struct Answered {
+    dockerconfigjson: Zeroizing<String>,
+    #[serde(default)]
+    notes: Vec<String>,
+}
+
+/// Asks for a certificate.
+pub(super) async fn enrol(config: &SecretsConfig, token: &str, request: &[u8]) -> Result<Enrolled, Error> {
+    let body = json!({"csr": BASE64.encode(request)}).to_string();
+    post(config, None, token, "/v1/enrol", body).await
+}
+
+/// Asks for a pod's pull secrets.
+pub(super) async fn pull_secrets(
+    config: &SecretsConfig,
+    identity: &Identity,
+    token: &str,
+    pod: &PodRef,
+) -> Result<Zeroizing<String>, Error> {
+    let uid = pod.uid.as_deref().unwrap_or_default();
+    let body = json!({"namespace": pod.namespace, "name": pod.name, "uid": uid}).to_string();
+    let answered: Answered = post(config, Some(identity), token, "/v1/pull-secrets", body).await?;
+    for note in answered.notes.iter().take(NOTES) {
+        warn!(%pod, note = words(note), "not all of the pod's pull secrets can be used");
+    }
+    Ok(answered.dockerconfigjson)
+}
+
+async fn post<T: DeserializeOwned>(
+    config: &SecretsConfig,
+    identity: Option<&Identity>,
+    token: &str,
+    path: &str,
+    body: String,
+) -> Result<T, Error> {
+    let tls = TlsConnector::from(Arc::new(configured(config, identity).await?));
+    let name = ServerName::try_from(config.server_name.clone())
+        .map_err(|_| Error::away(format!("secrets.server-name {:?} is no name", config.server_name)))?;
+    let connect = |why: std::io::Error| Error::away(format!("connect: {why}"));
+    let stream = TcpStream::connect(&config.address).await.map_err(connect)?;
+    stream.set_nodelay(true).map_err(connect)?;
+    let handshake =
+        |why: std::io::Error| Error { unknown: identity.is_some(), ..Error::away(format!("TLS: {why}")) };
+    let stream = tls.connect(name, stream).await.map_err(handshake)?;
+    // With TLS 1.3 a certificate that is not taken shows in the first answer.
+    let asked = |why: hyper::Error| {
+        let text = std::error::Error::source(&why)
+            .map_or_else(|| why.to_string(), |source| format!("{why}: {source}"));
+        Error { unknown: identity.is_some(), ..Error::away(text) }
+    };
+    let (mut sender, connection) =
+        hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(asked)?;
+    // Ends with the connection, which ends with us.
+    let connection = AbortOnDrop(tokio::spawn(async move { drop(connection.await) }));
+    let request = Request::builder()
+        .method(Method::POST)
+        .uri(path)
+        .header(HOST, &config.server_name)
+        .header(CONTENT_TYPE, "application/json")
+        .header(AUTHORIZATION, format!("Bearer {token}"))
+        .body(Full::new(Bytes::from(body)));
+    // A token with a line break, for instance.
+    let request =
+        request.map_err(|_| Error::away("the token is none: it does not fit a header".to_owned()))?;
+    let response = sender.send_request(request).await.map_err(asked)?;
+    let status = response.status();
+    let body = Limited::new(response.into_body(), MOST).collect().await;
+    let body = body.map_err(|why| Error::away(format!("the answer: {why}")))?.to_bytes();
+    drop(connection);
+    if status != StatusCode::OK {
+        return Err(refused(status, &body, identity.is_some()));
+    }
+    // Never repeats any of it.
+    serde_json::from_slice(&body).map_err(|why| {
+        Error::away(format!("the answer is none of ours: {:?} at line {}", why.classify(), why.line()))
+    })
+}
+
+struct AbortOnDrop(tokio::task::JoinHandle<()>);
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+fn refused(status: StatusCode, body: &[u8], certified: bool) -> Error {
+    #[derive(Deserialize)]
+    struct Said {
+        error: String,
+    }
+    let said: Option<Said> = serde_json::from_slice(body).ok();
+    let text = said.map_or_else(|| format!("status {status}"), |said| words(&said.error));
+    let final_word = matches!(
+        status,
+        StatusCode::BAD_REQUEST
+            | StatusCode::UNAUTHORIZED
+            | StatusCode::FORBIDDEN
+            | StatusCode::CONFLICT
+            | StatusCode::UNPROCESSABLE_ENTITY
+    );
+    Error { text, refused: final_word, unknown: certified && status == StatusCode::UNAUTHORIZED }
+}
+
+/// Somebody else's words for our log.
+fn words(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(WORDS).collect()
+}
+
+async fn configured(config: &SecretsConfig, identity: Option<&Identity>) -> Result<ClientConfig, Error> {
+    let file = config.ca_file.display();
+    let pem = config.ca().await?;
+    let mut roots = RootCertStore::empty();
+    for certificate in CertificateDer::pem_slice_iter(pem.as_bytes()) {
+        let certificate = certificate.map_err(|why| Error::away(format!("{file}: {why}")))?;
+        roots.add(certificate).map_err(|why| Error::away(format!("{file}: {why}")))?;
+    }
+    if roots.is_empty() {
+        return Err(Error::away(format!("{file} has no CA certificate yet; the controller fills it in")));
+    }
+    let failed = |why: rustls::Error| Error::away(format!("TLS: {why}"));
+    let crypto = Arc::new(rustls::crypto::ring::default_provider());
+    let builder =
+        ClientConfig::builder_with_provider(crypto).with_protocol_versions(&[&TLS13]).map_err(failed)?;
+    let builder = builder.with_root_certificates(roots);
+    let mut tls = match identity {
+        None => builder.with_no_client_auth(),
+        Some(identity) => {
+            builder.with_client_auth_cert(identity.chain.clone(), identity.key()).map_err(failed)?
+        }
+    };
+    tls.alpn_protocols = vec![b"http/1.1".to_vec()];
+    Ok(tls)
+}

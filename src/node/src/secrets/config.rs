@@ -1,0 +1,123 @@
+//! The nodes' half of section `secrets`.
+
+use std::{fs::File, io::Read, path::PathBuf, time::Duration};
+
+use peerpod_base::config::Reader;
+use zeroize::Zeroizing;
+
+use super::ask::Error;
+
+/// A token has one to two kilobytes, a bundle of CAs a few.
+const MOST: u64 = 64 * 1024;
+
+/// Where pull secrets are asked for, and how.
+#[derive(Clone, Debug)]
+pub struct SecretsConfig {
+    /// `secrets.address`, `host:port`.
+    pub address: String,
+    /// `secrets.server-name`, or the address's host.
+    pub server_name: String,
+    /// `secrets.ca-file`.
+    pub ca_file: PathBuf,
+    /// `secrets.token-file`.
+    pub token_file: PathBuf,
+    /// `secrets.deadline`.
+    pub deadline: Duration,
+    /// `secrets.refresh`.
+    pub refresh: Duration,
+}
+
+/// The service's own keys in the section.
+const SERVICE: [&str; 11] = [
+    "serve",
+    "listen",
+    "names",
+    "audience",
+    "node-service-account",
+    "runtime-classes",
+    "ca-secret",
+    "ca-config-map",
+    "ca-validity",
+    "ca-settle",
+    "certificate-validity",
+];
+
+impl SecretsConfig {
+    /// Asks for the keys; `None` without an address: then pods have what `node.pull-secret` gives.
+    pub fn read(reader: &mut Reader) -> Option<SecretsConfig> {
+        for key in SERVICE {
+            reader.leave(&format!("secrets.{key}"));
+        }
+        let address: Option<String> = reader.optional(
+            "secrets.address",
+            "where the cluster's service is asked for pods' pull secrets (host:port); not asked when not set",
+        );
+        let server_name: Option<String> = reader.optional(
+            "secrets.server-name",
+            "the name in the service's certificate; the address's host when not set",
+        );
+        let ca_file = reader.get(
+            "secrets.ca-file",
+            "/etc/peerpod/secrets/ca.crt",
+            "CA certificates (PEM) that the service is trusted by; read again for each question",
+        );
+        let token_file = reader.get(
+            "secrets.token-file",
+            "/var/run/secrets/peerpod/token",
+            "projected token of our service account for the audience peerpod-secrets; read again for each question",
+        );
+        let deadline: Duration = reader.get(
+            "secrets.deadline",
+            "5s",
+            "for one question; so long a pod may wait for its pull secrets, then it goes on and gets them later",
+        );
+        let refresh: Duration = reader.get(
+            "secrets.refresh",
+            "10m",
+            "how often a running pod's pull secrets are asked for again, for secrets that change",
+        );
+        if deadline.is_zero() || deadline > Duration::from_secs(60) {
+            reader.mistake("secrets.deadline", "not above 0 and at most 1m; a pod may wait so long");
+        }
+        if refresh < Duration::from_secs(1) {
+            reader.mistake("secrets.refresh", "below 1s; make it longer");
+        }
+        let address = address.filter(|address| !address.is_empty())?;
+        let Some((host, port)) = address.rsplit_once(':').filter(|(host, _)| !host.is_empty()) else {
+            reader.mistake("secrets.address", "no host:port; write it like peerpod-secrets.peerpod.svc:9444");
+            return None;
+        };
+        if port.parse::<u16>().is_err() {
+            reader.mistake(
+                "secrets.address",
+                "its port is none; write it like peerpod-secrets.peerpod.svc:9444",
+            );
+        }
+        let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
+        let server_name = server_name.unwrap_or(host);
+        Some(SecretsConfig { server_name, ca_file, token_file, deadline, refresh, address })
+    }
+
+    /// The token as it is now: kubelet replaces it in time.
+    pub(super) async fn token(&self) -> Result<Zeroizing<String>, Error> {
+        let path = self.token_file.clone();
+        let text = read(path, "the projected token of the node's service account").await?;
+        Ok(Zeroizing::new(text.trim().to_owned()))
+    }
+
+    pub(super) async fn ca(&self) -> Result<Zeroizing<String>, Error> {
+        read(self.ca_file.clone(), "the ConfigMap that the controller fills in").await
+    }
+}
+
+/// On another thread: a mount may hang.
+async fn read(path: PathBuf, what: &'static str) -> Result<Zeroizing<String>, Error> {
+    let shown = path.display().to_string();
+    let read = tokio::task::spawn_blocking(move || {
+        let mut text = Zeroizing::new(String::new());
+        File::open(path)?.take(MOST).read_to_string(&mut text)?;
+        Ok::<_, std::io::Error>(text)
+    });
+    let read = read.await.map_err(|why| Error::away(format!("read {shown}: {why}")))?;
+    read.map_err(|why| Error::away(format!("read {shown}: {why}; mount {what} there")))
+}

@@ -1,0 +1,164 @@
+//! The CSI wrapper before a real CSI driver. This library starts the programs, runs csi-sanity, and speaks gRPC without
+//! knowing any message: what the tests assert of the wire they see on it.
+
+pub mod calls;
+pub mod grpc;
+pub mod process;
+pub mod sanity;
+
+use std::{
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU32, Ordering},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, bail};
+
+use crate::process::Process;
+
+/// How long anything may take on a machine that is busy with other tests.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Whether the long versions were asked for (`make test-long`).
+pub fn long() -> bool {
+    std::env::var_os("PEERPOD_TEST_LONG").is_some()
+}
+
+/// Adds a figure to the summary that `PEERPOD_BENCH` or `PEERPOD_TEST_BENCH` names, where one does, and prints it.
+pub fn report(key: &str, value: f64) {
+    println!("{key} = {value:.3}");
+    let named = ["PEERPOD_BENCH", "PEERPOD_TEST_BENCH"].iter().find_map(std::env::var_os);
+    let Some(path) = named else { return };
+    let before = std::fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+    let mut all: std::collections::BTreeMap<String, f64> = before.unwrap_or_default();
+    all.insert(key.to_owned(), value);
+    // A figure that cannot be kept was printed.
+    serde_json::to_vec_pretty(&all).ok().and_then(|bytes| std::fs::write(&path, bytes).ok());
+}
+
+/// Waits until this is so.
+///
+/// # Errors
+/// It is not within [`PATIENCE`].
+pub fn eventually(what: &str, mut so: impl FnMut() -> bool) -> Result<()> {
+    let began = Instant::now();
+    while !so() {
+        if began.elapsed() > PATIENCE {
+            bail!("{what}: not within {PATIENCE:?}");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}
+
+/// A folder of one test, gone with it; nothing stays mounted in it.
+pub struct Folder(PathBuf);
+
+impl Folder {
+    /// A new one.
+    ///
+    /// # Errors
+    /// It cannot be made.
+    pub fn new(name: &str) -> Result<Folder> {
+        static COUNTER: AtomicU32 = AtomicU32::new(0);
+        let number = COUNTER.fetch_add(1, Ordering::Relaxed);
+        // Short: sockets are in it.
+        let path = std::env::temp_dir().join(format!("pp-{name}-{}-{number}", std::process::id()));
+        std::fs::create_dir(&path)?;
+        Ok(Folder(path))
+    }
+
+    /// Something in it.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    /// Itself.
+    pub fn root(&self) -> &Path {
+        &self.0
+    }
+
+    /// What is mounted in it.
+    ///
+    /// # Errors
+    /// The kernel's list cannot be read.
+    pub fn mounts(&self) -> Result<Vec<PathBuf>> {
+        let list = std::fs::read_to_string("/proc/self/mountinfo")?;
+        let points = list.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
+        Ok(points.filter(|point| point.starts_with(&self.0)).collect())
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        for point in self.mounts().unwrap_or_default() {
+            drop(nix::mount::umount(&point));
+        }
+        if !std::thread::panicking() {
+            drop(std::fs::remove_dir_all(&self.0));
+        }
+    }
+}
+
+/// A real driver.
+pub struct Driver {
+    /// The process.
+    pub process: Process,
+    /// Its socket.
+    pub socket: PathBuf,
+}
+
+impl Driver {
+    /// Starts one in this folder and waits for its socket; what it is asked goes to `calls.json` there.
+    ///
+    /// # Errors
+    /// It does not come up.
+    pub fn start(folder: &Folder, flags: &[&str]) -> Result<Driver> {
+        let socket = folder.path("driver.sock");
+        drop(std::fs::remove_file(&socket));
+        let mut words = vec![
+            format!("--endpoint={}", socket.display()),
+            format!("--calls={}", folder.path("calls.json").display()),
+        ];
+        words.extend(flags.iter().map(|flag| (*flag).to_owned()));
+        let process = Process::start("driver", &process::tool("csi-driver")?, &words, folder.root())?;
+        eventually("the driver's socket", || socket.exists())?;
+        Ok(Driver { process, socket })
+    }
+}
+
+/// Our program in one role.
+pub struct Wrapper {
+    /// The process.
+    pub process: Process,
+    /// Its socket.
+    pub socket: PathBuf,
+}
+
+impl Wrapper {
+    /// Starts one before the driver of this folder and waits for its socket.
+    ///
+    /// # Errors
+    /// It does not come up.
+    pub fn start(role: &'static str, folder: &Folder, flags: &[&str]) -> Result<Wrapper> {
+        let socket = folder.path(&format!("{role}.sock"));
+        drop(std::fs::remove_file(&socket));
+        let mut words = vec![
+            role.to_owned(),
+            format!("--csi.endpoint={}", socket.display()),
+            format!("--csi.driver-endpoint={}", folder.path("driver.sock").display()),
+            format!("--paths.run-dir={}", folder.path("run").display()),
+            format!("--paths.state-dir={}", folder.path("state").display()),
+            "--csi.admin-listen=127.0.0.1:0".to_owned(),
+        ];
+        words.extend(flags.iter().map(|flag| (*flag).to_owned()));
+        let mut process = Process::start(role, &process::ours("peerpod-csi")?, &words, folder.root())?;
+        let mut ended = Ok(());
+        eventually("the wrapper's socket", || {
+            ended = process.check();
+            ended.is_err() || socket.exists()
+        })?;
+        ended?;
+        Ok(Wrapper { process, socket })
+    }
+}

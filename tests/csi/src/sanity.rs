@@ -1,0 +1,62 @@
+//! csi-sanity, and what it said of each case.
+
+use std::{collections::BTreeMap, fs::File, path::Path, process::Command};
+
+use anyhow::{Context, Result};
+
+use crate::{Folder, process::tool};
+
+/// Each case and how it went: `passed`, `failed`, `skipped`, `pending`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cases(pub BTreeMap<String, String>);
+
+impl Cases {
+    /// How many went so.
+    pub fn count(&self, status: &str) -> usize {
+        self.0.values().filter(|is| *is == status).count()
+    }
+
+    /// Which went so.
+    pub fn which(&self, status: &str) -> Vec<&str> {
+        self.0.iter().filter(|(_, is)| *is == status).map(|(name, _)| name.as_str()).collect()
+    }
+}
+
+/// Runs it against these sockets (the second is the controller's, where it is another one). Its targets lie in a folder
+/// of this name, its words in `<name>.out`.
+///
+/// # Errors
+/// It did not run to its end.
+pub fn run(
+    folder: &Folder,
+    name: &str,
+    node: &Path,
+    controller: Option<&Path>,
+    flags: &[String],
+) -> Result<Cases> {
+    let junit = folder.path(&format!("{name}.xml"));
+    let mut command = Command::new(tool("csi-sanity")?);
+    command
+        .arg(format!("--csi.endpoint=unix://{}", node.display()))
+        .arg(format!("--csi.mountdir={}", folder.path(&format!("{name}-target")).display()))
+        .arg(format!("--csi.stagingdir={}", folder.path(&format!("{name}-staging")).display()))
+        .arg(format!("--ginkgo.junit-report={}", junit.display()))
+        .args(["--ginkgo.no-color", "--ginkgo.seed=1"])
+        .args(flags);
+    if let Some(controller) = controller {
+        command.arg(format!("--csi.controllerendpoint=unix://{}", controller.display()));
+    }
+    let out = File::create(folder.path(&format!("{name}.out")))?;
+    // How it ended says whether all passed; what we want to know stands in the report.
+    command.stdout(out.try_clone()?).stderr(out).status()?;
+    let text = std::fs::read_to_string(&junit)
+        .with_context(|| format!("csi-sanity wrote no {}", junit.display()))?;
+    let options = roxmltree::ParsingOptions { allow_dtd: false, ..Default::default() };
+    let document = roxmltree::Document::parse_with_options(&text, options)?;
+    let mut cases = BTreeMap::new();
+    for case in document.descendants().filter(|node| node.has_tag_name("testcase")) {
+        let name = case.attribute("name").context("a case without a name")?;
+        cases.insert(name.to_owned(), case.attribute("status").unwrap_or_default().to_owned());
+    }
+    Ok(Cases(cases))
+}

@@ -1,0 +1,340 @@
+//! A cluster whose one node runs the real daemons, and a stand-in for its kubelet and shims.
+
+#![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
+
+use std::{
+    ffi::OsStr,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    process::Child,
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
+
+use futures_util::StreamExt;
+use k8s_openapi::api::core::v1::Node;
+use kube::{
+    Api, Client,
+    api::ListParams,
+    runtime::{WatchStreamExt, watcher},
+};
+use peerpod_client::{Annotations, ShimClient};
+use peerpod_kube::crds::PeerPod;
+use peerpod_test_kube::{Cluster, Options, Rule, wait_for};
+use peerpod_tests::{fresh_id, stop_in_time};
+use peerpod_world::{Daemons, Pod, Settings, World, binary, proxy::Proxy};
+use serde_json::{Value, json};
+
+pub const LIMIT: Duration = Duration::from_secs(90);
+pub const NODE: &str = "worker-1";
+pub const RESOURCE: &str = "kata.peerpods.io/vm";
+pub const OWNER: &str = "kata.peerpods.io/caa-owner";
+/// Where ours live.
+pub const OWN: &str = "peerpod-system";
+
+pub struct Rig {
+    pub cluster: Cluster,
+    pub client: Client,
+    pub world: World,
+    pub daemons: Daemons,
+    pub proxy: Proxy,
+}
+
+/// A sandbox as a shim has it.
+pub struct Running {
+    pub id: String,
+    pub shim: ShimClient,
+    pub network: Pod,
+}
+
+/// What the node's service account may, as the room's documentation says.
+fn rights() -> Vec<Rule> {
+    let rule = |group: &str, resources: &[&str], verbs: &[&str]| Rule {
+        api_groups: Some(vec![group.to_owned()]),
+        resources: Some(resources.iter().map(|resource| (*resource).to_owned()).collect()),
+        verbs: verbs.iter().map(|verb| (*verb).to_owned()).collect(),
+        ..Rule::default()
+    };
+    let ours = "confidentialcontainers.org";
+    vec![
+        rule("", &["nodes"], &["get", "list", "watch", "patch"]),
+        rule("", &["nodes/status"], &["patch"]),
+        rule("", &["pods"], &["list", "watch"]),
+        rule("", &["events"], &["create", "patch"]),
+        rule(ours, &["peerpods"], &["get", "list", "create", "patch", "delete"]),
+        rule(ours, &["peerpods/status"], &["patch"]),
+        rule("coordination.k8s.io", &["leases"], &["get", "create", "update"]),
+    ]
+}
+
+impl Rig {
+    pub async fn start(settings: Settings) -> Rig {
+        let cluster = Cluster::start(Options::default()).await.unwrap();
+        let client = cluster.client().unwrap();
+        let crds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/crds");
+        cluster.kubectl(&["apply", "--server-side", "-f", crds.to_str().unwrap()]).unwrap();
+        let established = ["wait", "--for=condition=Established", "crd", "--all", "--timeout=60s"];
+        cluster.kubectl(&established).unwrap();
+        for namespace in ["shop", OWN] {
+            cluster.namespace(namespace).await.unwrap();
+        }
+        cluster.service_account(OWN, "peerpod-node", rights()).await.unwrap();
+        let token = cluster.token(OWN, "peerpod-node", &[], None).await.unwrap();
+        let kubeconfig = cluster.folder().join("node.kubeconfig");
+        std::fs::write(&kubeconfig, cluster.kubeconfig(&token)).unwrap();
+        let world = World::new().unwrap();
+        // The node's loopback is not ours: the API server is found there all the same.
+        let server = SocketAddr::from(([127, 0, 0, 1], cluster.port()));
+        let proxy = Proxy::to_outside(world.node(), cluster.port(), server).unwrap();
+        let settings = settings
+            .set("kubernetes.kubeconfig", kubeconfig.to_str().unwrap())
+            .set("cluster.node-name", NODE)
+            .set("cluster.namespace", OWN)
+            .set("cluster.pod-uid", "first-daemon")
+            .set("cluster.capacity", 50);
+        let daemons = Daemons::prepare(&world, settings).unwrap();
+        let rig = Rig { cluster, client, world, daemons, proxy };
+        rig.apply(&json!({
+            "apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "kata-remote"}, "handler": "kata-remote",
+        }));
+        rig.make_node();
+        rig
+    }
+
+    /// As a kubelet registers.
+    pub fn make_node(&self) {
+        self.apply(&json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}}));
+        let status =
+            json!({"status": {"capacity": {"cpu": "4", "memory": "8Gi", "pods": "110"}}}).to_string();
+        self.cluster
+            .kubectl(&["patch", "node", NODE, "--subresource=status", "--type=merge", "-p", &status])
+            .unwrap();
+    }
+
+    pub async fn daemons(&mut self) {
+        self.daemons.start_relay().unwrap();
+        self.daemons.start_node().unwrap();
+        self.daemons.ready().await.unwrap();
+    }
+
+    /// One more node daemon beside, as a rolling update starts it.
+    pub fn second_daemon(&self, pod_uid: &str) -> Child {
+        let config = self.daemons.config();
+        let arguments = [
+            OsStr::new("--config"),
+            config.as_os_str(),
+            OsStr::new("--cluster.pod-uid"),
+            OsStr::new(pod_uid),
+        ];
+        self.world.spawn(&binary("peerpod-node").unwrap(), &arguments, &self.daemons.log("node")).unwrap()
+    }
+
+    /// `kubectl apply`.
+    pub fn apply(&self, object: &Value) {
+        let file = self.cluster.folder().join(format!("{}.json", fresh_id("object")));
+        std::fs::write(&file, object.to_string()).unwrap();
+        self.cluster.kubectl(&["apply", "-f", file.to_str().unwrap()]).unwrap();
+    }
+
+    /// What a user sees, printed too.
+    pub fn show(&self, words: &[&str]) -> String {
+        let seen = self.cluster.kubectl(words).unwrap();
+        println!("$ kubectl {}\n{seen}", words.join(" "));
+        seen
+    }
+
+    /// A pod of the class, on this node; its UID.
+    pub fn pod(&self, name: &str) -> String {
+        self.apply(&json!({
+            "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": "shop"},
+            "spec": {
+                "runtimeClassName": "kata-remote", "nodeName": NODE,
+                "containers": [{
+                    "name": "main", "image": "registry.example/main",
+                    "resources": {"limits": {RESOURCE: "1"}, "requests": {RESOURCE: "1"}},
+                }],
+            },
+        }));
+        self.uid(name)
+    }
+
+    pub fn uid(&self, name: &str) -> String {
+        self.cluster.kubectl(&["get", "pod", "-n", "shop", name, "-o", "jsonpath={.metadata.uid}"]).unwrap()
+    }
+
+    /// As when its containers have ended, or as `--force`: there is no kubelet that would.
+    pub fn delete_pod(&self, name: &str) {
+        let words = ["delete", "pod", "-n", "shop", name, "--force", "--grace-period=0", "--wait=true"];
+        self.cluster.kubectl(&words).unwrap();
+    }
+
+    pub async fn create(&self, name: &str) -> Running {
+        let running = Running {
+            id: fresh_id(name),
+            shim: self.daemons.shim().await.unwrap(),
+            network: self.world.pod().unwrap(),
+        };
+        self.create_again(&running, name).await.unwrap();
+        running
+    }
+
+    pub async fn create_again(
+        &self,
+        running: &Running,
+        name: &str,
+    ) -> Result<PathBuf, peerpod_client::Error> {
+        let netns = running.network.namespace().path();
+        running.shim.create_vm(&running.id, Annotations::new("shop", name), &netns).await
+    }
+
+    pub async fn run(&self, name: &str) -> Running {
+        let running = self.create(name).await;
+        let started = tokio::time::timeout(LIMIT, running.shim.start_vm(&running.id)).await;
+        started.unwrap_or_else(|_| panic!("{}", self.daemons.log_tails())).unwrap();
+        running
+    }
+
+    pub async fn stop(&self, running: Running) {
+        stop_in_time(&running.shim, &running.id).await.unwrap();
+        self.daemons.gone(&running.id, LIMIT).await.unwrap();
+    }
+
+    pub async fn peerpods(&self) -> Vec<PeerPod> {
+        let api: Api<PeerPod> = Api::namespaced(self.client.clone(), "shop");
+        api.list(&ListParams::default()).await.unwrap().items
+    }
+
+    pub async fn peerpod(&self, pod: &str, sandbox: &str) -> Option<PeerPod> {
+        let api: Api<PeerPod> = Api::namespaced(self.client.clone(), "shop");
+        api.get_opt(&PeerPod::name_of(pod, sandbox)).await.unwrap()
+    }
+
+    /// Waits until there are exactly these, by their sandboxes, each with its VM.
+    pub async fn exactly(&self, expected: &[(&str, &Running)]) {
+        let mut seen = Vec::new();
+        let exact = wait_for("exactly the PeerPods of live sandboxes", LIMIT, async || {
+            let objects = self.peerpods().await;
+            let mut wanted = Vec::new();
+            for (pod, running) in expected {
+                let vm = vm_in(&self.daemons, &running.id);
+                wanted.push((PeerPod::name_of(pod, &running.id), vm, Some("Running".to_owned())));
+            }
+            wanted.sort();
+            seen = objects
+                .into_iter()
+                .map(|object| {
+                    let phase =
+                        object.status.and_then(|status| status.phase).map(|phase| format!("{phase:?}"));
+                    (object.metadata.name.unwrap(), object.spec.instance_id, phase)
+                })
+                .collect();
+            seen.sort();
+            Ok((seen == wanted).then_some(()))
+        })
+        .await;
+        exact.unwrap_or_else(|error| panic!("{error}: {seen:#?}\n{}", self.daemons.log_tails()));
+    }
+
+    pub async fn capacity(&self) -> Option<String> {
+        let node = Api::<Node>::all(self.client.clone()).get_opt(NODE).await.unwrap()?;
+        Some(node.status?.capacity?.get(RESOURCE)?.0.clone())
+    }
+
+    pub async fn owner(&self) -> Option<String> {
+        let node = Api::<Node>::all(self.client.clone()).get_opt(NODE).await.unwrap()?;
+        node.metadata.annotations?.get(OWNER).cloned()
+    }
+
+    pub async fn wait_capacity(&self, expected: Option<&str>) {
+        let what = format!("capacity {expected:?}");
+        let waited =
+            wait_for(&what, LIMIT, async || Ok((self.capacity().await.as_deref() == expected).then_some(())));
+        waited.await.unwrap_or_else(|error| panic!("{error}\n{}", self.daemons.log_tails()));
+    }
+
+    /// Waits until the pod has an Event of this reason, for its UID; its message and count.
+    pub async fn event(&self, uid: &str, reason: &str) -> (String, u64) {
+        let fields = format!("involvedObject.uid={uid},reason={reason}");
+        let words = ["get", "events", "-n", "shop", "--field-selector", &fields, "-o", "json"];
+        let waited = wait_for(&format!("an Event {reason}"), LIMIT, async || {
+            let list: Value = serde_json::from_str(&self.cluster.kubectl(&words)?)?;
+            let event = &list["items"][0];
+            Ok(event["message"].as_str().map(|text| (text.to_owned(), event["count"].as_u64().unwrap_or(0))))
+        });
+        waited.await.unwrap_or_else(|error| panic!("{error}\n{}", self.daemons.log_tails()))
+    }
+
+    /// What `/readyz` says.
+    pub fn readyz(&self) -> Value {
+        let ask = || -> std::io::Result<String> {
+            use std::io::{Read, Write};
+            let mut stream = std::net::TcpStream::connect(("127.0.0.1", 15153))?;
+            stream.set_read_timeout(Some(LIMIT))?;
+            stream.write_all(b"GET /readyz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
+            let mut text = String::new();
+            stream.read_to_string(&mut text)?;
+            Ok(text)
+        };
+        let answer = self.world.node().run(ask).unwrap().unwrap_or_default();
+        serde_json::from_str(answer.split("\r\n\r\n").nth(1).unwrap_or_default()).unwrap_or_default()
+    }
+}
+
+/// The VM that the ledger says a sandbox has.
+pub fn vm_in(daemons: &Daemons, id: &str) -> Option<String> {
+    let entry = daemons.ledger().unwrap().into_iter().find(|entry| entry.id == id)?;
+    entry.record["phase"]["vm"].as_str().map(str::to_owned)
+}
+
+/// VMs that exist, as the provider's folder says.
+pub fn vms(daemons: &Daemons) -> Vec<String> {
+    let folder = std::fs::read_dir(daemons.state_dir().join("local/vms"));
+    let names = folder.into_iter().flatten().flatten().map(|entry| entry.file_name());
+    names.map(|name| name.to_string_lossy().into_owned()).collect()
+}
+
+/// Everything that ever happened to the PeerPods of a namespace, in order.
+pub struct History {
+    seen: Arc<Mutex<Vec<PeerPod>>>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl History {
+    pub async fn of(client: &Client) -> History {
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let api: Api<PeerPod> = Api::namespaced(client.clone(), "shop");
+        let (begun, is_begun) = tokio::sync::oneshot::channel();
+        let task = tokio::spawn({
+            let seen = seen.clone();
+            async move {
+                let mut begun = Some(begun);
+                let mut events = watcher(api, watcher::Config::default()).default_backoff().boxed();
+                while let Some(event) = events.next().await {
+                    match event {
+                        Ok(watcher::Event::Apply(object) | watcher::Event::InitApply(object)) => {
+                            seen.lock().unwrap().push(object);
+                        }
+                        Ok(watcher::Event::InitDone) => drop(begun.take().map(|begun| begun.send(()))),
+                        _ => {}
+                    }
+                }
+            }
+        });
+        is_begun.await.unwrap();
+        History { seen, task }
+    }
+
+    pub fn seen(&self) -> Vec<PeerPod> {
+        self.seen.lock().unwrap().clone()
+    }
+}
+
+impl Drop for History {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+pub fn age(since: Instant) -> String {
+    format!("{:.1} s", since.elapsed().as_secs_f64())
+}
