@@ -275,7 +275,9 @@ async fn a_node(client: &Client, name: &str) {
 #[tokio::test(flavor = "multi_thread")]
 async fn installs_on_a_real_api_server() {
     let controllers = ["daemonset-controller", "deployment-controller", "replicaset-controller"];
-    let options = Options { controllers: controllers.to_vec(), ..Options::default() };
+    // The provider for development plays the hypervisor.
+    let api_server = vec!["--allow-privileged=true".to_owned()];
+    let options = Options { controllers: controllers.to_vec(), api_server };
     let cluster = Cluster::start(options).await.unwrap();
     let client = cluster.client().unwrap();
     cluster.namespace(NAMESPACE).await.unwrap();
