@@ -417,7 +417,8 @@ async fn away_in_the_middle(rig: &mut Rig, kill: bool) {
     }
     let mut there = vms(&rig.daemons);
     let mut known: Vec<String> = new.iter().filter_map(|running| vm_in(&rig.daemons, &running.id)).collect();
-    (there.sort(), known.sort());
+    there.sort();
+    known.sort();
     assert_eq!(there, known, "no VM too many, none too few");
     wait_for("no warning any more", LIMIT, async || Ok(rig.readyz()["warnings"].is_null().then_some(())))
         .await

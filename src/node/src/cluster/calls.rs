@@ -6,6 +6,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
+use k8s_openapi::jiff::Timestamp;
 use kube::{
     Api, Client,
     api::{Patch, PatchParams},
@@ -47,7 +48,7 @@ impl Calls {
         let result = within(what, future).await;
         self.metrics.cluster_call(call, outcome(&result));
         match &result {
-            Err(error) if is_away(error) => self.lost(&error.to_string()),
+            Err(error) if is_away(error) => self.lost(&whole(error)),
             Ok(_) | Err(_) => self.met(),
         }
         result
@@ -89,8 +90,10 @@ impl Calls {
             warn!(error = why, "the API server is away; pods go on, and what it is to show follows");
             Instant::now()
         });
-        let text =
-            format!("away for {:?}; pods go on, and what it is to show follows: {why}", since.elapsed());
+        // Counted back from now, by the wall clock.
+        let since = Timestamp::now().as_second().saturating_sub_unsigned(since.elapsed().as_secs());
+        let since = Timestamp::from_second(since).unwrap_or_default();
+        let text = format!("away since {since}; pods go on, and what it is to show follows: {why}");
         self.ready.warn(WARNING, &text);
     }
 
@@ -102,6 +105,18 @@ impl Calls {
             self.ready.settled(WARNING);
         }
     }
+}
+
+/// The error with what is behind it: the client's own words stop at "client error (Connect)".
+fn whole(error: &Error) -> String {
+    let mut text = error.to_string();
+    let Error::Api { error, .. } = error else { return text };
+    let mut behind = std::error::Error::source(error).and_then(std::error::Error::source);
+    while let Some(error) = behind {
+        text.push_str(&format!(": {error}"));
+        behind = error.source();
+    }
+    text
 }
 
 /// Whether it says nothing of the request, and all of the server: the next call would fail like this one.

@@ -37,7 +37,8 @@ pub(crate) struct Rig {
     pub(crate) client: Client,
     pub(crate) world: World,
     pub(crate) daemons: Daemons,
-    pub(crate) proxy: Proxy,
+    /// The road to the API server.
+    _proxy: Proxy,
 }
 
 /// A sandbox as a shim has it.
@@ -93,7 +94,7 @@ impl Rig {
             .set("cluster.pod-uid", "first-daemon")
             .set("cluster.capacity", 50);
         let daemons = Daemons::prepare(&world, settings).unwrap();
-        let rig = Rig { cluster, client, world, daemons, proxy };
+        let rig = Rig { cluster, client, world, daemons, _proxy: proxy };
         rig.apply(&json!({
             "apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "kata-remote"}, "handler": "kata-remote",
         }));
