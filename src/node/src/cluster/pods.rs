@@ -176,13 +176,6 @@ impl Reflector {
         live.or_else(|| state.newest(namespace, name, true)).cloned()
     }
 
-    /// UIDs of this node's pods of this name; empty where none is known (yet).
-    pub fn uids(&self, namespace: &str, name: &str) -> Vec<String> {
-        let state = self.state();
-        let pods = state.pods.get(&(namespace.to_owned(), name.to_owned()));
-        pods.into_iter().flatten().map(|pod| pod.uid.clone()).collect()
-    }
-
     /// Notes whose a pod is.
     pub(super) fn take(&self, uid: &str, sandbox: &SandboxId) {
         let mut state = self.state();
