@@ -59,7 +59,8 @@ pub fn bill(of: &Of<'_>) -> Result<Value> {
     let mut depends: Vec<Value> = used
         .iter()
         .filter_map(|id| {
-            let mut on: Vec<String> = edges.get(id)?.iter().filter_map(|to| packages.get(to).map(|to| name(to))).collect();
+            let mut on: Vec<String> =
+                edges.get(id)?.iter().filter_map(|to| packages.get(to).map(|to| name(to))).collect();
             on.sort();
             Some(json!({"ref": name(packages.get(id)?), "dependsOn": on}))
         })
@@ -131,7 +132,8 @@ fn reach(roots: BTreeSet<String>, edges: &BTreeMap<String, BTreeSet<String>>) ->
 /// Of `name version`, as Cargo.lock has them.
 fn checksums(lock: &str) -> Result<BTreeMap<String, String>> {
     let lock: toml::Table = lock.parse().context("Cargo.lock is no TOML")?;
-    let packages = lock.get("package").and_then(|all| all.as_array()).context("Cargo.lock names no package")?;
+    let packages =
+        lock.get("package").and_then(|all| all.as_array()).context("Cargo.lock names no package")?;
     let of = |package: &toml::Value| {
         let part = |key: &str| package.get(key).and_then(|value| value.as_str()).map(str::to_owned);
         Some((format!("{} {}", part("name")?, part("version")?), part("checksum")?))

@@ -64,6 +64,10 @@ fn main() -> Result<()> {
     for (path, size) in &sizes {
         println!("{size:>12} {path}");
     }
-    println!("{:>12} in all, and a bill of {} parts", sizes.iter().map(|(_, size)| size).sum::<u64>(), bill::count(&bill));
+    println!(
+        "{:>12} in all, and a bill of {} parts",
+        sizes.iter().map(|(_, size)| size).sum::<u64>(),
+        bill::count(&bill)
+    );
     Ok(())
 }

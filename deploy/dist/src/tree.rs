@@ -72,7 +72,12 @@ fn needs(program: &Path) -> Result<Vec<PathBuf>> {
         return Ok(Vec::new());
     }
     ensure!(asked.status.success(), "ldd {}: {}", program.display(), said.trim());
-    ensure!(!said.contains("not found"), "{} needs a library that is not here: {}", program.display(), said.trim());
+    ensure!(
+        !said.contains("not found"),
+        "{} needs a library that is not here: {}",
+        program.display(),
+        said.trim()
+    );
     // `name => /path (0x…)`, and the loader's path alone.
     let paths = said.lines().filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/')));
     Ok(paths.map(PathBuf::from).collect())

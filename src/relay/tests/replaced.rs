@@ -23,8 +23,16 @@ impl Kept {
         let log = folder.join(name);
         let out = File::create(&log).unwrap();
         let mut command = Command::new(env!("CARGO_BIN_EXE_peerpod-relay"));
-        command.arg("--paths.run-dir").arg(folder.join("run")).arg("--paths.state-dir").arg(folder.join("state"));
-        command.args(["--relay.listen=127.0.0.1:0", "--relay.admin-listen=127.0.0.1:0", "--relay.replaced=wait"]);
+        command
+            .arg("--paths.run-dir")
+            .arg(folder.join("run"))
+            .arg("--paths.state-dir")
+            .arg(folder.join("state"));
+        command.args([
+            "--relay.listen=127.0.0.1:0",
+            "--relay.admin-listen=127.0.0.1:0",
+            "--relay.replaced=wait",
+        ]);
         command.stderr(out.try_clone().unwrap()).stdout(out);
         Kept(command.spawn().unwrap(), log)
     }

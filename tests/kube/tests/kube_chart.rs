@@ -28,7 +28,9 @@ const NAMESPACE: &str = "peerpod-system";
 fn providers() -> Vec<(String, PathBuf)> {
     let folders = fs::read_dir(project("providers")).unwrap().map(|entry| entry.unwrap().path());
     let mut found: Vec<(String, PathBuf)> = folders
-        .map(|folder| (folder.file_name().unwrap().to_string_lossy().into_owned(), folder.join("values.yaml")))
+        .map(|folder| {
+            (folder.file_name().unwrap().to_string_lossy().into_owned(), folder.join("values.yaml"))
+        })
         .filter(|(_, values)| values.is_file())
         .collect();
     found.sort();
@@ -93,18 +95,33 @@ fn what_is_made_of_the_chart_is_up_to_date() {
     let home = Home::new("kustomize");
     let made = Command::new(project("deploy/kustomize/make")).arg(&home.0).output().unwrap();
     assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-    for file in ["kustomize/base/peerpod.yaml", "kustomize/base/crds.yaml", "kustomize/base/kustomization.yaml",
-        "kustomize/base/namespace.yaml", "webhook/registration.yaml"]
-    {
+    for file in [
+        "kustomize/base/peerpod.yaml",
+        "kustomize/base/crds.yaml",
+        "kustomize/base/kustomization.yaml",
+        "kustomize/base/namespace.yaml",
+        "webhook/registration.yaml",
+    ] {
         let kept = fs::read_to_string(project("deploy").join(file)).unwrap();
-        assert!(fs::read_to_string(home.0.join(file)).unwrap() == kept, "deploy/{file}: run `make kustomize`");
+        assert!(
+            fs::read_to_string(home.0.join(file)).unwrap() == kept,
+            "deploy/{file}: run `make kustomize`"
+        );
     }
-    let objects = objects(&kubectl(&["kustomize", project("deploy/kustomize/base").to_str().unwrap()]).unwrap()).unwrap();
-    for (kind, name) in [("DaemonSet", "peerpod-node"), ("CustomResourceDefinition", "peerpods.confidentialcontainers.org")] {
+    let objects =
+        objects(&kubectl(&["kustomize", project("deploy/kustomize/base").to_str().unwrap()]).unwrap())
+            .unwrap();
+    for (kind, name) in
+        [("DaemonSet", "peerpod-node"), ("CustomResourceDefinition", "peerpods.confidentialcontainers.org")]
+    {
         object(&objects, kind, name).unwrap();
     }
     let links = ["crds", "files/kata"].map(|link| fs::read_link(project("deploy/chart").join(link)).unwrap());
-    assert_eq!(links, [Path::new("../crds"), Path::new("../../kata")], "the chart has no copies that could differ");
+    assert_eq!(
+        links,
+        [Path::new("../crds"), Path::new("../../kata")],
+        "the chart has no copies that could differ"
+    );
 }
 
 /// What the programs read from the ConfigMap, the programs themselves accept.
@@ -182,7 +199,8 @@ fn katas_configuration_has_exactly_the_keys_that_each_shim_reads() {
         "runtime.hypervisor_name",
         "runtime.agent_name",
     ];
-    let expected = |own: &[&str]| shared.iter().chain(own).map(|key| (*key).to_owned()).collect::<BTreeSet<_>>();
+    let expected =
+        |own: &[&str]| shared.iter().chain(own).map(|key| (*key).to_owned()).collect::<BTreeSet<_>>();
     assert_eq!(keys("configuration-remote-go.toml"), expected(&go));
     assert_eq!(keys("configuration-remote-rs.toml"), expected(&rust));
     for (file, socket) in [
@@ -298,8 +316,14 @@ async fn installs_on_a_real_api_server() {
             let list = json!({"apiVersion": "v1", "kind": "List", "items": ours.collect::<Vec<_>>()});
             let file = cluster.folder().join(format!("{name}.json"));
             fs::write(&file, list.to_string()).unwrap();
-            let words =
-                ["apply", "--dry-run=server", "--validate=strict", "--server-side", "-f", file.to_str().unwrap()];
+            let words = [
+                "apply",
+                "--dry-run=server",
+                "--validate=strict",
+                "--server-side",
+                "-f",
+                file.to_str().unwrap(),
+            ];
             cluster.kubectl(&words).unwrap_or_else(|why| panic!("{name}, {mode:?}: {why}"));
         }
     }

@@ -33,7 +33,10 @@ fn apply(cluster: &Cluster, object: &Value) {
 fn pod(cluster: &Cluster, namespace: &str, name: &str, more: Value) {
     let mut spec = json!({"containers": [{"name": "c", "image": "x"}]});
     spec.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    apply(cluster, &json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": namespace}, "spec": spec}));
+    apply(
+        cluster,
+        &json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": namespace}, "spec": spec}),
+    );
 }
 
 /// `kubectl` as that account.
@@ -59,7 +62,8 @@ async fn start(cluster: &Cluster, role: &str, who: &Path, more: &[&str], says: &
     ];
     words.extend(more.iter().map(|word| (*word).to_owned()));
     let name = if role == "webhook" { "peerpod-webhook" } else { "peerpod-controller" };
-    let mut process = Process::start(name, &program("peerpod-cluster").unwrap(), &words, cluster.folder()).unwrap();
+    let mut process =
+        Process::start(name, &program("peerpod-cluster").unwrap(), &words, cluster.folder()).unwrap();
     let said = wait_for(says, LIMIT, async || {
         process.check()?;
         let said = process.said();
@@ -80,8 +84,15 @@ async fn each_role_does_what_it_does_and_may_no_more() {
     for node in ["worker-1", "worker-2"] {
         apply(&cluster, &json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}}));
         let status = r#"{"status":{"capacity":{"cpu":"4","memory":"8Gi","pods":"110"}}}"#;
-        cluster.kubectl(&["patch", "node", node, "--subresource=status", "--type=merge", "-p", status]).unwrap();
-        pod(&cluster, OWN, &format!("node-{node}"), json!({"nodeName": node, "serviceAccountName": "peerpod-node"}));
+        cluster
+            .kubectl(&["patch", "node", node, "--subresource=status", "--type=merge", "-p", status])
+            .unwrap();
+        pod(
+            &cluster,
+            OWN,
+            &format!("node-{node}"),
+            json!({"nodeName": node, "serviceAccountName": "peerpod-node"}),
+        );
     }
     let of = async |account: &str, pod: Option<&str>| cluster.kubeconfig_of(OWN, account, pod).await.unwrap();
     let node = of("peerpod-node", Some("node-worker-1")).await;
@@ -103,7 +114,12 @@ async fn volumes(cluster: &Cluster) {
         cluster.kubectl(&["create", "serviceaccount", "-n", "shop", account]).unwrap();
     }
     for node in ["worker-1", "worker-2"] {
-        pod(cluster, "shop", &format!("csi-{node}"), json!({"nodeName": node, "serviceAccountName": "driver-node"}));
+        pod(
+            cluster,
+            "shop",
+            &format!("csi-{node}"),
+            json!({"nodeName": node, "serviceAccountName": "driver-node"}),
+        );
     }
     let node = cluster.kubeconfig_of("shop", "driver-node", Some("csi-worker-1")).await.unwrap();
     let controller = cluster.kubeconfig_of("shop", "driver-controller", None).await.unwrap();
@@ -120,7 +136,9 @@ async fn volumes(cluster: &Cluster) {
     refused(cluster, &node, &["create", "-f", theirs.to_str().unwrap()], why);
     cluster.kubectl(&["create", "-f", theirs.to_str().unwrap()]).unwrap();
     refused(cluster, &node, &["delete", "peerpodvolume", "-n", "shop", "theirs"], why);
-    for words in [&["get", "secrets", "-n", "shop"][..], &["get", "peerpodvolumes", "-A"], &["get", "pods", "-A"]] {
+    for words in
+        [&["get", "secrets", "-n", "shop"][..], &["get", "peerpodvolumes", "-A"], &["get", "pods", "-A"]]
+    {
         refused(cluster, &node, words, "forbidden");
     }
     as_who(cluster, &node, &["get", "pod", "-n", "shop", "web"]).unwrap();
@@ -154,11 +172,21 @@ fn relay(cluster: &Cluster, who: &Path) {
 }
 
 async fn webhook(cluster: &Cluster, who: &Path) -> Process {
-    let more = ["--webhook.listen=127.0.0.1:0", "--webhook.admin-listen=127.0.0.1:0",
-        "--webhook.certificates=self-managed", "--webhook.names=127.0.0.1"];
+    let more = [
+        "--webhook.listen=127.0.0.1:0",
+        "--webhook.admin-listen=127.0.0.1:0",
+        "--webhook.certificates=self-managed",
+        "--webhook.names=127.0.0.1",
+    ];
     let (process, _) = start(cluster, "webhook", who, &more, "webhook answers").await;
     wait_for("the registration's caBundle", LIMIT, async || {
-        let words = ["get", "mutatingwebhookconfiguration", "peerpod-webhook", "-o", "jsonpath={.webhooks[0].clientConfig.caBundle}"];
+        let words = [
+            "get",
+            "mutatingwebhookconfiguration",
+            "peerpod-webhook",
+            "-o",
+            "jsonpath={.webhooks[0].clientConfig.caBundle}",
+        ];
         Ok((!cluster.kubectl(&words)?.is_empty()).then_some(()))
     })
     .await
@@ -183,14 +211,24 @@ async fn webhook(cluster: &Cluster, who: &Path) -> Process {
 /// It leads, ends a PeerPod, keeps the CA that nodes trust; what it rolls out is `kube_rollout`'s.
 async fn controller(cluster: &Cluster, who: &Path) -> (Process, SocketAddr) {
     let state = format!("--paths.state-dir={}", cluster.folder().join("state").display());
-    let more = ["--controller.admin-listen=127.0.0.1:0", "--controller.identity=one", "--provider.kind=drill", &state,
-        "--controller.settle=1s", "--secrets.listen=127.0.0.1:0", "--secrets.names=127.0.0.1"];
+    let more = [
+        "--controller.admin-listen=127.0.0.1:0",
+        "--controller.identity=one",
+        "--provider.kind=drill",
+        &state,
+        "--controller.settle=1s",
+        "--secrets.listen=127.0.0.1:0",
+        "--secrets.names=127.0.0.1",
+    ];
     let (process, said) = start(cluster, "controller", who, &more, "pull secrets are given to nodes").await;
-    apply(cluster, &json!({
-        "apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerPod",
-        "metadata": {"name": "old", "namespace": "shop", "finalizers": ["peer.pod/finalizer"]},
-        "spec": {"instanceID": "drill-0"},
-    }));
+    apply(
+        cluster,
+        &json!({
+            "apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerPod",
+            "metadata": {"name": "old", "namespace": "shop", "finalizers": ["peer.pod/finalizer"]},
+            "spec": {"instanceID": "drill-0"},
+        }),
+    );
     let words = ["delete", "peerpod", "-n", "shop", "old", "--wait=true", "--timeout=90s"];
     cluster.kubectl(&words).unwrap_or_else(|why| panic!("{why}\n{}", process.said()));
     for line in process.said().lines() {
@@ -270,8 +308,14 @@ async fn node_works(cluster: &Cluster, who: &Path, secrets: SocketAddr, controll
     .await
     .unwrap_or_else(|why| panic!("{why}\n{}", tails()));
     for (what, words) in [
-        ("the Event", &["get", "events", "-n", "shop", "--field-selector", "reason=CreateRefused", "-o", "name"][..]),
-        ("the heartbeat", &["get", "lease", "-n", OWN, "peerpod-node-worker-1", "-o", "name", "--ignore-not-found"]),
+        (
+            "the Event",
+            &["get", "events", "-n", "shop", "--field-selector", "reason=CreateRefused", "-o", "name"][..],
+        ),
+        (
+            "the heartbeat",
+            &["get", "lease", "-n", OWN, "peerpod-node-worker-1", "-o", "name", "--ignore-not-found"],
+        ),
     ] {
         wait_for(what, LIMIT, async || Ok((!cluster.kubectl(words)?.is_empty()).then_some(())))
             .await
@@ -279,7 +323,9 @@ async fn node_works(cluster: &Cluster, who: &Path, secrets: SocketAddr, controll
     }
     wait_for("its pull secrets", LIMIT, async || {
         let said = controller.said();
-        let given = |line: &str| line.contains("\"answered\"") && line.contains("shop/web") && line.contains("worker-1");
+        let given = |line: &str| {
+            line.contains("\"answered\"") && line.contains("shop/web") && line.contains("worker-1")
+        };
         Ok(said.lines().any(given).then_some(()))
     })
     .await
@@ -312,22 +358,39 @@ async fn node_is_bounded(cluster: &Cluster, who: &Path) {
     ] {
         refused(cluster, who, words, "forbidden");
     }
-    let uid = cluster.kubectl(&["get", "pod", "-n", OWN, "node-worker-1", "-o", "jsonpath={.metadata.uid}"]).unwrap();
+    let uid = cluster
+        .kubectl(&["get", "pod", "-n", OWN, "node-worker-1", "-o", "jsonpath={.metadata.uid}"])
+        .unwrap();
     let token = cluster.token(OWN, "peerpod-node", &[], Some(("node-worker-1", &uid))).await.unwrap();
     let client = cluster.client_with(&token).unwrap();
     let nodes: Api<Node> = Api::all(client.clone());
     let capacity = Patch::Merge(json!({"status": {"capacity": {"kata.peerpods.io/vm": "99"}}}));
     let status = async |node: &str| {
-        nodes.patch_status(node, &PatchParams::default(), &capacity).await.map(drop).map_err(|why| why.to_string())
+        nodes
+            .patch_status(node, &PatchParams::default(), &capacity)
+            .await
+            .map(drop)
+            .map_err(|why| why.to_string())
     };
     status("worker-1").await.unwrap();
     let why = status("worker-2").await.unwrap_err();
     assert!(why.contains("a daemon on node worker-1 may not change node worker-2"), "{why}");
-    as_who(cluster, who, &["annotate", "node", "worker-1", "kata.peerpods.io/caa-owner=me", "--overwrite"]).unwrap();
+    as_who(cluster, who, &["annotate", "node", "worker-1", "kata.peerpods.io/caa-owner=me", "--overwrite"])
+        .unwrap();
     let words = ["annotate", "node", "worker-2", "kata.peerpods.io/caa-owner=me"];
     refused(cluster, who, &words, "may not change node worker-2");
-    refused(cluster, who, &["label", "node", "worker-1", "pool=gold"], "may not change a Node's spec or labels");
-    refused(cluster, who, &["taint", "node", "worker-1", "a=b:NoSchedule"], "may not change a Node's spec or labels");
+    refused(
+        cluster,
+        who,
+        &["label", "node", "worker-1", "pool=gold"],
+        "may not change a Node's spec or labels",
+    );
+    refused(
+        cluster,
+        who,
+        &["taint", "node", "worker-1", "a=b:NoSchedule"],
+        "may not change a Node's spec or labels",
+    );
 
     let peerpod = |name: &str, node: &str| {
         json!({"apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerPod",
@@ -346,7 +409,11 @@ async fn node_is_bounded(cluster: &Cluster, who: &Path) {
     let peerpods: Api<PeerPod> = Api::namespaced(client, "shop");
     let gone = Patch::Merge(json!({"status": {"phase": "Gone"}}));
     let status = async |name: &str| {
-        peerpods.patch_status(name, &PatchParams::default(), &gone).await.map(drop).map_err(|why| why.to_string())
+        peerpods
+            .patch_status(name, &PatchParams::default(), &gone)
+            .await
+            .map(drop)
+            .map_err(|why| why.to_string())
     };
     status("own").await.unwrap();
     assert!(status("theirs").await.unwrap_err().contains(why));
@@ -359,6 +426,11 @@ async fn node_is_bounded(cluster: &Cluster, who: &Path) {
     };
     for name in ["peerpod-node-worker-2", "peerpod-controller"] {
         let file = lease(name);
-        refused(cluster, who, &["create", "-f", file.to_str().unwrap()], &format!("may not change lease {name}"));
+        refused(
+            cluster,
+            who,
+            &["create", "-f", file.to_str().unwrap()],
+            &format!("may not change lease {name}"),
+        );
     }
 }

@@ -45,7 +45,9 @@ async fn until(cluster: &Cluster, name: &str, reason: &str, controller: &Process
 }
 
 async fn object(cluster: &Cluster, kind: &str, name: &str) -> Value {
-    wait_for(name, LIMIT, async || Ok(Some(get(cluster, kind, name)?).filter(|found| !found.is_null()))).await.unwrap()
+    wait_for(name, LIMIT, async || Ok(Some(get(cluster, kind, name)?).filter(|found| !found.is_null())))
+        .await
+        .unwrap()
 }
 
 /// The kubelet's part, for all pods of this component that have not got it.
@@ -63,7 +65,8 @@ async fn run_pods(cluster: &Cluster, component: &str, count: usize) {
                 "metadata": {"name": name}, "target": {"apiVersion": "v1", "kind": "Node", "name": "worker-1"},
             }))
             .unwrap();
-            let _: Value = pods.create_subresource("binding", &name, &PostParams::default(), &to).await.unwrap();
+            let _: Value =
+                pods.create_subresource("binding", &name, &PostParams::default(), &to).await.unwrap();
         }
         let ready = json!({"status": {"phase": "Running", "conditions": [
             {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}]}});
@@ -72,7 +75,15 @@ async fn run_pods(cluster: &Cluster, component: &str, count: usize) {
 }
 
 async fn start(cluster: &Cluster, who: &Path) -> Process {
-    let config = cluster.kubectl(&["get", "configmap", "-n", OWN, "peerpod-config", "-o", "jsonpath={.data.peerpod\\.yaml}"]);
+    let config = cluster.kubectl(&[
+        "get",
+        "configmap",
+        "-n",
+        OWN,
+        "peerpod-config",
+        "-o",
+        "jsonpath={.data.peerpod\\.yaml}",
+    ]);
     let file = cluster.folder().join("peerpod.yaml");
     std::fs::write(&file, config.unwrap()).unwrap();
     let words = [
@@ -85,13 +96,18 @@ async fn start(cluster: &Cluster, who: &Path) -> Process {
         "--controller.identity=one".to_owned(),
         "--secrets.serve=false".to_owned(),
     ];
-    Process::start("peerpod-controller", &program("peerpod-cluster").unwrap(), &words, cluster.folder()).unwrap()
+    Process::start("peerpod-controller", &program("peerpod-cluster").unwrap(), &words, cluster.folder())
+        .unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_peer_pod_config_becomes_what_its_nodes_run() {
-    let controllers =
-        vec!["daemonset-controller", "deployment-controller", "replicaset-controller", "garbage-collector-controller"];
+    let controllers = vec![
+        "daemonset-controller",
+        "deployment-controller",
+        "replicaset-controller",
+        "garbage-collector-controller",
+    ];
     let cluster = Cluster::start(Options { controllers, ..Options::default() }).await.unwrap();
     let values = peerpod_test_kube::project("providers/drill/values.yaml");
     let set = ["--set", "rollout.mode=config", "-f", values.to_str().unwrap()];
@@ -100,14 +116,20 @@ async fn a_peer_pod_config_becomes_what_its_nodes_run() {
     let who = cluster.kubeconfig_of(OWN, "peerpod-controller", None).await.unwrap();
     let mut controller = start(&cluster, &who).await;
     let config = |name: &str, spec: Value| {
-        apply(&cluster, &json!({"apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerPodConfig",
-            "metadata": {"name": name, "namespace": OWN}, "spec": spec}));
+        apply(
+            &cluster,
+            &json!({"apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerPodConfig",
+            "metadata": {"name": name, "namespace": OWN}, "spec": spec}),
+        );
     };
     config("gold", json!({"limit": "20", "nodeSelector": {"pool": "gold"}}));
     let said = until(&cluster, "gold", "NoNodes", &controller).await;
     assert!(said.contains("nodeSelector"), "{said}");
-    apply(&cluster, &json!({"apiVersion": "v1", "kind": "Node",
-        "metadata": {"name": "worker-1", "labels": {"pool": "gold"}}}));
+    apply(
+        &cluster,
+        &json!({"apiVersion": "v1", "kind": "Node",
+        "metadata": {"name": "worker-1", "labels": {"pool": "gold"}}}),
+    );
 
     let node = object(&cluster, "daemonset", "peerpod-node-gold").await;
     object(&cluster, "daemonset", "peerpod-relay-gold").await;
@@ -126,12 +148,17 @@ async fn a_peer_pod_config_becomes_what_its_nodes_run() {
     let said = until(&cluster, "gold", "WebhookNotReady", &controller).await;
     assert!(said.contains("no caBundle"), "{said}");
     let bundle = r#"[{"op":"add","path":"/webhooks/0/clientConfig/caBundle","value":"LS0tLS1CRUdJTiBDRVJUSUZJQ0FURS0tLS0tCk1BPT0KLS0tLS1FTkQgQ0VSVElGSUNBVEUtLS0tLQo="}]"#;
-    cluster.kubectl(&["patch", "mutatingwebhookconfiguration", "peerpod-webhook", "--type=json", "-p", bundle]).unwrap();
+    cluster
+        .kubectl(&["patch", "mutatingwebhookconfiguration", "peerpod-webhook", "--type=json", "-p", bundle])
+        .unwrap();
     run_pods(&cluster, "webhook", 2).await;
     let said = until(&cluster, "gold", "Serving", &controller).await;
     assert!(said.contains("1 nodes"), "{said}");
     let found = get(&cluster, "peerpodconfig", "gold").unwrap();
-    assert_eq!((&found["status"]["setupCompleted"], &found["status"]["observedGeneration"]), (&json!(true), &found["metadata"]["generation"]));
+    assert_eq!(
+        (&found["status"]["setupCompleted"], &found["status"]["observedGeneration"]),
+        (&json!(true), &found["metadata"]["generation"])
+    );
     println!("{}", cluster.kubectl(&["get", "peerpodconfig,daemonset,runtimeclass", "-n", OWN]).unwrap());
 
     others_fields_survive(&cluster, &config, &has).await;

@@ -159,9 +159,8 @@ impl Work {
         let maps: Api<ConfigMap> = self.ours();
         Ok(match within(format!("get ConfigMap {name}"), maps.get_opt(name)).await? {
             None => Err(format!("there is no ConfigMap {name}; install the chart with rollout.mode: config")),
-            Some(map) => {
-                Manifests::read(&map.data.unwrap_or_default()).map_err(|why| format!("ConfigMap {name}: {why}"))
-            }
+            Some(map) => Manifests::read(&map.data.unwrap_or_default())
+                .map_err(|why| format!("ConfigMap {name}: {why}")),
         })
     }
 
@@ -178,7 +177,9 @@ impl Work {
         }
         let mine = selector(&node_selector(config));
         let nodes: Api<Node> = Api::all(self.client());
-        for node in within("list nodes", nodes.list_metadata(&ListParams::default().labels(&mine))).await?.items {
+        for node in
+            within("list nodes", nodes.list_metadata(&ListParams::default().labels(&mine))).await?.items
+        {
             let has = |(key, value): (&String, &String)| node.labels().get(key) == Some(value);
             if let Some(other) = older.iter().find(|one| node_selector(one).iter().all(has)) {
                 let (node, other) = (node.name_any(), other.name_any());
@@ -239,13 +240,17 @@ impl Work {
         let registrations: Api<MutatingWebhookConfiguration> = Api::all(self.client());
         let found = within(format!("get webhook registration {name}"), registrations.get_opt(name)).await?;
         let Some(found) = found else {
-            return Ok(Some(format!("there is no MutatingWebhookConfiguration {name}; install the chart with it")));
+            return Ok(Some(format!(
+                "there is no MutatingWebhookConfiguration {name}; install the chart with it"
+            )));
         };
         let trusted = |hook: &k8s_openapi::api::admissionregistration::v1::MutatingWebhook| {
             hook.client_config.ca_bundle.as_ref().is_some_and(|bundle| !bundle.0.is_empty())
         };
         if !found.webhooks.unwrap_or_default().iter().all(trusted) {
-            let why = format!("MutatingWebhookConfiguration {name} has no caBundle yet: its certificate's issuer puts it there");
+            let why = format!(
+                "MutatingWebhookConfiguration {name} has no caBundle yet: its certificate's issuer puts it there"
+            );
             return Ok(Some(why));
         }
         let deployments: Api<Deployment> = self.ours();
@@ -262,7 +267,13 @@ impl Work {
         }
         let name = config.name_any();
         if let [ready] = status.conditions.as_slice() {
-            info!(config = name, ready = ready.status, reason = ready.reason, message = ready.message, "PeerPodConfig");
+            info!(
+                config = name,
+                ready = ready.status,
+                reason = ready.reason,
+                message = ready.message,
+                "PeerPodConfig"
+            );
         }
         self.context.may_act()?;
         let object = json!({
@@ -272,7 +283,8 @@ impl Work {
         let configs: Api<PeerPodConfig> = self.ours();
         let apply = PatchParams::apply(MANAGER).force();
         let object = Patch::Apply(&object);
-        within(format!("status of PeerPodConfig {name}"), configs.patch_status(&name, &apply, &object)).await?;
+        within(format!("status of PeerPodConfig {name}"), configs.patch_status(&name, &apply, &object))
+            .await?;
         Ok(())
     }
 }
@@ -283,7 +295,8 @@ fn selector(labels: &BTreeMap<String, String>) -> String {
 
 fn progress(set: &DynamicObject) -> Progress {
     let status = &set.data["status"];
-    let number = |name: &str| status[name].as_i64().and_then(|number| i32::try_from(number).ok()).unwrap_or(0);
+    let number =
+        |name: &str| status[name].as_i64().and_then(|number| i32::try_from(number).ok()).unwrap_or(0);
     Progress {
         wanted: number("desiredNumberScheduled"),
         ready: number("numberReady"),

@@ -35,10 +35,14 @@ pub enum Error {
         why: String,
     },
     /// It cannot be in a label.
-    #[error("{0:?} is too long for the name of a PeerPodConfig: with the DaemonSets' it has at most 63 characters")]
+    #[error(
+        "{0:?} is too long for the name of a PeerPodConfig: with the DaemonSets' it has at most 63 characters"
+    )]
     Name(String),
     /// The provider has no such setting.
-    #[error("instanceType: this provider has no setting of that kind; say what VMs are like in its own settings")]
+    #[error(
+        "instanceType: this provider has no setting of that kind; say what VMs are like in its own settings"
+    )]
     InstanceType,
 }
 
@@ -72,7 +76,8 @@ impl Manifests {
 
     /// The names of the DaemonSets of this PeerPodConfig: node and relay.
     pub fn names(&self, config: &str) -> [String; 2] {
-        [&self.node, &self.relay].map(|set| format!("{}-{config}", set["metadata"]["name"].as_str().unwrap_or("")))
+        [&self.node, &self.relay]
+            .map(|set| format!("{}-{config}", set["metadata"]["name"].as_str().unwrap_or("")))
     }
 
     /// The RuntimeClass, for the nodes of these PeerPodConfigs. Several have no selector in common; then the extended
@@ -109,7 +114,11 @@ pub fn node_selector(config: &PeerPodConfig) -> BTreeMap<String, String> {
 ///
 /// # Errors
 /// See [`Error`].
-pub fn daemon_sets(manifests: &Manifests, config: &PeerPodConfig, around: &Around) -> Result<[Value; 2], Error> {
+pub fn daemon_sets(
+    manifests: &Manifests,
+    config: &PeerPodConfig,
+    around: &Around,
+) -> Result<[Value; 2], Error> {
     let name = config.name_any();
     if manifests.names(&name).iter().any(|name| name.len() > MOST) {
         return Err(Error::Name(name));

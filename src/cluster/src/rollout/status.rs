@@ -45,7 +45,11 @@ pub fn verdict(facts: &Facts) -> (bool, &'static str, String) {
         return (false, "Progressing", "the DaemonSets have just been applied".to_owned());
     }
     if node.wanted == 0 {
-        return (false, "NoNodes", "no node has the labels of nodeSelector; label one, or change it".to_owned());
+        return (
+            false,
+            "NoNodes",
+            "no node has the labels of nodeSelector; label one, or change it".to_owned(),
+        );
     }
     let wanted = node.wanted;
     if relay.ready < relay.wanted || node.ready < wanted {
@@ -131,12 +135,18 @@ mod tests {
         let mut config = PeerPodConfig::default();
         let good = applied(progress(1, 1, 1), progress(1, 1, 1), None);
         let first = status(&config, &good, at(1));
-        assert_eq!((first.setup_completed, first.conditions[0].last_transition_time.clone()), (Some(true), Time(at(1))));
+        assert_eq!(
+            (first.setup_completed, first.conditions[0].last_transition_time.clone()),
+            (Some(true), Time(at(1)))
+        );
         config.status = Some(first);
         let still = status(&config, &applied(progress(1, 1, 0), progress(1, 1, 1), None), at(2));
         assert_eq!(still.conditions[0].last_transition_time, Time(at(1)));
         config.status = Some(still);
         let lost = status(&config, &applied(progress(1, 0, 1), progress(1, 1, 1), None), at(3));
-        assert_eq!((lost.setup_completed, lost.conditions[0].last_transition_time.clone()), (Some(false), Time(at(3))));
+        assert_eq!(
+            (lost.setup_completed, lost.conditions[0].last_transition_time.clone()),
+            (Some(false), Time(at(3)))
+        );
     }
 }

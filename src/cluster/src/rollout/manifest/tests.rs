@@ -14,7 +14,11 @@ fn set(name: &str) -> String {
 fn manifests() -> Manifests {
     let class = "apiVersion: node.k8s.io/v1\nkind: RuntimeClass\nmetadata: {name: kata-remote}\nhandler: kata-remote\n\
                  scheduling: {nodeSelector: {kata: 'true'}, tolerations: []}\n";
-    let data = [("node.yaml", set("pp-node")), ("relay.yaml", set("pp-relay")), ("runtimeclass.yaml", class.to_owned())];
+    let data = [
+        ("node.yaml", set("pp-node")),
+        ("relay.yaml", set("pp-relay")),
+        ("runtimeclass.yaml", class.to_owned()),
+    ];
     Manifests::read(&data.map(|(key, text)| (key.to_owned(), text)).into()).unwrap()
 }
 
@@ -38,7 +42,10 @@ fn pair(name: &str, value: &str) -> (String, String) {
 
 #[test]
 fn each_config_has_its_own_daemon_sets_for_its_own_nodes() {
-    let around = Around { instance_type: Some("PEERPOD_PROVIDER_X_INSTANCE_TYPE".to_owned()), settings: "7/9".to_owned() };
+    let around = Around {
+        instance_type: Some("PEERPOD_PROVIDER_X_INSTANCE_TYPE".to_owned()),
+        settings: "7/9".to_owned(),
+    };
     let wanted = json!({"limit": "20", "instanceType": "big", "nodeSelector": {"pool": "a"}, "configMapName": "m",
         "cloudSecretName": "s"});
     let [node, relay] = daemon_sets(&manifests(), &config("gold", wanted), &around).unwrap();
@@ -81,7 +88,8 @@ fn without_a_selector_it_is_all_workers_and_without_a_limit_the_charts() {
     let [node, _] = daemon_sets(&manifests(), &config("a", json!({})), &Around::default()).unwrap();
     assert_eq!(node["spec"]["template"]["spec"]["nodeSelector"], json!({"node.kubernetes.io/worker": ""}));
     assert_eq!(env(&node), [pair("PEERPOD_CLUSTER_CAPACITY", "3"), pair("KEPT", "1")]);
-    let [node, _] = daemon_sets(&manifests(), &config("a", json!({"limit": "2000"})), &Around::default()).unwrap();
+    let [node, _] =
+        daemon_sets(&manifests(), &config("a", json!({"limit": "2000"})), &Around::default()).unwrap();
     assert!(env(&node).contains(&pair("PEERPOD_NODE_MAX_SANDBOXES", "2000")));
 }
 
