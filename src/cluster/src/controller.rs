@@ -15,4 +15,4 @@ mod vms;
 
 pub use config::ControllerConfig;
 pub use part::{Context, Part};
-pub use vms::VmsConfig;
+pub use vms::{Orphans, VmsConfig};

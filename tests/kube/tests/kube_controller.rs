@@ -87,6 +87,8 @@ async fn by_id_and_by_key(world: &World, cloud: &Arc<Cloud>, ns: &str) {
     }
     assert_eq!(cloud.count("vm-"), 0);
     world.has_event(ns, "old", "VMDeleted").await;
+    // As one that another system made would be.
+    world.has_event(ns, "gone", "VMNotOurs").await;
 }
 
 async fn others_are_left_alone(world: &World, cloud: &Arc<Cloud>, ns: &str) {
@@ -317,6 +319,7 @@ async fn many_while_it_is_killed(world: &World) {
                 "spec": {"cloudProvider": "external"},
             }))
             .unwrap();
+            peerpod.spec.sandbox_id = Some(format!("sandbox-{id}"));
             peerpod.spec.instance_id = Some(id);
             world.peerpods(NS).create(&PostParams::default(), &peerpod).await.unwrap();
         }

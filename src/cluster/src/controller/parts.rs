@@ -67,3 +67,50 @@ impl Settings {
         Ok(parts)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use peerpod_base::config::Sources;
+
+    use super::*;
+    use crate::controller::vms::Orphans;
+
+    fn read(words: &[&str]) -> Result<Settings, String> {
+        let sources = Sources::from_process(words.iter().map(ToString::to_string), []);
+        let mine = ["controller", "kubernetes", "paths", "provider", "cluster", "node", "secrets"];
+        let mut reader = Reader::load(sources, &mine, &[]).map_err(|mistakes| mistakes.to_string())?;
+        let settings = Settings::read(&mut reader);
+        reader.finish().map_err(|mistakes| mistakes.to_string())?;
+        Ok(settings)
+    }
+
+    #[test]
+    fn by_default_a_lease_ends_before_another_may_begin_and_orphans_have_long_to_be_claimed() {
+        let Settings { controller, vms, .. } = read(&[]).unwrap();
+        assert!(controller.lease_renew_deadline < controller.lease_duration);
+        assert!(controller.lease_retry * 2 < controller.lease_renew_deadline);
+        assert_eq!(vms.orphans, Orphans::Delete);
+        assert!(vms.orphan_grace >= std::time::Duration::from_secs(600));
+        assert_eq!(vms.concurrency, 50);
+    }
+
+    #[test]
+    fn times_that_contradict_each_other_are_mistakes_all_told_at_once() {
+        let told = read(&[
+            "--controller.lease-duration=1500ms",
+            "--controller.lease-renew-deadline=2s",
+            "--controller.lease-retry=0ms",
+            "--controller.concurrency=0",
+            "--controller.sweep-every=1ms",
+            "--controller.orphans=perhaps",
+            "--controller.identity=",
+        ])
+        .err()
+        .unwrap();
+        for key in
+            ["lease-duration", "lease-renew-deadline", "lease-retry", "concurrency", "sweep-every", "orphans"]
+        {
+            assert!(told.contains(&format!("controller.{key}")), "{key} in {told}");
+        }
+    }
+}

@@ -47,7 +47,7 @@ use std::sync::Arc;
 use peerpod_provider_api::{DecoratorConfig, Provider, decorate};
 use prometheus_client::registry::Registry;
 
-pub use config::VmsConfig;
+pub use config::{Orphans, VmsConfig};
 use find::Listing;
 use metrics::Metrics;
 

@@ -107,6 +107,8 @@ impl World {
             ("controller.lease-duration", "3s"),
             ("controller.lease-renew-deadline", "2s"),
             ("controller.lease-retry", "300ms"),
+            // Another part of the same process, with tests of its own.
+            ("secrets.serve", "false"),
             ("log.format", "json"),
         ]
         .into_iter()

@@ -20,7 +20,7 @@ use kube::{
 };
 use peerpod_kube::{
     client::{self, within},
-    crds::{FINALIZER, PeerPod},
+    crds::{FINALIZER, PeerPod, PeerPodSpec},
     lease::NotHeld,
 };
 use peerpod_provider_api::{Error as ProviderError, InstanceId, Retry};
@@ -205,20 +205,24 @@ impl Work {
             Some(id) => Meant::Vms(InstanceId::new(id.clone()).ok().into_iter().collect()),
             None => self.look(peerpod).await?,
         };
-        let vms = match found {
-            Meant::Vms(vms) => vms,
-            Meant::Several(count) => {
-                let note = format!(
-                    "{count} VMs have its idempotency key and nothing says which was its own; \
-                     those that no PeerPod names are collected when their node is gone"
-                );
-                report::event(&self.context, peerpod, EventType::Warning, "VMUnclear", &note).await;
-                Vec::new()
-            }
+        let (vms, unclear) = match found {
+            Meant::Vms(vms) => (vms, None),
+            Meant::Several(count) => (Vec::new(), Some(count)),
         };
-        if vms.is_empty() && peerpod.spec.instance_id.is_none() && since < self.vms.config.settle {
-            return Ok(Action::requeue((self.vms.config.settle - since).min(LOOK_AGAIN)));
+        let settle = self.vms.config.settle;
+        if vms.is_empty() && peerpod.spec.instance_id.is_none() && since < settle {
+            return Ok(Action::requeue((settle - since).min(LOOK_AGAIN)));
         }
+        let doubt = match unclear {
+            Some(count) => Some((
+                "VMUnclear",
+                format!(
+                    "{count} VMs have its idempotency key and nothing says which was its own; those that no PeerPod names are \
+                 collected when their node is gone"
+                ),
+            )),
+            None => self.doubt(peerpod).await?,
+        };
         for vm in &vms {
             self.context.may_act()?;
             self.vms.provider.delete(vm).await?;
@@ -227,8 +231,28 @@ impl Work {
         self.context.may_act()?;
         self.let_go(peerpod).await?;
         self.vms.metrics.ended(if vms.is_empty() { Outcome::NoVm } else { Outcome::Deleted });
-        self.told(peerpod, &vms);
+        self.told(peerpod, &vms, doubt);
         Ok(Action::await_change())
+    }
+
+    /// The VM of an object of the replaced system may not be marked as ours: then the provider knows no such VM, and
+    /// deletes none.
+    async fn doubt(&self, peerpod: &PeerPod) -> Result<Option<(&'static str, String)>, Error> {
+        let PeerPodSpec { instance_id: Some(id), sandbox_id: None, idempotency_key: None, .. } =
+            &peerpod.spec
+        else {
+            return Ok(None);
+        };
+        let owned = self.vms.listing.fresh(&*self.vms.provider).await?;
+        if owned.iter().any(|vm| vm.id.as_str() == id) {
+            return Ok(None);
+        }
+        let note = format!(
+            "{id} is not among this cluster's VMs (node.cluster-id {}). If it still exists another system made it: delete it \
+             there",
+            self.vms.config.cluster_id
+        );
+        Ok(Some(("VMNotOurs", note)))
     }
 
     async fn look(&self, peerpod: &PeerPod) -> Result<Meant, Error> {
@@ -245,7 +269,7 @@ impl Work {
     }
 
     /// Nobody waits for it.
-    fn told(&self, peerpod: &PeerPod, vms: &[InstanceId]) {
+    fn told(&self, peerpod: &PeerPod, vms: &[InstanceId], doubt: Option<(&'static str, String)>) {
         let (context, peerpod) = (self.context.clone(), peerpod.clone());
         let names: Vec<&str> = vms.iter().map(InstanceId::as_str).collect();
         let note = if names.is_empty() {
@@ -255,7 +279,12 @@ impl Work {
         };
         let busy = context.drain.busy("event");
         tokio::spawn(async move {
-            report::event(&context, &peerpod, EventType::Normal, "VMDeleted", &note).await;
+            match doubt {
+                Some((reason, note)) => {
+                    report::event(&context, &peerpod, EventType::Warning, reason, &note).await
+                }
+                None => report::event(&context, &peerpod, EventType::Normal, "VMDeleted", &note).await,
+            }
             drop(busy);
         });
     }
