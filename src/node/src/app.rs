@@ -25,7 +25,7 @@ use ttrpc::asynchronous::transport::Listener;
 
 use crate::{
     carry,
-    cluster::{Cluster, show::About},
+    cluster::{Cluster, pods::Reflector, show::About},
     config::NodeConfig,
     effects::{self, GuestAddresses, Real, Surroundings},
     ledger::{self, Inbox, Ledger, Loaded},
@@ -42,7 +42,7 @@ use crate::{
     sweep,
     trust::{self, Trust},
     tunnel::{self, Tunnel, TunnelConfig},
-    volumes::Volumes,
+    volumes::{Pods, Volumes},
 };
 
 /// How long calls that must not be cut off may take at the end.
@@ -225,7 +225,7 @@ pub async fn build(
         registries: config.registries.clone(),
         pull_secrets: config.secrets.clone().map(PullSecrets::new),
         surroundings,
-        volumes: Volumes::new(&config.volumes_dir, None),
+        volumes: Volumes::new(&config.volumes_dir, known_pods(cluster.as_ref())),
         cluster: shown,
     });
     let mut settings = config.sandbox_settings();
@@ -339,6 +339,18 @@ impl Bound {
         }
         info!("stopped; what runs goes on");
     }
+}
+
+/// Whose pods' volumes are asked for, where this node is in a cluster.
+fn known_pods(cluster: Option<&Cluster>) -> Option<Arc<dyn Pods>> {
+    struct Watched(Reflector);
+    impl Pods for Watched {
+        fn uids(&self, namespace: &str, name: &str) -> Vec<String> {
+            let newest = self.0.newest(namespace, name).filter(|pod| !pod.terminating);
+            newest.into_iter().map(|pod| pod.uid).collect()
+        }
+    }
+    cluster.map(|cluster| Arc::new(Watched(cluster.pods().clone())) as Arc<dyn Pods>)
 }
 
 /// What the relay is given: a certificate that guests can check, and whom to trust.
