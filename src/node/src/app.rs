@@ -42,18 +42,8 @@ use crate::{
     sweep,
     trust::{self, Trust},
     tunnel::{self, Tunnel, TunnelConfig},
-    volumes::{self, Volumes},
+    volumes::{Pods, Volumes},
 };
-
-/// The watch of this node's pods, for the volumes' room.
-struct Known(Reflector);
-
-impl volumes::Pods for Known {
-    fn uids(&self, namespace: &str, name: &str) -> Vec<String> {
-        let pod = self.0.newest(namespace, name).filter(|pod| !pod.terminating);
-        pod.map(|pod| pod.uid).into_iter().collect()
-    }
-}
 
 /// How long calls that must not be cut off may take at the end.
 const DRAIN: Duration = Duration::from_secs(5);
@@ -213,7 +203,6 @@ pub async fn build(
         tasks.spawn(carry::run(relay.clone(), carrier, addresses.clone(), surroundings.underlay()));
     }
     let most = provider.capabilities().max_batch;
-    let known = cluster.as_ref().map(|cluster| Arc::new(Known(cluster.pods().clone())) as Arc<dyn volumes::Pods>);
     let shown = cluster.clone().zip(config.cluster.as_ref()).map(|(cluster, settings)| {
         let about = About {
             provider: provider.name().into(),
@@ -236,8 +225,8 @@ pub async fn build(
         registries: config.registries.clone(),
         pull_secrets: config.secrets.clone().map(PullSecrets::new),
         surroundings,
+        volumes: Volumes::new(&config.volumes_dir, known_pods(cluster.as_ref())),
         cluster: shown,
-        volumes: Volumes::new(&config.volumes_dir, known),
     });
     let mut settings = config.sandbox_settings();
     settings.guest_addresses = addresses.in_words(None);
@@ -350,6 +339,18 @@ impl Bound {
         }
         info!("stopped; what runs goes on");
     }
+}
+
+/// Whose pods' volumes are asked for, where this node is in a cluster.
+fn known_pods(cluster: Option<&Cluster>) -> Option<Arc<dyn Pods>> {
+    struct Watched(Reflector);
+    impl Pods for Watched {
+        fn uids(&self, namespace: &str, name: &str) -> Vec<String> {
+            let newest = self.0.newest(namespace, name).filter(|pod| !pod.terminating);
+            newest.into_iter().map(|pod| pod.uid).collect()
+        }
+    }
+    cluster.map(|cluster| Arc::new(Watched(cluster.pods().clone())) as Arc<dyn Pods>)
 }
 
 /// What the relay is given: a certificate that guests can check, and whom to trust.

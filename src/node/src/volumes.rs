@@ -24,7 +24,7 @@ use crate::spec::PodRef;
 
 /// Who knows the pods of this node as the API server has them.
 pub trait Pods: Send + Sync + 'static {
-    /// UIDs of the pods of this name that are on this node and not over; empty where none is known (yet).
+    /// UIDs of the pods of this name that are on this node and not on their way out; empty where none is known (yet).
     fn uids(&self, namespace: &str, name: &str) -> Vec<String>;
 }
 
@@ -210,8 +210,13 @@ impl Volumes {
             return Ok(None);
         }
         let known = self.pods.as_ref().map(|pods| pods.uids(&pod.namespace, &pod.name)).unwrap_or_default();
+        // A pod that is recorded and not known, and had no VM yet, may be the one that comes: the watch is behind kubelet.
+        let mut unheard = false;
+        for uid in recorded.iter().filter(|uid| !known.contains(uid)) {
+            unheard |= self.records.vm(uid).map_err(|error| error.to_string())?.is_none();
+        }
         match (&known[..], &recorded[..]) {
-            ([one], _) => Ok(Some(one.clone())),
+            ([one], _) if !unheard => Ok(Some(one.clone())),
             ([], [one]) => Ok(Some(one.clone())),
             (known, recorded) => {
                 let mut all: Vec<&str> = known.iter().chain(recorded).map(String::as_str).collect();
@@ -219,7 +224,7 @@ impl Volumes {
                 all.dedup();
                 Err(format!(
                     "there are several pods of this name with volumes here, and it is not known which of them this is (UIDs {}); \
-                     it is tried again when the old ones' volumes are unpublished",
+                     it is tried again, and goes when the API server's word of it is here or the others' volumes are unpublished",
                     all.join(", ")
                 ))
             }

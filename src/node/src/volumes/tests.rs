@@ -77,7 +77,14 @@ fn two_pods_of_one_name_are_told_apart_or_refused() {
     assert!(error.contains("u-1, u-2") && error.contains("shop/web-0"), "{error}");
     assert_eq!(handles(&volumes, &pod(Some("u-2"))), ["b"], "CRI-O says it");
     let known = |uids| Volumes::new(&folder.0, Some(Arc::new(Known(uids))));
-    assert_eq!(handles(&known(vec!["u-2"]), &pod(None)), ["b"], "the API server says it");
+    assert!(known(vec!["u-1"]).of_pod(&pod(None)).is_err(), "the watch may not have shown the new one yet");
+    volumes.note_vm("u-1", "s", None, false).unwrap();
+    assert_eq!(
+        handles(&known(vec!["u-2"]), &pod(None)),
+        ["b"],
+        "the API server says it, and the other had its VM"
+    );
+    volumes.note_vm("u-2", "t", None, false).unwrap();
     assert_eq!(handles(&known(vec!["u-3"]), &pod(None)), [""; 0], "a new pod without volumes");
     assert!(known(vec![]).of_pod(&pod(None)).is_err());
     assert!(known(vec!["u-1", "u-2"]).of_pod(&pod(None)).is_err());
