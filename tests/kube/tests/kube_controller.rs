@@ -447,6 +447,8 @@ async fn one_leader(world: &World) {
     all_gone(world, &cloud, NS, "three").await;
     assert_eq!(cloud.deletes().last().unwrap().via, "a");
     assert!(b.said("the lease is given back"));
+    let times = a.process.said().matches("another replica leads").count();
+    assert_eq!(times, 1, "it is said once, not with each look");
 }
 
 /// The API server hangs in the middle of deletes: a leader that cannot renew stops, and goes on when it is back.

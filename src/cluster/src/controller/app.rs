@@ -85,12 +85,22 @@ impl Bound {
         info!(%admin, identity = context.identity, namespace = context.namespace, "controller runs");
         let mut tasks = start(&always, &context);
         tasks.spawn(tell(election.standing(), context.ready.clone()));
-        let ended = tokio::select! {
-            () = context.shutdown.wait() => Ok(()),
-            ended = ended(&mut tasks) => ended,
-            ended = terms(&election, &led, &context, &leading) => ended,
+        let mut terms = std::pin::pin!(terms(&election, &led, &context, &leading));
+        let (ended, over) = tokio::select! {
+            // The others end by themselves when told to.
+            biased;
+            () = context.shutdown.wait() => (Ok(()), false),
+            ended = &mut terms => (ended, true),
+            ended = ended(&mut tasks) => (ended, false),
         };
         context.ready.not_ready("shutdown", "told to stop");
+        if !over {
+            // The leader's parts, and then the Lease.
+            context.shutdown.trigger("a part ended");
+            if let Err(error) = terms.await {
+                warn!(error = format!("{error:#}"), "a part failed at the end");
+            }
+        }
         if let Err(busy) = context.drain.drain(DRAIN).await {
             warn!(%busy, "cut off");
         }
@@ -129,6 +139,9 @@ async fn terms(
         leading.set(0);
         resign(leader, &term).await;
         ended?;
+        if context.shutdown.is_triggered() {
+            return Ok(());
+        }
     }
 }
 

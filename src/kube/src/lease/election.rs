@@ -139,11 +139,20 @@ impl Election {
                 Ok(Some(held)) => return self.begin(held, asked),
                 Ok(None) => {}
                 Err(error) => {
-                    self.standing.send_replace(Standing::Unreachable { why: error.to_string() });
+                    self.stands(Standing::Unreachable { why: error.to_string() });
                 }
             }
             sleep(self.config.retry).await;
         }
+    }
+
+    /// Only news is told.
+    fn stands(&self, now: Standing) {
+        self.standing.send_if_modified(|before| {
+            let news = *before != now;
+            *before = now;
+            news
+        });
     }
 
     async fn attempt(&self, watched: &mut Watched) -> Result<Option<Held>, Error> {
@@ -151,7 +160,7 @@ impl Election {
         match take(&self.leases, &self.config.name, &self.owner, duration).await? {
             Taken::Ours(held) => Ok(Some(held)),
             Taken::Others { holder, seen } => {
-                self.standing.send_replace(Standing::Waiting { holder });
+                self.stands(Standing::Waiting { holder });
                 // By the moment after the answer: the Lease was as we saw it at that time at the latest.
                 if !watched.expired(&seen, Instant::now()) {
                     return Ok(None);
