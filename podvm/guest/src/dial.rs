@@ -192,7 +192,7 @@ mod tests {
         });
         let mut dialler = Dialler::new(vec![wrong, other]);
         let config = tls::client_config(&[[1; 32]], None).unwrap();
-        let error = dialler.secure(config).await.unwrap_err().to_string();
+        let error = dialler.secure(config, || ()).await.unwrap_err().to_string();
         assert!(error.starts_with(&format!("tls handshake with {wrong}")), "{error}");
         assert_eq!(dialler.addresses, [other, wrong]);
     }

@@ -54,7 +54,8 @@ async fn object(cluster: &Cluster, kind: &str, name: &str) -> Value {
 async fn run_pods(cluster: &Cluster, component: &str, count: usize) {
     let pods: Api<Pod> = Api::namespaced(cluster.client().unwrap(), OWN);
     let of = ListParams::default().labels(&format!("app.kubernetes.io/component={component}"));
-    let all = wait_for(&format!("{count} pods of {component}"), LIMIT, async || {
+    let what = format!("{count} pods of {component}");
+    let all = wait_for(&what, LIMIT, async || {
         let all = pods.list(&of).await?.items;
         Ok((all.len() == count).then_some(all))
     });

@@ -6,7 +6,9 @@
 #[path = "../../tests/images_common/mod.rs"]
 #[allow(dead_code)] // made for other tests, too
 mod images_common;
+#[allow(dead_code)] // made for other tests, too
 mod kube_node_common;
+#[allow(dead_code)] // made for other tests, too
 mod secrets_common;
 
 use std::{fs, net::SocketAddr};

@@ -115,6 +115,7 @@ impl World {
             admin_listen: any,
             max_handshakes: 64,
             max_handshakes_per_address: 32,
+            waits_when_replaced: false,
         };
         let mut world = World { base, ca: Ca::new(), config, relay: None, listen: any };
         world.start().await;

@@ -17,18 +17,18 @@ use rcgen::{CertificateParams, KeyPair};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName, pem::PemObject};
 use serde_json::{Value, from_value, json};
 
-pub const LIMIT: Duration = Duration::from_secs(60);
+pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 /// Where our programs run.
-pub const OURS: &str = "peerpod";
-pub const AUDIENCE: &str = "peerpod-secrets";
+pub(crate) const OURS: &str = "peerpod";
+pub(crate) const AUDIENCE: &str = "peerpod-secrets";
 
-pub fn post() -> PostParams {
+pub(crate) fn post() -> PostParams {
     PostParams::default()
 }
 
 /// The namespaces, nodes, classes and accounts that all of it needs; `peerpod:controller` has the rights of the service
 /// and no others.
-pub async fn furnish(cluster: &Cluster) {
+pub(crate) async fn furnish(cluster: &Cluster) {
     let client = cluster.client().unwrap();
     for namespace in [OURS, "shop"] {
         cluster.namespace(namespace).await.unwrap();
@@ -65,14 +65,14 @@ pub async fn furnish(cluster: &Cluster) {
 }
 
 /// A pod of one container; its uid.
-pub async fn make_pod(cluster: &Cluster, namespace: &str, name: &str, mut spec: Value) -> String {
+pub(crate) async fn make_pod(cluster: &Cluster, namespace: &str, name: &str, mut spec: Value) -> String {
     spec["containers"] = json!([{"name": "c", "image": "x"}]);
     let pod: Pod = from_value(json!({"metadata": {"name": name}, "spec": spec})).unwrap();
     let pods: Api<Pod> = Api::namespaced(cluster.client().unwrap(), namespace);
     pods.create(&post(), &pod).await.unwrap().metadata.uid.unwrap()
 }
 
-pub async fn make_secret(cluster: &Cluster, name: &str, kind: &str, key: &str, content: &str) {
+pub(crate) async fn make_secret(cluster: &Cluster, name: &str, kind: &str, key: &str, content: &str) {
     let secret: Secret = from_value(json!({
         "metadata": {"name": name}, "type": kind, "data": {key: BASE64_STANDARD.encode(content)},
     }))
@@ -80,7 +80,7 @@ pub async fn make_secret(cluster: &Cluster, name: &str, kind: &str, key: &str, c
     Api::<Secret>::namespaced(cluster.client().unwrap(), "shop").create(&post(), &secret).await.unwrap();
 }
 
-pub async fn make_account(cluster: &Cluster, name: &str, secrets: &[&str]) {
+pub(crate) async fn make_account(cluster: &Cluster, name: &str, secrets: &[&str]) {
     let secrets: Vec<Value> = secrets.iter().map(|name| json!({"name": name})).collect();
     let account: ServiceAccount =
         from_value(json!({"metadata": {"name": name}, "imagePullSecrets": secrets})).unwrap();
@@ -91,7 +91,7 @@ pub async fn make_account(cluster: &Cluster, name: &str, secrets: &[&str]) {
 }
 
 /// A token as a kubelet gives it to the node's pod.
-pub async fn node_token(cluster: &Cluster, node: &str) -> String {
+pub(crate) async fn node_token(cluster: &Cluster, node: &str) -> String {
     let pods: Api<Pod> = Api::namespaced(cluster.client().unwrap(), OURS);
     let name = format!("node-{node}");
     let uid = pods.get(&name).await.unwrap().metadata.uid.unwrap();
@@ -99,18 +99,18 @@ pub async fn node_token(cluster: &Cluster, node: &str) -> String {
 }
 
 /// `peerpod-cluster controller`, of which the secrets service is looked at.
-pub struct Service {
-    pub process: Process,
-    pub address: SocketAddr,
+pub(crate) struct Service {
+    pub(crate) process: Process,
+    pub(crate) address: SocketAddr,
 }
 
 impl Service {
-    pub async fn start(cluster: &Cluster, more: &[&str]) -> Service {
+    pub(crate) async fn start(cluster: &Cluster, more: &[&str]) -> Service {
         Service::start_as(cluster, OURS, more).await
     }
 
     /// As `controller` of this namespace.
-    pub async fn start_as(cluster: &Cluster, namespace: &str, more: &[&str]) -> Service {
+    pub(crate) async fn start_as(cluster: &Cluster, namespace: &str, more: &[&str]) -> Service {
         let path = cluster.folder().join("controller.kubeconfig");
         let token = cluster.token(namespace, "controller", &[], None).await.unwrap();
         std::fs::write(&path, cluster.kubeconfig(&token)).unwrap();
@@ -143,7 +143,7 @@ impl Service {
 }
 
 /// The CAs as a node's mount shows them.
-pub async fn bundle(cluster: &Cluster, namespace: &str, map: &str) -> Option<String> {
+pub(crate) async fn bundle(cluster: &Cluster, namespace: &str, map: &str) -> Option<String> {
     let maps: Api<ConfigMap> = Api::namespaced(cluster.client().unwrap(), namespace);
     maps.get_opt(map).await.unwrap()?.data?.remove("ca.crt")
 }
@@ -152,13 +152,13 @@ pub async fn bundle(cluster: &Cluster, namespace: &str, map: &str) -> Option<Str
 pub type Identity = (Vec<CertificateDer<'static>>, Vec<u8>);
 
 /// Asks as nobody of ours would.
-pub struct Asker {
-    pub address: SocketAddr,
-    pub ca: String,
+pub(crate) struct Asker {
+    pub(crate) address: SocketAddr,
+    pub(crate) ca: String,
 }
 
 impl Asker {
-    pub async fn of(cluster: &Cluster, service: &Service) -> Asker {
+    pub(crate) async fn of(cluster: &Cluster, service: &Service) -> Asker {
         let ca = wait_for("the CA's ConfigMap", LIMIT, async || {
             Ok(bundle(cluster, OURS, "peerpod-secrets-ca").await)
         });
@@ -166,7 +166,7 @@ impl Asker {
     }
 
     /// Status and body of the answer; or why there is none.
-    pub async fn post(
+    pub(crate) async fn post(
         &self,
         identity: Option<&Identity>,
         token: &str,
@@ -208,7 +208,7 @@ impl Asker {
         Ok((status, serde_json::from_slice(&body).map_err(|why| text(&why))?))
     }
 
-    pub async fn enrol(&self, token: &str) -> Result<Identity, (StatusCode, String)> {
+    pub(crate) async fn enrol(&self, token: &str) -> Result<Identity, (StatusCode, String)> {
         let key = KeyPair::generate().unwrap();
         let csr = CertificateParams::default().serialize_request(&key).unwrap();
         let body = json!({"csr": BASE64_STANDARD.encode(csr.der())}).to_string();
@@ -221,7 +221,7 @@ impl Asker {
         Ok((chain, key.serialize_der()))
     }
 
-    pub async fn pull(
+    pub(crate) async fn pull(
         &self,
         identity: Option<&Identity>,
         token: &str,

@@ -3,7 +3,10 @@ use std::path::PathBuf;
 use base64::{Engine, prelude::BASE64_STANDARD};
 use rustls_pki_types::{CertificateDer, ServerName};
 use serde_json::{Value, json};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
 
 use super::{super::mutate::Totals, *};
 
