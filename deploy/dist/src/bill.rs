@@ -12,17 +12,17 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 /// Of what.
-pub struct Of<'a> {
-    pub workspace: &'a Path,
+pub(crate) struct Of<'a> {
+    pub(crate) workspace: &'a Path,
     /// Program and package.
-    pub programs: &'a [(String, String)],
-    pub features: &'a str,
-    pub target: Option<&'a str>,
-    pub tree: &'a Path,
+    pub(crate) programs: &'a [(String, String)],
+    pub(crate) features: &'a str,
+    pub(crate) target: Option<&'a str>,
+    pub(crate) tree: &'a Path,
 }
 
 /// How many parts a bill names.
-pub fn count(bill: &Value) -> usize {
+pub(crate) fn count(bill: &Value) -> usize {
     bill["components"].as_array().map_or(0, Vec::len)
 }
 
@@ -30,7 +30,7 @@ pub fn count(bill: &Value) -> usize {
 ///
 /// # Errors
 /// `cargo metadata` failed, or a package is not in the workspace.
-pub fn bill(of: &Of<'_>) -> Result<Value> {
+pub(crate) fn bill(of: &Of<'_>) -> Result<Value> {
     let metadata = metadata(of)?;
     let packages = by_id(&metadata)?;
     let edges = linked(&metadata)?;

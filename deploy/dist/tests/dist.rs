@@ -61,7 +61,8 @@ fn the_tree_is_all_that_the_programs_need() {
     for program in PROGRAMS {
         let inside = |word: &str| {
             let mut command = Command::new("chroot");
-            command.arg(first.join("rootfs")).arg(format!("/usr/bin/{program}")).arg(word).env_clear();
+            command.arg(first.join("rootfs")).arg(format!("/usr/bin/{program}")).arg(word);
+            command.env_clear().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
             command.output().unwrap()
         };
         let done = inside("--help");

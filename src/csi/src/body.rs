@@ -55,6 +55,18 @@ impl Patience {
             Patience::Silence(most) => Instant::now() + most,
         }
     }
+
+    /// Whether the caller's deadline is that near, or over.
+    fn is_over_within(self, margin: Duration) -> bool {
+        matches!(self, Patience::Until(end) if end <= Instant::now() + margin)
+    }
+}
+
+/// How much earlier than ours a driver's clock may say that the deadline has passed.
+const EARLY: Duration = Duration::from_millis(100);
+
+fn late() -> Status {
+    Status::new(Code::DeadlineExceeded, "the CSI driver did not end its answer in time")
 }
 
 impl Body {
@@ -129,6 +141,8 @@ impl Answer {
         }
         if let Poll::Ready(next) = Pin::new(&mut self.from).poll_frame(context) {
             return Poll::Ready(match next {
+                // The driver was given the same deadline, and may see its end first.
+                Some(Err(_)) if self.patience.is_over_within(EARLY) => Some(Ok(self.end(late()))),
                 Some(Err(why)) => Some(Ok(self.end(Status::new(
                     Code::Unavailable,
                     format!("the CSI driver broke off during its answer: {why}; ask again"),
@@ -142,8 +156,7 @@ impl Answer {
             });
         }
         ready!(self.timer.as_mut().poll(context));
-        let status = Status::new(Code::DeadlineExceeded, "the CSI driver did not end its answer in time");
-        Poll::Ready(Some(Ok(self.end(status))))
+        Poll::Ready(Some(Ok(self.end(late()))))
     }
 
     /// Trailers that say why. The driver's side of the call is cancelled when this body is dropped, right after.

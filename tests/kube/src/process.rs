@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 
 /// A process that ends when this is dropped, and when the test's process ends.
 pub struct Process {
-    name: &'static str,
+    name: String,
     child: Child,
     log: PathBuf,
 }
@@ -22,7 +22,7 @@ impl Process {
     ///
     /// # Errors
     /// There is no such program.
-    pub fn start(name: &'static str, program: &Path, arguments: &[String], folder: &Path) -> Result<Process> {
+    pub fn start(name: &str, program: &Path, arguments: &[String], folder: &Path) -> Result<Process> {
         let log = folder.join(format!("{name}.log"));
         let out = File::create(&log).with_context(|| format!("make {}", log.display()))?;
         let mut command = Command::new("setpriv");
@@ -31,7 +31,7 @@ impl Process {
         command.env_remove("PEERPOD_BENCH");
         command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
         let child = spawn(command).with_context(|| format!("start {name}"))?;
-        Ok(Process { name, child, log })
+        Ok(Process { name: name.to_owned(), child, log })
     }
 
     /// Says why, if it has ended.
@@ -46,8 +46,8 @@ impl Process {
     }
 
     /// What it was started as.
-    pub(crate) fn name(&self) -> &'static str {
-        self.name
+    pub(crate) fn name(&self) -> &str {
+        &self.name
     }
 
     /// Sends it a signal, by its name.

@@ -190,7 +190,7 @@ async fn who_asks(cluster: &Cluster, asker: &Asker) {
     parts[2] = &forged;
     refused(&parts.join("."), unauthorized, "does not know the token").await;
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
-    refused(&resigned(cluster, &good, now - 60), unauthorized, "does not know the token").await;
+    refused(&resigned(cluster, &good, now - 60), unauthorized, "the token has ended").await;
     let short = resigned(cluster, &good, now + 5);
     let (status, _) = asker.pull(Some(&identity), &short, "shop", "web", "").await.unwrap();
     assert_eq!(status, StatusCode::OK, "our own signing is as good as the API server's");

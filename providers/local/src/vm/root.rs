@@ -14,6 +14,8 @@ use super::inside::Description;
 
 /// Where the guest program lies inside.
 pub(super) const GUEST: &str = "/opt/peerpod/peerpod-guest";
+/// The program that the guest starts for each image.
+const PULL: &str = "peerpod-pull";
 /// Where the agent lies inside.
 const AGENT: &str = "/opt/peerpod/kata-agent";
 const AGENT_CONFIG: &str = "/etc/agent-config.toml";
@@ -61,6 +63,11 @@ pub(super) fn build(description: &Description) -> anyhow::Result<()> {
     symlink("/run", root.join("var/run")).context("link /var/run")?;
     bind_file(&description.guest_binary, &inside(root, GUEST))?;
     bind_file(&description.agent_binary, &inside(root, AGENT))?;
+    // Beside the guest program, where it looks first; without it the VM's pods have the images that are there.
+    let pull = description.guest_binary.with_file_name(PULL);
+    if pull.is_file() {
+        bind_file(&pull, &inside(root, GUEST).with_file_name(PULL))?;
+    }
     user_data(root, &description.user_data)?;
     devices(root)?;
     kernel(root)

@@ -108,9 +108,13 @@ impl Callers {
         let Some(ends) = ends(token) else {
             return Err(Unknown::Refused("no token of a service account".to_owned()));
         };
+        // The API server would take it for a minute longer, for clocks that differ.
+        let left = ends.duration_since(SystemTime::now()).unwrap_or_default();
+        if left.is_zero() {
+            return Err(Unknown::Refused("the token has ended".to_owned()));
+        }
         let status = self.review(token).await.map_err(|why| Unknown::Unasked(Arc::new(why)))?;
         let found = self.read(status);
-        let left = ends.duration_since(SystemTime::now()).unwrap_or_default();
         let remember = if found.is_ok() { REMEMBER.min(left) } else { REMEMBER_REFUSED };
         self.remember(digest, (Instant::now() + remember, found.clone()));
         found.map_err(Unknown::Refused)

@@ -1,6 +1,13 @@
 //! The secrets service as a process, the cluster it serves, and somebody who asks it with whatever he likes.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 
 use base64::{Engine, prelude::BASE64_STANDARD};
 use bytes::Bytes;
@@ -111,16 +118,18 @@ impl Service {
 
     /// As `controller` of this namespace.
     pub(crate) async fn start_as(cluster: &Cluster, namespace: &str, more: &[&str]) -> Service {
-        let path = cluster.folder().join("controller.kubeconfig");
+        static STARTED: AtomicUsize = AtomicUsize::new(0);
+        let name = format!("controller-{}", STARTED.fetch_add(1, Ordering::Relaxed));
+        let path = cluster.folder().join(format!("{name}.kubeconfig"));
         let token = cluster.token(namespace, "controller", &[], None).await.unwrap();
         std::fs::write(&path, cluster.kubeconfig(&token)).unwrap();
-        let state = cluster.folder().join("controller-state");
+        let state = cluster.folder().join(format!("{name}-state"));
         let words = [
             "controller".to_owned(),
             format!("--kubernetes.kubeconfig={}", path.display()),
-            format!("--kubernetes.namespace={namespace}"),
+            format!("--cluster.namespace={namespace}"),
             "--controller.admin-listen=127.0.0.1:0".to_owned(),
-            "--controller.identity=test".to_owned(),
+            format!("--controller.identity={name}"),
             format!("--paths.state-dir={}", state.display()),
             "--secrets.listen=127.0.0.1:0".to_owned(),
             "--secrets.names=127.0.0.1".to_owned(),
@@ -129,7 +138,7 @@ impl Service {
         let words: Vec<String> =
             words.into_iter().chain(more.iter().map(|word| (*word).to_owned())).collect();
         let program = program("peerpod-cluster").unwrap();
-        let mut process = Process::start("peerpod-cluster", &program, &words, cluster.folder()).unwrap();
+        let mut process = Process::start(&name, &program, &words, cluster.folder()).unwrap();
         let said = wait_for("the service to answer", LIMIT, async || {
             process.check()?;
             let said = process.said();
@@ -149,7 +158,7 @@ pub(crate) async fn bundle(cluster: &Cluster, namespace: &str, map: &str) -> Opt
 }
 
 /// A certificate and its key.
-pub type Identity = (Vec<CertificateDer<'static>>, Vec<u8>);
+pub(crate) type Identity = (Vec<CertificateDer<'static>>, Vec<u8>);
 
 /// Asks as nobody of ours would.
 pub(crate) struct Asker {
