@@ -21,7 +21,12 @@ const GROUP: &str = "root:x:0:\npeerpod:x:65532:\n";
 ///
 /// # Errors
 /// A program or library is not there, or the tree cannot be written.
-pub fn make(from: &Path, programs: &[&str], authorities: &Path, to: &Path) -> Result<Vec<(String, u64)>> {
+pub(crate) fn make(
+    from: &Path,
+    programs: &[&str],
+    authorities: &Path,
+    to: &Path,
+) -> Result<Vec<(String, u64)>> {
     if to.exists() {
         fs::remove_dir_all(to).with_context(|| format!("remove {}", to.display()))?;
     }
@@ -58,7 +63,7 @@ pub fn make(from: &Path, programs: &[&str], authorities: &Path, to: &Path) -> Re
 }
 
 /// With exactly these rights, whatever the umask.
-pub fn write(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
+pub(crate) fn write(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
     fs::write(path, bytes).with_context(|| format!("write {}", path.display()))?;
     fs::set_permissions(path, Permissions::from_mode(mode))?;
     Ok(())

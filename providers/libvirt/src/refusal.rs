@@ -16,6 +16,7 @@ const WORDS: &[(&str, Class, &str)] = &[
         Class::Busy,
         "another VM has this disk; stop it, or wait until it is gone",
     ),
+    ("has asynchronous jobs running", Class::Wait, "a disk is being made or removed there; ask again"),
     ("is already in use", Class::Busy, "another VM has this; stop it, or wait until it is gone"),
     (
         "No space left on device",

@@ -82,7 +82,10 @@ impl Shared {
         self.check()?;
         let _turn = self.lock_id(&id).await;
         let record = match self.status(&id)? {
-            Status::Absent | Status::Pending(None) => self.begin(&id, &request, digest, &key).await?,
+            Status::Absent | Status::Pending(None) => {
+                self.look_for_disks(&request)?;
+                self.begin(&id, &request, digest, &key).await?
+            }
             Status::Unreadable(why) => {
                 return Err(Error::invalid(format!("create of {}: {why}; delete VM {id}", request.name)));
             }

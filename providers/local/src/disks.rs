@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
-use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId, Volumes};
+use peerpod_provider_api::{CreateRequest, DiskIdentity, DiskRequest, Error, InstanceId, Volumes};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -187,6 +187,19 @@ impl Shared {
 
     fn taken_path(&self, volume: &str) -> PathBuf {
         self.config.state_dir.join("disks").join(format!("{}.json", hash(volume)))
+    }
+
+    /// Before a VM is made for them.
+    pub(crate) fn look_for_disks(&self, request: &CreateRequest) -> Result<(), Error> {
+        for disk in &request.disks {
+            self.file(&disk.volume).map_err(|why| {
+                Error::not_found(format!(
+                    "create of {}: there is no disk {}: {why}",
+                    request.name, disk.volume
+                ))
+            })?;
+        }
+        Ok(())
     }
 
     /// The disk's file.

@@ -62,7 +62,9 @@ impl Patience {
     }
 }
 
-/// How much earlier than ours a driver's clock may say that the deadline has passed.
+/// At the caller's deadline the driver's own words may be on their way.
+pub const GRACE: Duration = Duration::from_millis(500);
+/// How much before the caller's deadline a driver may see it pass: it was given what was left of it.
 const EARLY: Duration = Duration::from_millis(100);
 
 fn late() -> Status {
@@ -142,7 +144,7 @@ impl Answer {
         if let Poll::Ready(next) = Pin::new(&mut self.from).poll_frame(context) {
             return Poll::Ready(match next {
                 // The driver was given the same deadline, and may see its end first.
-                Some(Err(_)) if self.patience.is_over_within(EARLY) => Some(Ok(self.end(late()))),
+                Some(Err(_)) if self.patience.is_over_within(GRACE + EARLY) => Some(Ok(self.end(late()))),
                 Some(Err(why)) => Some(Ok(self.end(Status::new(
                     Code::Unavailable,
                     format!("the CSI driver broke off during its answer: {why}; ask again"),

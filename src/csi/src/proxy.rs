@@ -17,14 +17,11 @@ use hyper::{
 use tokio::time::{Instant, timeout_at};
 
 use crate::{
-    body::{Body, Patience},
+    body::{Body, GRACE, Patience},
     grpc::{self, Code, Status},
     metrics::{Metrics, Way},
     upstream::{Answer, Upstream, collect},
 };
-
-/// At the caller's deadline the driver's own words may be on their way.
-const GRACE: Duration = Duration::from_millis(500);
 
 /// What a role does with the calls that it looks into.
 #[async_trait]

@@ -57,7 +57,7 @@ async fn start(cluster: &Cluster, role: &str, who: &Path, more: &[&str], says: &
     let mut words = vec![
         role.to_owned(),
         format!("--kubernetes.kubeconfig={}", who.display()),
-        format!("--kubernetes.namespace={OWN}"),
+        format!("--cluster.namespace={OWN}"),
         "--log.format=json".to_owned(),
     ];
     words.extend(more.iter().map(|word| (*word).to_owned()));

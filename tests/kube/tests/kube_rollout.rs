@@ -91,7 +91,7 @@ async fn start(cluster: &Cluster, who: &Path) -> Process {
         "controller".to_owned(),
         format!("--config={}", file.display()),
         format!("--kubernetes.kubeconfig={}", who.display()),
-        format!("--kubernetes.namespace={OWN}"),
+        format!("--cluster.namespace={OWN}"),
         format!("--paths.state-dir={}", cluster.folder().join("state").display()),
         "--controller.admin-listen=127.0.0.1:0".to_owned(),
         "--controller.identity=one".to_owned(),

@@ -214,10 +214,6 @@ async fn who_asks(cluster: &Cluster, asker: &Asker) {
     let own = rcgen::generate_simple_self_signed(["n1".to_owned()]).unwrap();
     let own = (vec![own.cert.der().clone()], own.signing_key.serialize_der());
     asker.pull(Some(&own), &good, "shop", "web", "").await.unwrap_err();
-    let spliced = (other.0.clone(), identity.1.clone());
-    let spliced = std::panic::AssertUnwindSafe(asker.pull(Some(&spliced), &good, "shop", "web", ""));
-    let spliced = futures_util::FutureExt::catch_unwind(spliced).await;
-    assert!(!matches!(spliced, Ok(Ok(_))), "another's certificate with our key");
 }
 
 /// The token with another end, signed with the API server's own key.
@@ -312,11 +308,12 @@ async fn limited(cluster: &Cluster, asker: &Asker) {
     let token = node_token(cluster, "n2").await;
     let identity = asker.enrol(&token).await.unwrap();
     let mut seen = BTreeSet::new();
-    for _ in 0..600 {
-        let body = "{}";
-        let (status, _) = asker.post(Some(&identity), &token, "/v1/pull-secrets", body).await.unwrap();
-        seen.insert(status.as_u16());
-        if status == StatusCode::TOO_MANY_REQUESTS {
+    for _ in 0..20 {
+        let asked = (0..64).map(|_| asker.post(Some(&identity), &token, "/v1/pull-secrets", "{}"));
+        for answer in futures_util::future::join_all(asked).await {
+            seen.insert(answer.unwrap().0.as_u16());
+        }
+        if seen.contains(&StatusCode::TOO_MANY_REQUESTS.as_u16()) {
             break;
         }
     }

@@ -56,7 +56,7 @@ async fn replica(cluster: &Cluster, registration: &str) -> Replica {
         "--webhook.certificate-validity=3s",
         "--webhook.ca-settle=1s",
         "--webhook.runtime-classes=one,two",
-        "--kubernetes.namespace=peerpod",
+        "--cluster.namespace=peerpod",
         "--log.format=json",
     ]
     .into_iter()

@@ -17,7 +17,7 @@ use crate::authority::{
 pub struct Managed {
     /// `kubernetes.kubeconfig`.
     pub kubeconfig: Option<PathBuf>,
-    /// `kubernetes.namespace`.
+    /// `cluster.namespace`.
     pub namespace: Option<String>,
     /// `webhook.ca-secret`.
     pub secret: String,
@@ -56,7 +56,7 @@ impl Managed {
                 "how the API server is reached; the pod's service account when not set",
             ),
             namespace: reader.optional(
-                "kubernetes.namespace",
+                "cluster.namespace",
                 "the namespace of our own Secrets; the service account's when not set",
             ),
             secret: reader.get(

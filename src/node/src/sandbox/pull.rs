@@ -120,6 +120,8 @@ impl Task {
                         "no answer about the pod's pull secrets; it {kept}, and they follow"
                     );
                     self.metrics.pull_secrets_missed.inc();
+                    let text = format!("{}; the pod {kept}, and they follow", error.text);
+                    self.tell("PullSecretsMissing", text);
                 }
                 if error.refused {
                     self.pull.next = Some(Instant::now() + every.min(AFTER_REFUSAL));
