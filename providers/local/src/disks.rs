@@ -238,7 +238,7 @@ fn hash(volume: &str) -> String {
 /// The file's loop device, made if there is none.
 fn loop_device(file: &Path, read_only: bool) -> Result<u64, String> {
     let wanted = u8::from(read_only).to_string();
-    for number in loops_of(file)? {
+    if let Some(number) = loops_of(file)?.into_iter().next() {
         let path = format!("/sys/block/loop{number}/ro");
         if fs::read_to_string(&path).is_ok_and(|ro| ro.trim() == wanted) {
             return Ok(number);

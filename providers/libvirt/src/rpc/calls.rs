@@ -1,6 +1,11 @@
 //! The calls that we make, each with its arguments and its answer. The numbers are libvirt's.
 
-use tokio::io::{AsyncRead, AsyncReadExt};
+use std::time::{Duration, Instant};
+
+use tokio::{
+    io::{AsyncRead, AsyncReadExt},
+    time::sleep,
+};
 
 use super::message::STREAM_PIECE;
 use super::xdr::{Garbled, Reader, Uuid, Writer};
@@ -11,6 +16,9 @@ const LIST: usize = 16384;
 /// Longest list of a domain's interfaces, and of an interface's addresses.
 const INTERFACES: usize = 2048;
 const AUTH_TYPES: usize = 20;
+
+/// How long other work on a pool is waited for.
+const BUSY_POOL: Duration = Duration::from_secs(10);
 
 const CONNECT_OPEN: i32 = 1;
 const CONNECT_GET_TYPE: i32 = 3;
@@ -446,9 +454,18 @@ impl Connection {
         Ok((state, room))
     }
 
-    /// Has libvirtd look what is in the pool's folder. Its time grows with the pool.
+    /// Has libvirtd look what is in the pool's folder. Its time grows with the pool. While a disk is made or removed there
+    /// libvirtd refuses; that is waited for, [`BUSY_POOL`] at the most.
     pub async fn refresh(&self, pool: &Named) -> Result<(), RpcError> {
-        self.call(POOL_REFRESH, &pool.write(Writer::new()).u32(0).done()).await.map(drop)
+        let since = Instant::now();
+        loop {
+            let done = self.call(POOL_REFRESH, &pool.write(Writer::new()).u32(0).done()).await;
+            let busy = matches!(&done, Err(RpcError::Failed(why)) if why.text.contains("asynchronous jobs"));
+            if !busy || since.elapsed() > BUSY_POOL {
+                return done.map(drop);
+            }
+            sleep(Duration::from_millis(50)).await;
+        }
     }
 
     /// Every volume of the pool.
