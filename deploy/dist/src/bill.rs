@@ -60,7 +60,7 @@ pub(crate) fn bill(of: &Of<'_>) -> Result<Value> {
         .iter()
         .filter_map(|id| {
             let mut on: Vec<String> =
-                edges.get(id)?.iter().filter_map(|to| packages.get(to).map(|to| name(to))).collect();
+                edges.get(id)?.iter().filter_map(|to| packages.get(to).map(name)).collect();
             on.sort();
             Some(json!({"ref": name(packages.get(id)?), "dependsOn": on}))
         })

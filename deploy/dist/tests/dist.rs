@@ -1,6 +1,8 @@
 //! The tree with the programs of this build: they start in it with nothing else around them, and the same programs give
 //! the same tree. (`make dist` does the same with a release build.)
 
+#![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
+
 use std::{
     collections::BTreeMap,
     fs,

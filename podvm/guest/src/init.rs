@@ -160,7 +160,10 @@ impl Machine {
                 break;
             }
             let aliases = came.iter().filter_map(|added| added.alias.as_deref());
-            all_here &= aliases.fold(true, |all, alias| modules.load_first(alias) && all);
+            // Each is loaded, whatever became of the one before.
+            for alias in aliases {
+                all_here &= modules.load_first(alias);
+            }
         }
         let modules = Some(modules);
         let mut machine =

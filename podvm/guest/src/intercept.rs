@@ -127,7 +127,7 @@ enum State {
 /// A container that waits for its volumes.
 struct Held {
     head: Header,
-    waiting: rewrite::Waiting,
+    waiting: Box<rewrite::Waiting>,
     preparing: Preparing,
 }
 

@@ -318,9 +318,11 @@ mod tests {
                 vxlan_port: 4789,
             }),
             dial: if id == "b" { vec!["[fd00::7]:15150".parse().unwrap()] } else { Vec::new() },
-            volumes: (id == "a")
-                .then(|| vec![Volume { id: "a".repeat(32), device: Some((7, 1)), ..Volume::default() }])
-                .unwrap_or_default(),
+            volumes: if id == "a" {
+                vec![Volume { id: "a".repeat(32), device: Some((7, 1)), ..Volume::default() }]
+            } else {
+                Vec::new()
+            },
         }
     }
 

@@ -4,7 +4,6 @@
 #![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
 
 #[path = "../../tests/images_common/mod.rs"]
-#[allow(dead_code)] // made for other tests, too
 mod images_common;
 #[allow(dead_code)] // made for other tests, too
 mod kube_node_common;

@@ -20,7 +20,7 @@ pub(super) enum Rewritten {
     /// It can go to the agent.
     Whole(Vec<u8>),
     /// Its volumes must be ready first.
-    Waits(Waiting),
+    Waits(Box<Waiting>),
 }
 
 /// Who has it may change the pod's network.
@@ -80,7 +80,7 @@ pub(super) fn create_container(
     namespaces.push(network);
 
     if !wanted.is_empty() {
-        return Ok(Rewritten::Waits(Waiting { wanted, request, container }));
+        return Ok(Rewritten::Waits(Box::new(Waiting { wanted, request, container })));
     }
     request.payload = container.write_to_bytes()?;
     encode(&request).map(Rewritten::Whole)

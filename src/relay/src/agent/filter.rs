@@ -159,10 +159,8 @@ impl AgentFilter {
             local.extend_from_slice(&frame::error_response(header.stream, code, &message));
             return Fate::Skip;
         }
-        if header.kind == frame::REQUEST {
-            if self.pending.insert(header.stream, false).is_none() {
-                self.shared.pending.fetch_add(1, Relaxed);
-            }
+        if header.kind == frame::REQUEST && self.pending.insert(header.stream, false).is_none() {
+            self.shared.pending.fetch_add(1, Relaxed);
         }
         self.shared.frames_to_guest.fetch_add(1, Relaxed);
         self.shared.totals.frames_to_guest.inc();

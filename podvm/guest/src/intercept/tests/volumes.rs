@@ -10,7 +10,10 @@ use super::*;
 
 /// Hands the answers' senders to the test.
 #[derive(Default)]
-struct Slow(Mutex<VecDeque<(Vec<Use>, oneshot::Sender<Result<Vec<Ready>, String>>)>>);
+struct Slow(Mutex<VecDeque<Asked>>);
+
+/// What is to be ready, and where the answer goes.
+type Asked = (Vec<Use>, oneshot::Sender<Result<Vec<Ready>, String>>);
 
 impl Notice for Slow {
     fn container(&self) {}
