@@ -83,14 +83,14 @@ demo: bins
 # The images before the tests that boot them.
 test: setup image
 	$(CARGO) build --locked --workspace --all-targets $(WITH)
-	$(CARGO) test --locked --workspace $(WITH)
+	$(CARGO) test --locked --workspace --no-fail-fast $(WITH)
 
 # The cluster's side against a real kube-apiserver with etcd. The servers are compiled once, from Kubernetes' own Go
 # modules (tests/kube/build); that is why it is not part of `make test`.
 test-kube: setup
 	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(WITH)
-	$(CARGO) test --locked --workspace $(KUBE) $(WITH) --test 'kube_*'
+	$(CARGO) test --locked --workspace --no-fail-fast $(KUBE) $(WITH) --test 'kube_*'
 
 # The CSI wrapper before a real driver (Kubernetes' mock CSI driver), by csi-sanity. Both are compiled once (tests/csi/build).
 CSI := --features peerpod-test-csi/driver
@@ -98,7 +98,7 @@ test-csi: setup
 	tests/csi/build
 	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(CSI) $(WITH)
-	$(CARGO) test --locked --workspace $(KUBE) $(CSI) $(WITH) --test 'csi_*'
+	$(CARGO) test --locked --workspace --no-fail-fast $(KUBE) $(CSI) $(WITH) --test 'csi_*'
 
 bench-kube: setup
 	tests/kube/build
