@@ -10,8 +10,8 @@ use peerpod_world::binary;
 use serde_json::Value;
 
 /// What busybox is called in the VM.
-const TOOLS: [&str; 17] = [
-    "cat", "cp", "dd", "echo", "grep", "head", "ls", "mkdir", "mount", "ping", "sh", "sleep", "sync", "tr",
+const TOOLS: [&str; 20] = [
+    "cat", "cp", "cut", "dd", "df", "echo", "grep", "head", "ls", "mkdir", "mount", "ping", "sh", "sha256sum", "sleep", "sync", "tr",
     "umount", "wc", "wget",
 ];
 

@@ -2,7 +2,10 @@
 //! runs, and what is asked of it again and again.
 
 pub mod image;
+pub mod machines;
+pub mod servers;
 pub mod vm;
+pub mod volumes;
 
 use std::{
     path::PathBuf,

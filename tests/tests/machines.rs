@@ -11,51 +11,12 @@ use std::{
 
 use peerpod_client::{AgentClient, Annotations, ContainerSpec, exec_request};
 use peerpod_proto::agent::CreateSandboxRequest;
-use peerpod_tests::{fresh_id, image, report, stop_promptly};
-use peerpod_world::{
-    Daemons, Libvirtd, Pod, Settings, World, eventually, libvirtd::POOL, page::PageServer, ping::ping, road,
-};
+use peerpod_tests::{fresh_id, machines::Place, report, stop_promptly};
+use peerpod_world::{Daemons, Pod, World, eventually, page::PageServer, ping::ping, road};
 
 /// An emulated machine on a busy one.
 const BOOT: Duration = Duration::from_secs(180);
 const PATIENCE: Duration = Duration::from_secs(60);
-
-struct Place {
-    libvirtd: Libvirtd,
-    settings: Settings,
-    world: World,
-}
-
-fn place() -> Place {
-    let world = World::new().unwrap();
-    let libvirtd = Libvirtd::start(&world).unwrap();
-    let image = image::with_tools(world.folder()).unwrap();
-    let settings = Settings::none().set("provider.libvirt.memory-mib", 512).set("provider.libvirt.vcpus", 1);
-    let settings = libvirtd.settings(&image, settings).unwrap();
-    Place { libvirtd, settings, world }
-}
-
-impl Place {
-    /// What the witnesses have to say.
-    fn assert_clean(&self) {
-        assert_eq!(self.libvirtd.domains().unwrap(), Vec::<String>::new());
-        assert_eq!(self.libvirtd.files(POOL).unwrap(), Vec::<String>::new());
-        let links = self.world.node().ip("link show\n").unwrap();
-        assert!(!links.contains("vnet"), "{links}");
-    }
-
-    /// What the VMs said on their consoles.
-    fn consoles(&self) -> String {
-        let mut all = String::new();
-        for name in self.libvirtd.files(POOL).unwrap_or_default() {
-            if name.ends_with(".console") {
-                let text = fs::read(self.libvirtd.pool_folder(POOL).join(&name)).unwrap_or_default();
-                all += &format!("--- {name} ---\n{}\n", String::from_utf8_lossy(&text));
-            }
-        }
-        all
-    }
-}
 
 /// A pod in a machine of its own.
 struct Machine {
@@ -95,7 +56,7 @@ impl Machine {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn one_pod_in_a_real_machine_from_create_to_exec_and_away_again() {
-    let place = place();
+    let place = Place::new();
     let walked = road::walk_in(&place.world, place.settings.clone(), &mut road::Silent).await;
     let report = walked.unwrap_or_else(|error| panic!("{error:#}\n{}", place.consoles()));
     for stage in &report.passed {
@@ -130,7 +91,7 @@ const FIND: &str = "find() { for disk in /sys/block/vd*; do \
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_that_is_killed_leaves_pod_exec_and_disks_in_peace() {
-    let place = place();
+    let place = Place::new();
     let mut daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
     let machine = Machine::start(&place.world, &daemons, "whole").await;
     let machine =
@@ -195,7 +156,7 @@ async fn a_node_that_is_killed_leaves_pod_exec_and_disks_in_peace() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_machine_that_is_destroyed_from_outside_is_known_at_once_and_by_its_pods_name() {
-    let place = place();
+    let place = Place::new();
     let daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
     let machine = Machine::start(&place.world, &daemons, "victim").await;
     let machine =
@@ -218,7 +179,7 @@ async fn a_machine_that_is_destroyed_from_outside_is_known_at_once_and_by_its_po
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_machine_that_never_calls_home_is_given_up_with_the_end_of_its_console() {
-    let place = place();
+    let place = Place::new();
     // The kernel finds no init that it could start.
     let settings = place
         .settings
@@ -238,7 +199,7 @@ async fn a_machine_that_never_calls_home_is_given_up_with_the_end_of_its_console
 
 #[tokio::test(flavor = "multi_thread")]
 async fn eight_machines_at_once_come_and_go() {
-    let place = place();
+    let place = Place::new();
     let daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
     let names = ["a", "b", "c", "d", "e", "f", "g", "h"];
     let starts = names.map(|name| Machine::start(&place.world, &daemons, name));

@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
-mod volumes_common;
-
 use std::time::Duration;
 
 use futures_util::future::join_all;
@@ -13,10 +11,12 @@ use peerpod_proto::{
     volumes::{ExpandRequest, StatsRequest},
     volumes_ttrpc::VolumesClient,
 };
-use peerpod_tests::{PATIENCE, long, stop_in_time};
+use peerpod_tests::{
+    PATIENCE, long, stop_in_time,
+    volumes::{At, By, Disk, Node, at, run},
+};
 use peerpod_volume::{FsGroupPolicy, Identity, Source, descriptor::Attach, records::Attached};
 use peerpod_world::{Sight, eventually};
-use volumes_common::{At, By, Disk, Node, at, run};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_pod_writes_the_next_one_reads() {

@@ -164,16 +164,9 @@ impl Volumes {
     async fn disk(&self, known: &Known) -> Result<Disk, Fault> {
         match &known.identity {
             Some(identity) => self.places.wait(identity, WAIT).await,
-            None => Err(Fault::never(match &known.volume.source {
-                Source::AttachedBlock { .. } => {
-                    "the node did not say how its disk is recognised: it was not attached".into()
-                }
-                Source::Iscsi { .. } => {
-                    "iSCSI is not supported in this VM: attach the volume as a disk".into()
-                }
-                Source::Nbd { .. } => "NBD is not supported in this VM: attach the volume as a disk".into(),
-                other => format!("{other:?} has no disk"),
-            })),
+            None => Err(Fault::never(
+                "the node did not say how its disk is recognised: it was not attached".into(),
+            )),
         }
     }
 

@@ -76,14 +76,36 @@ impl PodVolume {
         }
     }
 
-    /// What the provider is to attach; `None`: it is not the provider's.
+    /// What the provider is to attach; `None`: it is not the provider's. A network disk is named by its URI: a hypervisor
+    /// connects to it by itself, and neither VM nor node needs an initiator; a provider that cannot says so.
     pub fn disk(&self) -> Option<DiskRequest> {
+        let (volume, zone) = match &self.volume.source {
+            Source::AttachedBlock { volume, zone, attach: Attach::Provider } => {
+                (volume.clone(), zone.clone())
+            }
+            Source::Iscsi { portals, iqn, lun, secret: _ } => {
+                (format!("iscsi://{}/{iqn}/{lun}", portals.first()?), None)
+            }
+            Source::Nbd { host, port, export } if host.contains(':') => {
+                (format!("nbd://[{host}]:{port}/{export}"), None)
+            }
+            Source::Nbd { host, port, export } => (format!("nbd://{host}:{port}/{export}"), None),
+            _ => return None,
+        };
+        Some(DiskRequest { volume, read_only: self.volume.read_only, zone })
+    }
+
+    /// Why no provider of this version can attach it.
+    fn unusable(&self) -> Option<String> {
         match &self.volume.source {
-            Source::AttachedBlock { volume, zone, attach: Attach::Provider } => Some(DiskRequest {
-                volume: volume.clone(),
-                read_only: self.volume.read_only,
-                zone: zone.clone(),
-            }),
+            Source::Iscsi { secret: Some(secret), .. } => Some(format!(
+                "volume {}: its CHAP credentials (secret {}/{}) are not brought to the hypervisor by this version; \
+                 restrict the target by address instead",
+                self.volume.name, secret.namespace, secret.name
+            )),
+            Source::Iscsi { portals, .. } if portals.is_empty() => {
+                Some(format!("volume {}: it names no iSCSI portal", self.volume.name))
+            }
             _ => None,
         }
     }
@@ -95,7 +117,7 @@ impl PodVolume {
 
     /// Whether something must still be attached.
     pub fn is_missing(&self) -> bool {
-        self.identity.is_none() && matches!(self.volume.source, Source::AttachedBlock { .. })
+        self.identity.is_none() && !matches!(self.volume.source, Source::Nfs { .. } | Source::Smb { .. })
     }
 }
 
@@ -197,6 +219,9 @@ impl Volumes {
             ));
         }
         let volumes: Vec<PodVolume> = records.into_iter().map(PodVolume::of).collect();
+        if let Some(why) = volumes.iter().find_map(PodVolume::unusable) {
+            return Err(why);
+        }
         Ok((!volumes.is_empty()).then_some(PodVolumes { uid, volumes }))
     }
 

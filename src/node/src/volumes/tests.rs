@@ -119,3 +119,40 @@ async fn a_drivers_attachment_counts_for_its_vm_alone() {
     volumes.note_vm("u-1", "s", Some("i-2"), true).unwrap();
     assert!(volumes.records.pods().unwrap().is_empty(), "nothing is left of a pod that is over");
 }
+
+#[test]
+fn a_network_disk_is_named_by_its_uri_and_must_be_attached() {
+    let disk = |source: Source| {
+        let mut record = record("u", "v", Attach::Provider);
+        record.volume.source = source;
+        let volume = PodVolume::of(record);
+        assert!(volume.is_missing());
+        volume.disk().map(|disk| disk.volume)
+    };
+    let iscsi = |portals: &[&str]| Source::Iscsi {
+        portals: portals.iter().map(|one| (*one).to_owned()).collect(),
+        iqn: "iqn.2026-01.t:a".into(),
+        lun: 3,
+        secret: None,
+    };
+    assert_eq!(
+        disk(iscsi(&["[fd00::1]:3260", "10.0.0.1:3260"])).as_deref(),
+        Some("iscsi://[fd00::1]:3260/iqn.2026-01.t:a/3")
+    );
+    assert_eq!(disk(iscsi(&[])), None);
+    let nbd = |host: &str| Source::Nbd { host: host.into(), port: 10809, export: "e".into() };
+    assert_eq!(disk(nbd("h")).as_deref(), Some("nbd://h:10809/e"));
+    assert_eq!(disk(nbd("fd00::1")).as_deref(), Some("nbd://[fd00::1]:10809/e"));
+}
+
+#[test]
+fn a_pod_with_a_volume_that_nobody_can_attach_gets_no_vm() {
+    let folder = Folder::new("chap");
+    let mut chap = record("u", "v", Attach::Provider);
+    let secret = peerpod_volume::SecretRef { namespace: "shop".into(), name: "chap".into() };
+    chap.volume.source =
+        Source::Iscsi { portals: vec!["p:1".into()], iqn: "iqn".into(), lun: 0, secret: Some(secret) };
+    Records::new(&folder.0).put(&chap).unwrap();
+    let why = Volumes::new(&folder.0, None).of_pod(&pod(None)).unwrap_err();
+    assert!(why.contains("secret shop/chap") && why.contains("volume v"), "{why}");
+}

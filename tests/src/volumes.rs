@@ -1,21 +1,20 @@
 //! A pod with volumes, as the CSI wrapper, kubelet, the container runtime and the shim make one: records, published
 //! targets, bundles, copied markers. Everything behind them is real.
 
-#![allow(dead_code, unreachable_pub, missing_docs)] // each test binary uses its part
-#![allow(clippy::unwrap_used)] // these are tests, which the lint does not see in a module
+#![allow(clippy::unwrap_used)] // test code outside of test functions
 
 use std::{
     fs,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
     process::Command,
+    time::Duration,
 };
 
 use anyhow::Context;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use peerpod_client::{AgentClient, Annotations, ContainerSpec, Output, ShimClient, copy_file, exec_request};
 use peerpod_proto::agent::{CopyFileRequest, CreateContainerRequest, CreateSandboxRequest};
-use peerpod_tests::{PATIENCE, fresh_id, stop_in_time};
 use peerpod_volume::{
     FsGroup, FsGroupPolicy, GuestVolume, Mode, Source, VolumeId,
     descriptor::{Attach, VERSION},
@@ -23,31 +22,49 @@ use peerpod_volume::{
 };
 use peerpod_world::{Daemons, Pod, Settings, World};
 
+use crate::{PATIENCE, fresh_id, machines::Place, stop_in_time};
+
+/// An emulated machine on a busy one.
+const BOOT: Duration = Duration::from_secs(180);
+
 /// A node with disks.
 pub struct Node {
+    /// Where it stands.
     pub world: World,
+    /// Relay and node.
     pub daemons: Daemons,
+    /// What the wrapper wrote down.
     pub records: Records,
+    /// Its VMs are machines that boot.
+    pub machines: Option<Place>,
 }
 
 impl Node {
+    /// Of the local provider: a disk is a loop device.
     pub async fn start() -> Node {
-        Node::start_with(Settings::none()).await
+        let world = World::new().unwrap();
+        let disks = disks(&world);
+        Node::begin(world, Settings::none().set("provider.local.volumes-dir", disks), None).await
     }
 
-    pub async fn start_with(settings: Settings) -> Node {
-        let world = World::new().unwrap();
-        let disks = world.folder().join("disks");
-        fs::create_dir_all(&disks).unwrap();
-        let settings = settings.set("provider.local.volumes-dir", disks.to_str().unwrap());
+    /// Of machines that boot: a disk is virtio's.
+    pub async fn start_in_machines() -> Node {
+        let place = Place::new();
+        let settings = place.settings.clone().set("provider.libvirt.volume-dirs", vec![disks(&place.world)]);
+        Node::begin(place.world.clone(), settings, Some(place)).await
+    }
+
+    async fn begin(world: World, settings: Settings, machines: Option<Place>) -> Node {
         let daemons = Daemons::start(&world, settings).await.unwrap();
         let records = Records::new(world.folder().join("state/volumes"));
-        Node { world, daemons, records }
+        Node { world, daemons, records, machines }
     }
 
     /// An empty disk.
     pub fn disk(&self, name: &str, mib: u64) -> Disk {
-        let disk = Disk { name: name.into(), file: self.world.folder().join("disks").join(name) };
+        let file = self.world.folder().join("disks").join(name);
+        let source = if self.machines.is_some() { file.display().to_string() } else { name.into() };
+        let disk = Disk { name: name.into(), file, source };
         fs::File::create(&disk.file).unwrap().set_len(mib << 20).unwrap();
         disk
     }
@@ -94,12 +111,16 @@ impl Node {
     }
 
     /// CreateVM, StartVM, CreateSandbox.
+    ///
+    /// # Errors
+    /// What failed.
     pub async fn boot(&self, pod: PodToBe) -> anyhow::Result<Running> {
         let (id, network) = (fresh_id("volumes"), self.world.pod()?);
         let shim = self.daemons.shim().await?;
         let annotations = Annotations::new("default", &pod.name);
         let socket = shim.create_vm(&id, annotations, &network.namespace().path()).await?;
-        let started = tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await;
+        let patience = if self.machines.is_some() { BOOT } else { PATIENCE };
+        let started = tokio::time::timeout(patience, shim.start_vm(&id)).await;
         started.context("StartVM was not answered")?.with_context(|| self.daemons.log_tails())?;
         let agent = AgentClient::connect(&socket).await?;
         let mut request = CreateSandboxRequest::new();
@@ -110,7 +131,10 @@ impl Node {
 
     /// As [`Node::boot`], for pods that must start.
     pub async fn run(&self, pod: PodToBe) -> Running {
-        self.boot(pod).await.unwrap_or_else(|error| panic!("{error:#}\n{}", self.daemons.log_tails()))
+        let consoles = || self.machines.as_ref().map(Place::consoles).unwrap_or_default();
+        self.boot(pod)
+            .await
+            .unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", self.daemons.log_tails(), consoles()))
     }
 
     /// StopVM, and the volumes unpublished when the pod is gone, as kubelet does.
@@ -123,14 +147,25 @@ impl Node {
         }
     }
 
-    /// Loop devices of this node's disks.
+    /// The files of this node's disks that are loop devices now.
     pub fn loops(&self) -> Vec<String> {
-        let output =
-            Command::new("losetup").args(["--list", "--noheadings", "--output", "BACK-FILE"]).output();
-        let text = String::from_utf8(output.unwrap().stdout).unwrap();
-        let ours = self.world.folder().display().to_string();
-        text.lines().filter(|line| line.contains(&ours)).map(str::to_owned).collect()
+        self.loop_devices("BACK-FILE")
     }
+
+    fn loop_devices(&self, column: &str) -> Vec<String> {
+        let list = ["--list", "--noheadings", "--output", &format!("BACK-FILE,{column}")];
+        let ours = self.world.folder().display().to_string();
+        let listed = run("losetup", &list);
+        let lines = listed.lines().filter(|line| line.starts_with(&ours));
+        lines.filter_map(|line| line.split_whitespace().nth(1)).map(str::to_owned).collect()
+    }
+}
+
+/// The folder of the disks' files.
+fn disks(world: &World) -> String {
+    let folder = world.folder().join("disks");
+    fs::create_dir_all(&folder).unwrap();
+    folder.display().to_string()
 }
 
 impl Drop for Node {
@@ -143,19 +178,30 @@ impl Drop for Node {
         {
             umount2(place, MntFlags::MNT_DETACH).ok();
         }
+        // And the loop devices that its VMs had.
+        for device in self.loop_devices("NAME") {
+            Command::new("losetup").args(["--detach", &device]).status().ok();
+        }
     }
 }
 
+/// A disk: a file of the node's machine.
 pub struct Disk {
+    /// What tests call it.
     pub name: String,
+    /// Where its bytes are.
     pub file: PathBuf,
+    /// What the provider calls it.
+    pub source: String,
 }
 
 impl Disk {
+    /// Writes as from outside.
     pub fn write(&self, at: u64, bytes: &[u8]) {
         fs::OpenOptions::new().write(true).open(&self.file).unwrap().write_all_at(bytes, at).unwrap();
     }
 
+    /// All of it.
     pub fn read(&self) -> Vec<u8> {
         fs::read(&self.file).unwrap()
     }
@@ -176,7 +222,7 @@ impl Disk {
     pub fn volume(&self) -> Volume {
         Volume {
             handle: self.name.clone(),
-            source: Source::AttachedBlock { volume: self.name.clone(), zone: None, attach: Attach::Provider },
+            source: Source::AttachedBlock { volume: self.source.clone(), zone: None, attach: Attach::Provider },
             mode: Mode::Filesystem { fs_type: None, mount_options: Vec::new(), fs_group: None },
             read_only: false,
             tmpfs: false,
@@ -184,6 +230,7 @@ impl Disk {
     }
 }
 
+/// Runs a tool that must succeed; what it printed.
 pub fn run(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output().unwrap_or_else(|e| panic!("{program}: {e}"));
     assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
@@ -192,15 +239,20 @@ pub fn run(program: &str, arguments: &[&str]) -> String {
 
 /// A volume as a pod asks for it.
 pub struct Volume {
+    /// The CSI volume's handle.
     pub handle: String,
+    /// Where it is.
     pub source: Source,
+    /// How it is used.
     pub mode: Mode,
+    /// For reading only.
     pub read_only: bool,
     /// The published target is a tmpfs of its own.
     pub tmpfs: bool,
 }
 
 impl Volume {
+    /// With this file system.
     pub fn fs(mut self, kind: &str) -> Volume {
         if let Mode::Filesystem { fs_type, .. } = &mut self.mode {
             *fs_type = Some(kind.to_owned());
@@ -208,6 +260,7 @@ impl Volume {
         self
     }
 
+    /// For this group.
     pub fn group(mut self, gid: u32, policy: FsGroupPolicy) -> Volume {
         if let Mode::Filesystem { fs_group, .. } = &mut self.mode {
             *fs_group = Some(FsGroup { gid, policy });
@@ -215,38 +268,50 @@ impl Volume {
         self
     }
 
+    /// As a raw device.
     pub fn block(mut self) -> Volume {
         self.mode = Mode::Block;
         self
     }
 
+    /// For reading only.
     pub fn read_only(mut self) -> Volume {
         self.read_only = true;
         self
     }
 
+    /// Published on a tmpfs of its own.
     pub fn published_as_tmpfs(mut self) -> Volume {
         self.tmpfs = true;
         self
     }
 }
 
+/// A pod whose volumes are published.
 pub struct PodToBe {
+    /// Its name.
     pub name: String,
+    /// Its UID.
     pub uid: String,
+    /// Its volumes, as recorded.
     pub volumes: Vec<Record>,
 }
 
 /// One mount of a container: of which volume, which part of it, where.
 pub struct At {
+    /// Which of the pod's.
     pub volume: usize,
+    /// The part of it: a subPath.
     pub path: &'static str,
+    /// Where in the container.
     pub place: &'static str,
+    /// For reading only.
     pub read_only: bool,
     /// The host path that kubelet bound the part to; else it is below the target.
     pub source: Option<PathBuf>,
 }
 
+/// All of a volume, there.
 pub fn at(volume: usize, place: &'static str) -> At {
     At { volume, path: "", place, read_only: false, source: None }
 }
@@ -254,16 +319,24 @@ pub fn at(volume: usize, place: &'static str) -> At {
 /// By what a container's mounts are recognised.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum By {
+    /// The host path in the bundle.
     Bundle,
+    /// The marker that the shim copied.
     Marker,
+    /// Neither.
     Nothing,
 }
 
+/// A pod in its VM.
 pub struct Running {
+    /// The sandbox.
     pub id: String,
     folder: PathBuf,
+    /// The pod.
     pub pod: PodToBe,
+    /// The shim's connection to the node.
     pub shim: ShimClient,
+    /// The shim's connection to the agent.
     pub agent: AgentClient,
     _network: Pod,
 }
@@ -312,6 +385,10 @@ impl Running {
         (copies, request)
     }
 
+    /// Creates and starts a container with these mounts.
+    ///
+    /// # Errors
+    /// The agent's answer, or the relay's.
     pub async fn try_create(&self, name: &str, mounts: &[At], by: By) -> Result<(), peerpod_client::Error> {
         let (copies, request) = self.container(name, mounts, by);
         for copied in &copies {
@@ -326,6 +403,7 @@ impl Running {
         self.try_create(name, mounts, By::Bundle).await.unwrap_or_else(|error| panic!("{name}: {error}"));
     }
 
+    /// Kills and removes a container.
     pub async fn remove(&self, name: &str) {
         self.agent.signal_process(name, "", 9).await.unwrap();
         self.agent.remove_container(name).await.unwrap();

@@ -1,0 +1,54 @@
+//! Real machines for tests: a libvirtd of the test's own, and the minimal image with tools in it. KVM where it works,
+//! emulation where not. Needs root and `make image`.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use std::fs;
+
+use peerpod_world::{Libvirtd, Settings, World, libvirtd::POOL};
+
+use crate::image;
+
+/// Where machines boot.
+pub struct Place {
+    /// What makes them.
+    pub libvirtd: Libvirtd,
+    /// A node's settings that has its VMs there.
+    pub settings: Settings,
+    /// The world around it.
+    pub world: World,
+}
+
+impl Place {
+    /// With machines of 512 MiB and one processor.
+    #[expect(clippy::new_without_default, reason = "it starts programs")]
+    pub fn new() -> Place {
+        let world = World::new().unwrap();
+        let libvirtd = Libvirtd::start(&world).unwrap();
+        let image = image::with_tools(world.folder()).unwrap();
+        let settings =
+            Settings::none().set("provider.libvirt.memory-mib", 512).set("provider.libvirt.vcpus", 1);
+        let settings = libvirtd.settings(&image, settings).unwrap();
+        Place { libvirtd, settings, world }
+    }
+
+    /// What the witnesses have to say.
+    pub fn assert_clean(&self) {
+        assert_eq!(self.libvirtd.domains().unwrap(), Vec::<String>::new());
+        assert_eq!(self.libvirtd.files(POOL).unwrap(), Vec::<String>::new());
+        let links = self.world.node().ip("link show\n").unwrap();
+        assert!(!links.contains("vnet"), "{links}");
+    }
+
+    /// What the VMs said on their consoles.
+    pub fn consoles(&self) -> String {
+        let mut all = String::new();
+        for name in self.libvirtd.files(POOL).unwrap_or_default() {
+            if name.ends_with(".console") {
+                let text = fs::read(self.libvirtd.pool_folder(POOL).join(&name)).unwrap_or_default();
+                all += &format!("--- {name} ---\n{}\n", String::from_utf8_lossy(&text));
+            }
+        }
+        all
+    }
+}

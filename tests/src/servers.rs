@@ -1,0 +1,131 @@
+//! Real storage servers for tests, in the node's network: NFS (nfs-ganesha, which needs nothing of the kernel), iSCSI
+//! (tgt) and NBD (qemu-nbd). Killed when dropped.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use std::{
+    ffi::{OsStr, OsString},
+    fs,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    process::{Child, Command},
+    time::Duration,
+};
+
+use peerpod_world::{World, wait::eventually_blocking};
+
+/// Their start, on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A running server.
+pub struct Server(Child);
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // It may have ended before.
+        self.0.kill().ok();
+        self.0.wait().ok();
+    }
+}
+
+impl Server {
+    /// Starts it and waits until it listens.
+    fn start(world: &World, program: &str, arguments: &[OsString], port: u16) -> Server {
+        let arguments: Vec<&OsStr> = arguments.iter().map(OsString::as_os_str).collect();
+        let log = world.folder().join(format!("{program}.log"));
+        let mut server = Server(world.spawn(Path::new(program), &arguments, &log).unwrap());
+        let listens = eventually_blocking(&format!("{program} listens"), PATIENCE, || {
+            let ended = server.0.try_wait().ok().flatten();
+            assert!(ended.is_none(), "{program}: {ended:?} {}", fs::read_to_string(&log).unwrap_or_default());
+            let wanted = SocketAddr::from(([127, 0, 0, 1], port));
+            world.node().run(|| std::net::TcpStream::connect(wanted).is_ok()).ok().filter(|up| *up)
+        });
+        listens.map(drop).unwrap_or_else(|error| panic!("{error}: {}", fs::read_to_string(&log).unwrap_or_default()));
+        server
+    }
+}
+
+/// An NFS server, version 4.
+pub struct Nfs {
+    _server: Server,
+    /// What it exports as `/export`.
+    pub folder: PathBuf,
+}
+
+impl Nfs {
+    /// The port it listens on: the usual one may be taken.
+    pub const PORT: u16 = 12049;
+
+    /// Starts one.
+    pub fn start(world: &World) -> Nfs {
+        let base = world.folder().join("nfs");
+        let (folder, recovery) = (base.join("export"), base.join("recovery"));
+        fs::create_dir_all(&folder).unwrap();
+        fs::create_dir_all(&recovery).unwrap();
+        let configuration = format!(
+            "NFS_CORE_PARAM {{ Protocols = 4; NFS_Port = {}; Rquota_Port = 0; Enable_UDP = false; Enable_NLM = false; Enable_RQUOTA = false; }}\n\
+             NFSv4 {{ RecoveryRoot = \"{}\"; Grace_Period = 5; Lease_Lifetime = 5; Only_Numeric_Owners = true; Delegations = false; }}\n\
+             NFS_KRB5 {{ Active_krb5 = false; }}\n\
+             EXPORT {{ Export_Id = 1; Path = \"{}\"; Pseudo = /export; Access_Type = RW; Squash = No_Root_Squash; \
+             SecType = sys; Protocols = 4; Transports = TCP; FSAL {{ Name = VFS; }} }}\n",
+            Nfs::PORT,
+            recovery.display(),
+            folder.display(),
+        );
+        let file = base.join("ganesha.conf");
+        fs::write(&file, configuration).unwrap();
+        let mut arguments: Vec<OsString> = ["-F", "-N", "NIV_EVENT", "-f"].map(OsString::from).into();
+        arguments.extend([file.into(), "-L".into(), base.join("log").into()]);
+        arguments.extend(["-p".into(), base.join("pid").into()]);
+        Nfs { _server: Server::start(world, "ganesha.nfsd", &arguments, Nfs::PORT), folder }
+    }
+}
+
+/// An iSCSI server with one target.
+pub struct Iscsi(Server);
+
+impl Iscsi {
+    /// The port it listens on.
+    pub const PORT: u16 = 13260;
+    /// Its target; the file is logical unit 1.
+    pub const TARGET: &str = "iqn.2026-01.test.peerpod:disk";
+
+    /// Serves this file.
+    pub fn start(world: &World, file: &Path) -> Iscsi {
+        let socket = world.folder().join("tgtd");
+        let ipc = format!("TGT_IPC_SOCKET={}", socket.display());
+        let portal = format!("portal=0.0.0.0:{}", Iscsi::PORT);
+        let arguments = [&ipc, "tgtd", "-f", "--iscsi", &portal].map(OsString::from);
+        let server = Iscsi(Server::start(world, "env", &arguments, Iscsi::PORT));
+        for words in [
+            vec!["--op", "new", "--mode", "target", "--tid", "1", "-T", Iscsi::TARGET],
+            vec!["--op", "new", "--mode", "logicalunit", "--tid", "1", "--lun", "1", "-b", file.to_str().unwrap()],
+            vec!["--op", "bind", "--mode", "target", "--tid", "1", "-I", "ALL"],
+        ] {
+            let mut command = Command::new("tgtadm");
+            let output = command.env("TGT_IPC_SOCKET", &socket).args(["--lld", "iscsi"]).args(&words).output();
+            let output = output.unwrap();
+            assert!(output.status.success(), "tgtadm {words:?}: {output:?}");
+        }
+        server
+    }
+}
+
+/// An NBD server.
+pub struct Nbd(Server);
+
+impl Nbd {
+    /// The port it listens on.
+    pub const PORT: u16 = 20809;
+    /// Its export.
+    pub const EXPORT: &str = "disk";
+
+    /// Serves this file.
+    pub fn start(world: &World, file: &Path) -> Nbd {
+        let port = Nbd::PORT.to_string();
+        let words = ["--persistent", "--shared=0", "--format=raw", "--export-name", Nbd::EXPORT, "--port", &port];
+        let mut arguments: Vec<OsString> = words.map(OsString::from).into();
+        arguments.push(file.into());
+        Nbd(Server::start(world, "qemu-nbd", &arguments, Nbd::PORT))
+    }
+}
