@@ -11,8 +11,26 @@ use serde_json::Value;
 
 /// What busybox is called in the VM.
 const TOOLS: [&str; 20] = [
-    "cat", "cp", "cut", "dd", "df", "echo", "grep", "head", "ls", "mkdir", "mount", "ping", "sh", "sha256sum", "sleep", "sync", "tr",
-    "umount", "wc", "wget",
+    "cat",
+    "cp",
+    "cut",
+    "dd",
+    "df",
+    "echo",
+    "grep",
+    "head",
+    "ls",
+    "mkdir",
+    "mount",
+    "ping",
+    "sh",
+    "sha256sum",
+    "sleep",
+    "sync",
+    "tr",
+    "umount",
+    "wc",
+    "wget",
 ];
 
 /// The folder of the minimal image: `PEERPOD_TEST_IMAGE`, or where `make image` puts it.

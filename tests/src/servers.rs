@@ -40,7 +40,9 @@ impl Server {
             let wanted = SocketAddr::from(([127, 0, 0, 1], port));
             world.node().run(|| std::net::TcpStream::connect(wanted).is_ok()).ok().filter(|up| *up)
         });
-        listens.map(drop).unwrap_or_else(|error| panic!("{error}: {}", fs::read_to_string(&log).unwrap_or_default()));
+        listens
+            .map(drop)
+            .unwrap_or_else(|error| panic!("{error}: {}", fs::read_to_string(&log).unwrap_or_default()));
         server
     }
 }
@@ -99,11 +101,23 @@ impl Iscsi {
         let server = Iscsi(Server::start(world, "env", &arguments, Iscsi::PORT));
         for words in [
             vec!["--op", "new", "--mode", "target", "--tid", "1", "-T", Iscsi::TARGET],
-            vec!["--op", "new", "--mode", "logicalunit", "--tid", "1", "--lun", "1", "-b", file.to_str().unwrap()],
+            vec![
+                "--op",
+                "new",
+                "--mode",
+                "logicalunit",
+                "--tid",
+                "1",
+                "--lun",
+                "1",
+                "-b",
+                file.to_str().unwrap(),
+            ],
             vec!["--op", "bind", "--mode", "target", "--tid", "1", "-I", "ALL"],
         ] {
             let mut command = Command::new("tgtadm");
-            let output = command.env("TGT_IPC_SOCKET", &socket).args(["--lld", "iscsi"]).args(&words).output();
+            let output =
+                command.env("TGT_IPC_SOCKET", &socket).args(["--lld", "iscsi"]).args(&words).output();
             let output = output.unwrap();
             assert!(output.status.success(), "tgtadm {words:?}: {output:?}");
         }
@@ -123,7 +137,8 @@ impl Nbd {
     /// Serves this file.
     pub fn start(world: &World, file: &Path) -> Nbd {
         let port = Nbd::PORT.to_string();
-        let words = ["--persistent", "--shared=0", "--format=raw", "--export-name", Nbd::EXPORT, "--port", &port];
+        let words =
+            ["--persistent", "--shared=0", "--format=raw", "--export-name", Nbd::EXPORT, "--port", &port];
         let mut arguments: Vec<OsString> = words.map(OsString::from).into();
         arguments.push(file.into());
         Nbd(Server::start(world, "qemu-nbd", &arguments, Nbd::PORT))

@@ -222,7 +222,11 @@ impl Disk {
     pub fn volume(&self) -> Volume {
         Volume {
             handle: self.name.clone(),
-            source: Source::AttachedBlock { volume: self.source.clone(), zone: None, attach: Attach::Provider },
+            source: Source::AttachedBlock {
+                volume: self.source.clone(),
+                zone: None,
+                attach: Attach::Provider,
+            },
             mode: Mode::Filesystem { fs_type: None, mount_options: Vec::new(), fs_group: None },
             read_only: false,
             tmpfs: false,

@@ -101,11 +101,7 @@ async fn network_disks_are_connected_by_the_hypervisor_and_shares_by_the_machine
             fs_group: None,
         };
         let share = Volume { handle: "share".into(), source: share, mode, ..unit.volume() };
-        vec![
-            Volume { source: iscsi, ..unit.volume() },
-            share,
-            Volume { source: nbd, ..export.volume() },
-        ]
+        vec![Volume { source: iscsi, ..unit.volume() }, share, Volume { source: nbd, ..export.volume() }]
     };
     let mounts = [at(0, "/iscsi"), at(1, "/nfs"), at(2, "/nbd")];
     let first = node.run(node.pod("net-0", volumes())).await;

@@ -14,7 +14,7 @@ use std::{
 
 use peerpod_proto::guest::{Volume, VolumeFault};
 use peerpod_volume::{FsGroup, GuestVolume, Identity, Mode, Source, VolumeId};
-use tokio::task::spawn_blocking;
+use tokio::{task::spawn_blocking, time::timeout};
 
 use self::find::{Disk, Places};
 use crate::intercept::{Ready, Use, VOLUMES};
@@ -30,6 +30,8 @@ mod shares;
 const MOMENT: &str = "/run/peerpod/volumes-moment";
 /// A disk that was attached before the pod started is there in milliseconds; shims wait a minute for a container.
 const WAIT: Duration = Duration::from_secs(40);
+/// Files are there in milliseconds, or their server is away.
+const LOOK: Duration = Duration::from_secs(20);
 /// Volumes of one pod.
 const MOST: usize = 256;
 
@@ -61,6 +63,31 @@ struct Known {
     identity: Option<Identity>,
     /// Held while it is made ready or looked at: its file system is made once.
     turn: tokio::sync::Mutex<()>,
+    /// Shared with whoever looks at its files: a server that is away keeps them in the kernel for as long as it likes.
+    looks: Arc<()>,
+}
+
+impl Known {
+    /// Work on its files, which may hang in the kernel: given up on after `limit`, and then not begun again before it has
+    /// come back. The turn must be held.
+    async fn look<T: Send + 'static>(
+        &self,
+        limit: Duration,
+        work: impl FnOnce() -> Result<T, Fault> + Send + 'static,
+    ) -> Result<T, Fault> {
+        let stuck = || Fault::not_now(format!("its disk or server has not answered for {limit:?}"));
+        if Arc::strong_count(&self.looks) > 1 {
+            return Err(stuck());
+        }
+        let looks = self.looks.clone();
+        let looked = spawn_blocking(move || {
+            let result = work();
+            drop(looks);
+            result
+        });
+        let looked = timeout(limit, looked).await.map_err(|_| stuck())?;
+        looked.map_err(|error| Fault::not_now(format!("look at its files: {error}")))?
+    }
 }
 
 /// All that the pod has.
@@ -92,7 +119,12 @@ impl Volumes {
             };
             let same = known.get(&volume.id).filter(|old| old.volume == volume && old.identity == identity);
             let entry = same.cloned().unwrap_or_else(|| {
-                Arc::new(Known { volume: volume.clone(), identity, turn: tokio::sync::Mutex::default() })
+                Arc::new(Known {
+                    volume: volume.clone(),
+                    identity,
+                    turn: tokio::sync::Mutex::default(),
+                    looks: Arc::default(),
+                })
             });
             now.insert(volume.id, entry);
         }
@@ -134,13 +166,21 @@ impl Volumes {
                 let kind =
                     make::filesystem(&disk, &known.volume.id, fs_type.as_deref(), known.volume.read_only)
                         .await?;
-                Ready {
+                let mut ready = Ready {
                     driver: "blk".into(),
                     source: disk.node.display().to_string(),
                     options: mount_options.clone(),
                     fstype: kind,
                     ..Ready::default()
+                };
+                if ready.fstype == "xfs" && !ready.options.iter().any(|option| option == "nouuid") {
+                    // A clone has the identifier of what it was cloned from, which may be in this VM, too.
+                    ready.options.push("nouuid".into());
                 }
+                if !known.volume.read_only {
+                    self.catch_up(known, &disk, &ready).await;
+                }
+                ready
             }
         };
         ready.read_only = known.volume.read_only;
@@ -176,12 +216,12 @@ impl Volumes {
             return Ok(paths);
         }
         let (ready, id) = (ready.clone(), known.volume.id.clone());
-        let made = spawn_blocking(move || {
+        let make = move || {
             moment::with(&id, &ready, |root| {
                 paths.iter().map(|path| moment::path_in(root, path, !ready.read_only)).collect()
             })
-        });
-        made.await.map_err(|error| Fault::not_now(format!("make its paths: {error}")))?
+        };
+        known.look(LOOK, make).await
     }
 }
 

@@ -25,6 +25,9 @@ use crate::{LocalProvider, Shared, blocking, disk as failed};
 /// Linux gives loop devices this major number.
 const LOOP: u64 = 7;
 
+/// Seconds for one change of a loop device.
+const LIMIT: &str = "30";
+
 /// A disk that some VM has.
 #[derive(Debug, Serialize, Deserialize)]
 struct Taken {
@@ -74,16 +77,25 @@ impl Shared {
             }
         }
         let file = self.file(&disk.volume).map_err(|why| Error::not_found(format!("{what}: {why}")))?;
+        self.refuse_second_name(&what, &disk.volume, &file)?;
         let path = self.taken_path(&disk.volume);
         let mut taken = match read_json::<Taken>(&path).map_err(|error| failed(&what, &error))? {
             Some(taken) => taken,
-            None => Taken {
-                version: VERSION,
-                volume: disk.volume.clone(),
-                file: file.clone(),
-                read_only: disk.read_only,
-                vms: Vec::new(),
-            },
+            None => {
+                // Ours is written down before it is made: this one is somebody else's.
+                if let Some(number) = loops_of(&file).map_err(Error::transient)?.first() {
+                    return Err(Error::transient(format!(
+                        "{what}: it is in use on this machine, as /dev/loop{number}"
+                    )));
+                }
+                Taken {
+                    version: VERSION,
+                    volume: disk.volume.clone(),
+                    file: file.clone(),
+                    read_only: disk.read_only,
+                    vms: Vec::new(),
+                }
+            }
         };
         let others = taken.vms.iter().any(|vm| vm != id.as_str());
         if others && !(taken.read_only && disk.read_only) {
@@ -101,6 +113,19 @@ impl Shared {
         let name = name_of(&disk.volume);
         self.show(id, number, &name).map_err(|error| failed(&what, &error))?;
         Ok(DiskIdentity::ById(name))
+    }
+
+    /// A file has more than one name, and one writer.
+    fn refuse_second_name(&self, what: &str, volume: &str, file: &Path) -> Result<(), Error> {
+        let all = self.taken().map_err(|error| failed(what, &error))?;
+        match all.into_iter().find(|taken| taken.file == file && taken.volume != volume) {
+            Some(other) => Err(Error::transient(format!(
+                "{what}: the same file is attached as {}, to VM {}",
+                other.volume,
+                other.vms.join(", ")
+            ))),
+            None => Ok(()),
+        }
     }
 
     /// Makes the device's node and name in the VM's own /dev.
@@ -211,6 +236,7 @@ impl Shared {
             }
             name => self.config.volumes_dir.join(name),
         };
+        let path = path.canonicalize().map_err(|error| format!("{}: {error}", path.display()))?;
         let kind = fs::metadata(&path).map_err(|error| format!("{}: {error}", path.display()))?;
         if kind.is_file() { Ok(path) } else { Err(format!("{} is not a file", path.display())) }
     }
@@ -272,9 +298,10 @@ fn number(device: &str) -> Option<u64> {
     device.strip_prefix("/dev/loop")?.parse().ok()
 }
 
-/// Runs util-linux's program: its ioctls would be unsafe code here.
+/// Runs util-linux's program: its ioctls would be unsafe code here. A device or file system that hangs must not keep the
+/// disks of all others waiting.
 fn losetup(arguments: &[&str]) -> Result<String, String> {
-    let output = Command::new("losetup").args(arguments).output();
+    let output = Command::new("timeout").args(["--signal=KILL", LIMIT, "losetup"]).args(arguments).output();
     let output = output.map_err(|error| format!("run losetup: {error}"))?;
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());

@@ -313,6 +313,10 @@ impl Effects for Real {
         read.unwrap_or_else(|error| Err(format!("read the pod's volumes: {error}")))
     }
 
+    async fn expect_vm(&self, id: &SandboxId, uid: &str) -> Result<(), CloudError> {
+        attach::expect(&self.volumes, id, uid).await
+    }
+
     async fn attach(
         &self,
         id: &SandboxId,

@@ -6,7 +6,7 @@ use std::{
     io,
     os::unix::fs::{FileTypeExt, MetadataExt},
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
@@ -190,12 +190,14 @@ fn placeholder(target: &Path) -> Option<(u32, u32)> {
 pub struct Volumes {
     records: Records,
     pods: Option<Arc<dyn Pods>>,
+    /// Held while a pod's VM is noted: two sandboxes of one pod may be at it.
+    notes: Arc<Mutex<()>>,
 }
 
 impl Volumes {
     /// In this folder.
     pub fn new(folder: &Path, pods: Option<Arc<dyn Pods>>) -> Volumes {
-        Volumes { records: Records::new(folder), pods }
+        Volumes { records: Records::new(folder), pods, notes: Arc::default() }
     }
 
     /// A pod's volumes, and no other's; `None`: it has none. Blocks for some file reads.
@@ -256,13 +258,18 @@ impl Volumes {
         }
     }
 
-    /// Notes the pod's VM, for the wrapper. With `gone` only where the pod still has files there: nobody waits else.
+    /// Notes the pod's VM, for the wrapper; without an instance: one may be made. With `gone` only where the pod still has
+    /// files there (nobody waits else), and where no later sandbox of the pod has noted its own.
     ///
     /// # Errors
     /// When it could not be made durable.
     pub fn note_vm(&self, uid: &str, sandbox: &str, instance: Option<&str>, gone: bool) -> io::Result<()> {
-        if gone && !self.records.pod(uid)?.exists() {
-            return Ok(());
+        let _turn = self.notes.lock().unwrap_or_else(PoisonError::into_inner);
+        if gone {
+            let later = |noted: Vm| noted.sandbox != sandbox;
+            if !self.records.pod(uid)?.exists() || self.records.vm(uid)?.is_some_and(later) {
+                return Ok(());
+            }
         }
         let vm =
             Vm { version: VERSION, sandbox: sandbox.into(), instance: instance.map(str::to_owned), gone };

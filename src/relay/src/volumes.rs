@@ -72,7 +72,8 @@ impl Copies {
             return;
         }
         if copied.file_mode & KIND == FOLDER {
-            if self.0.len() < FOLDERS {
+            // Which empty folder may be a subPath matters only to a pod with volumes.
+            if !volumes.is_empty() && self.0.len() < FOLDERS {
                 self.0.entry(path.to_owned()).or_default();
             }
             return;
@@ -95,6 +96,11 @@ impl Copies {
             (Some(there @ Folder::Empty), None) => *there = Folder::Files,
             _ => {}
         }
+    }
+
+    /// Whether a marker has come that is no volume's of this pod.
+    pub(crate) fn has_strangers(&self) -> bool {
+        self.0.values().any(|seen| *seen == Folder::Stranger)
     }
 
     fn of(&self, source: &str) -> Option<&Folder> {

@@ -5,17 +5,22 @@ use std::time::Duration;
 use nix::sys::statvfs::statvfs;
 use peerpod_proto::guest::VolumeFill;
 use peerpod_volume::Mode;
-use tokio::{
-    task::spawn_blocking,
-    time::{Instant, sleep},
-};
+use tokio::time::{Instant, sleep, timeout};
 
-use super::{Fault, Known, Volumes, find, make, moment, mount_point};
+use super::{
+    Fault, Known, LOOK, Volumes, content,
+    find::{self, Disk},
+    make, moment, mount_point,
+};
 use crate::intercept::Ready;
 
 /// A disk that the cloud made larger may show it a little later.
 const GROWN: Duration = Duration::from_secs(30);
-const LOOK: Duration = Duration::from_millis(100);
+const SOON: Duration = Duration::from_millis(100);
+/// kubelet asks for statistics again in a minute.
+const TURN: Duration = Duration::from_secs(5);
+/// What a file system of ours leaves free at its disk's end, and what makers round off.
+const SLACK: u64 = 4 << 20;
 /// Growing writes little beside group descriptors.
 const GROW: Duration = Duration::from_secs(180);
 
@@ -23,7 +28,8 @@ impl Volumes {
     /// How full a volume is.
     pub(crate) async fn stats(&self, id: &str) -> Result<VolumeFill, Fault> {
         let known = self.get(id)?;
-        let _turn = known.turn.lock().await;
+        let busy = |_| Fault::not_now("it is being made ready for a container".into()).of(&known.volume);
+        let _turn = timeout(TURN, known.turn.lock()).await.map_err(busy)?;
         self.fill(&known).await.map_err(|fault| fault.of(&known.volume))
     }
 
@@ -38,12 +44,12 @@ impl Volumes {
             return Ok(fill);
         }
         let (ready, id) = (self.to_look_at(known).await?, known.volume.id.clone());
-        let seen = spawn_blocking(move || {
+        let look = move || {
             moment::with(&id, &ready, |root| {
                 statvfs(root).map_err(|errno| Fault::not_now(format!("look how full it is: {errno}")))
             })
-        });
-        let seen = seen.await.map_err(|error| Fault::not_now(error.to_string()))??;
+        };
+        let seen = known.look(LOOK, look).await?;
         let unit = seen.fragment_size();
         fill.total_bytes = seen.blocks() * unit;
         fill.available_bytes = seen.blocks_available() * unit;
@@ -88,7 +94,7 @@ impl Volumes {
                     disk.name, disk.size
                 )));
             }
-            sleep(LOOK).await;
+            sleep(SOON).await;
             disk.size = find::size_of(&disk.name).unwrap_or(disk.size);
         }
         if let Mode::Block = known.volume.mode {
@@ -102,13 +108,41 @@ impl Volumes {
         if mounted {
             return grow_mounted(&ready, &mount_point(&known.volume.id)).await;
         }
-        // Growing is done on a mounted one, in one way for all.
-        let (id, runtime) = (known.volume.id.clone(), tokio::runtime::Handle::current());
-        let grown = spawn_blocking(move || {
-            moment::with(&id, &ready, |root| runtime.block_on(grow_mounted(&ready, root)))
-        });
-        grown.await.map_err(|error| Fault::not_now(error.to_string()))?
+        grow_for_a_moment(known, ready).await
     }
+
+    /// A disk that was made larger while no VM had it: kubelet asks for the file system's growth before there is a VM that
+    /// could do it, and does not ask again. What fails leaves the volume as it was.
+    pub(super) async fn catch_up(&self, known: &Known, disk: &Disk, ready: &Ready) {
+        if moment::is_mounted(&mount_point(&known.volume.id)) {
+            return;
+        }
+        let node = disk.node.clone();
+        let look = move || {
+            content::filesystem_bytes(&node)
+                .map_err(|error| Fault::not_now(format!("read its size: {error}")))
+        };
+        let grown = match known.look(LOOK, look).await {
+            Ok(Some(bytes)) if bytes.saturating_add(SLACK) < disk.size => {
+                grow_for_a_moment(known, ready.clone()).await
+            }
+            Ok(_) => return,
+            Err(fault) => Err(fault),
+        };
+        match grown {
+            Ok(()) => tracing::info!(volume = known.volume.name, "its disk had grown, and now it has"),
+            Err(why) => {
+                tracing::warn!(volume = known.volume.name, %why, "its disk has grown, and its file system cannot");
+            }
+        }
+    }
+}
+
+/// Growing is done on a mounted one, in one way for all.
+async fn grow_for_a_moment(known: &Known, ready: Ready) -> Result<(), Fault> {
+    let (id, runtime) = (known.volume.id.clone(), tokio::runtime::Handle::current());
+    let grow = move || moment::with(&id, &ready, |root| runtime.block_on(grow_mounted(&ready, root)));
+    known.look(GROW + LOOK, grow).await
 }
 
 async fn grow_mounted(ready: &Ready, root: &std::path::Path) -> Result<(), Fault> {

@@ -144,11 +144,9 @@ impl Places {
         }
     }
 
-    /// The logical unit of a SCSI disk (the last of `host:channel:target:lun`), or the number of an NVMe namespace.
+    /// The logical unit of a SCSI disk: the last of `host:channel:target:lun`. The number of an NVMe namespace is not it:
+    /// clouds count them from different starts, and a disk of the VM's own would be taken for the pod's.
     fn lun(&self, name: &str) -> Option<u32> {
-        if let Some(namespace) = self.attribute(name, "nsid") {
-            return namespace.parse().ok();
-        }
         let device = fs::read_link(self.block.join(name).join("device")).ok()?;
         device.file_name()?.to_str()?.rsplit_once(':')?.1.parse().ok()
     }
@@ -193,7 +191,7 @@ pub(super) fn words(identity: &Identity) -> String {
     match identity {
         Identity::Serial(serial) => format!("serial number {serial:?}"),
         Identity::ById(name) => format!("name {name:?} in /dev/disk/by-id"),
-        Identity::Lun(lun) => format!("logical unit {lun}"),
+        Identity::Lun(lun) => format!("logical unit {lun} (of SCSI disks)"),
         Identity::Wwn(wwn) => format!("World Wide Name {wwn:?}"),
     }
 }
@@ -254,7 +252,10 @@ mod tests {
         assert_eq!(name(&places, Identity::Serial("vol0abc".into())).as_deref(), Some("nvme1n1"));
         assert_eq!(name(&places, Identity::Serial("vol0".into())), None);
         assert_eq!(name(&places, Identity::Wwn("0x1D0F-AA".into())).as_deref(), Some("nvme1n1"));
-        assert_eq!(name(&places, Identity::Lun(7)).as_deref(), Some("nvme1n1"));
+        assert_eq!(name(&places, Identity::Lun(7)), None, "an NVMe namespace has no logical unit's number");
+        disk(&dir, "sda", &[]);
+        std::os::unix::fs::symlink("../../0:0:1:7", dir.path().join("block/sda/device")).unwrap();
+        assert_eq!(name(&places, Identity::Lun(7)).as_deref(), Some("sda"));
         assert_eq!(name(&places, Identity::Lun(1)), None);
 
         fs::create_dir_all(dir.path().join("dev/disk/by-id")).unwrap();

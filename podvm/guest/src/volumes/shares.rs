@@ -51,6 +51,8 @@ fn supported(kind: &str) -> Result<(), Fault> {
 
 /// An export of an NFS server. Version 4 where nothing else is asked for.
 pub(super) async fn nfs(server: &str, export: &str, options: &[String]) -> Result<Ready, Fault> {
+    let options: &[String] =
+        &options.iter().flat_map(|option| option.split(',')).map(str::to_owned).collect::<Vec<_>>();
     let version = value(options, &["vers", "nfsvers"]).unwrap_or("4.2").to_owned();
     let fstype = if version.starts_with('4') { "nfs4" } else { "nfs" };
     supported(if fstype == "nfs4" { "nfs4" } else { "nfs" })?;
@@ -63,11 +65,12 @@ pub(super) async fn nfs(server: &str, export: &str, options: &[String]) -> Resul
     told.push(format!("vers={version}"));
     told.push(format!("addr={address}"));
     if fstype == "nfs" {
-        // There is no lock daemon, and nobody but this pod in the VM.
-        for alone in ["nolock"] {
-            if !told.iter().any(|option| option == alone) {
-                told.push(alone.to_owned());
-            }
+        if !told.iter().any(|option| option == "nolock") {
+            return Err(Fault::never(
+                "NFS version 3 has its locks from a daemon that the VM has not: use version 4, or say nolock in the volume's \
+                 mount options, if no two pods lock its files"
+                    .into(),
+            ));
         }
         told.push(format!("mountaddr={address}"));
     }

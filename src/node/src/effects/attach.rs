@@ -15,6 +15,11 @@ use crate::{
 /// A driver's attachment is a call to its cloud, which takes seconds to a minute. Waited for again after that.
 const DRIVER: Duration = Duration::from_secs(60);
 
+/// See [`crate::sandbox::effects::Effects::expect_vm`].
+pub(super) async fn expect(records: &Volumes, id: &SandboxId, uid: &str) -> Result<(), CloudError> {
+    note(records, uid, id, None, false).await
+}
+
 /// See [`crate::sandbox::effects::Effects::attach`].
 pub(super) async fn attach(
     records: &Volumes,

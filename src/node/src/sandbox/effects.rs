@@ -201,6 +201,11 @@ pub trait Effects: Send + Sync + 'static {
         Ok(None)
     }
 
+    /// Says, durably, that a VM with the pod's volumes may be made from now on.
+    async fn expect_vm(&self, _id: &SandboxId, _uid: &str) -> Result<(), CloudError> {
+        Ok(())
+    }
+
     /// Has every volume that is not yet attached to the VM attached, or finds it so; with how the guest recognises each.
     async fn attach(
         &self,

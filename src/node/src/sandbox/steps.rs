@@ -74,7 +74,15 @@ impl Task {
         let Some(request) = self.record.request.clone() else { return self.find(None) };
         if !self.announced {
             let (fx, record) = (self.fx.clone(), self.record.clone());
-            return self.slots.cloud.start(async move { Outcome::Announced(fx.announce(&record).await) });
+            return self.slots.cloud.start(async move {
+                // Before anything is asked for: whose disks these are must be known as long as a VM may come of it.
+                if let Some(volumes) = &record.volumes
+                    && let Err(error) = fx.expect_vm(&record.id, &volumes.uid).await
+                {
+                    return Outcome::Placed(Err(error));
+                }
+                Outcome::Announced(fx.announce(&record).await)
+            });
         }
         self.unsent = false;
         match self.way.clone() {

@@ -156,3 +156,18 @@ fn a_pod_with_a_volume_that_nobody_can_attach_gets_no_vm() {
     let why = Volumes::new(&folder.0, None).of_pod(&pod(None)).unwrap_err();
     assert!(why.contains("secret shop/chap") && why.contains("volume v"), "{why}");
 }
+
+#[test]
+fn the_end_of_an_earlier_vm_does_not_free_what_a_later_one_has() {
+    let folder = Folder::new("later");
+    let records = Records::new(&folder.0);
+    records.put(&record("u", "v", Attach::Driver)).unwrap();
+    let volumes = Volumes::new(&folder.0, None);
+    volumes.note_vm("u", "first", Some("vm-1"), false).unwrap();
+    volumes.note_vm("u", "second", None, false).unwrap();
+    volumes.note_vm("u", "first", Some("vm-1"), true).unwrap();
+    let noted = records.vm("u").unwrap().unwrap();
+    assert!(noted.sandbox == "second" && !noted.gone, "{noted:?}");
+    volumes.note_vm("u", "second", None, true).unwrap();
+    assert!(records.vm("u").unwrap().unwrap().gone);
+}

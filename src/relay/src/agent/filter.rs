@@ -100,7 +100,7 @@ enum Fate {
     Skip,
     /// It is collected, header and all, and handed on whole (answers only).
     Hold(Vec<u8>),
-    /// A request of a pod with volumes, header and all, until its method is known.
+    /// A request, header and all, until its method is known.
     Look(Vec<u8>),
     /// One that is read, or changed, when it is whole.
     Gather(Vec<u8>),
@@ -114,7 +114,6 @@ struct Standing {
     request: Fate,
     answers: FrameReader,
     answer: Fate,
-    naming: Option<(u32, Vec<u8>)>,
     #[serde(default)]
     copies: Copies,
 }
@@ -130,8 +129,6 @@ pub struct AgentFilter {
     request: Fate,
     answers: FrameReader,
     answer: Fate,
-    /// The request whose body passes just now and whose method is not known yet: its stream, its first bytes.
-    naming: Option<(u32, Vec<u8>)>,
     /// What was copied into the VM for containers that are still to come.
     copies: Copies,
 }
@@ -147,7 +144,6 @@ impl AgentFilter {
             request: Fate::None,
             answers: FrameReader::new(),
             answer: Fate::None,
-            naming: None,
             copies: Copies::default(),
         }
     }
@@ -165,10 +161,7 @@ impl AgentFilter {
         self.shared.frames_to_guest.fetch_add(1, Relaxed);
         self.shared.totals.frames_to_guest.inc();
         if header.kind == frame::REQUEST {
-            if !self.shared.volumes().is_empty() {
-                return Fate::Look(header.encode().to_vec());
-            }
-            self.naming = Some((header.stream, Vec::new()));
+            return Fate::Look(header.encode().to_vec());
         }
         peer.extend_from_slice(&header.encode());
         Fate::Pass
@@ -199,51 +192,34 @@ impl AgentFilter {
         None
     }
 
-    /// Looks for the method in the first bytes of a request's body.
-    fn name(&mut self, body: &[u8]) {
-        let Some((stream, mut start)) = self.naming.take() else { return };
-        let seen = if start.is_empty() {
-            frame::peek(&body[..body.len().min(PEEK_LIMIT)])
-        } else {
-            let room = PEEK_LIMIT.saturating_sub(start.len());
-            start.extend_from_slice(&body[..body.len().min(room)]);
-            frame::peek(&start)
-        };
-        match seen {
-            Peek::Method { service: "grpc.AgentService", method: "GetOOMEvent" } => {
-                self.pending.insert(stream, true);
-            }
-            Peek::More if start.len().max(body.len()) < PEEK_LIMIT => {
-                if start.is_empty() {
-                    start.extend_from_slice(body);
-                }
-                self.naming = Some((stream, start));
-            }
-            Peek::Method { .. } | Peek::More | Peek::Unknown => {}
-        }
-    }
-
-    /// More of a request of a pod with volumes.
+    /// More of a request that does not pass yet.
     fn look(&mut self, body: &[u8], peer: &mut BytesMut) {
-        match &mut self.request {
-            Fate::Gather(have) => return have.extend_from_slice(body),
-            Fate::Look(have) => have.extend_from_slice(body),
-            Fate::None | Fate::Pass | Fate::Skip | Fate::Hold(_) => return,
-        }
-        let Fate::Look(have) = std::mem::replace(&mut self.request, Fate::Pass) else { return };
-        let Some((head, payload)) = have.split_first_chunk::<HEADER_LEN>() else { return };
-        let head = Header::decode(head);
-        match frame::peek(&payload[..payload.len().min(PEEK_LIMIT)]) {
-            Peek::Method { service: SERVICE, method: "CreateContainer" } => {
+        let mut have = match std::mem::replace(&mut self.request, Fate::Skip) {
+            Fate::Look(have) => have,
+            Fate::Gather(mut have) => {
+                have.extend_from_slice(body);
                 self.request = Fate::Gather(have);
                 return;
             }
-            Peek::Method { service: SERVICE, method: "CopyFile" } if head.length as usize <= SMALL_COPY => {
-                self.request = Fate::Gather(have);
+            other => {
+                self.request = other;
                 return;
             }
-            Peek::More if payload.len() < PEEK_LIMIT => {
+        };
+        // The bytes that do not matter are not copied: a body may be megabytes of a process's input.
+        let seen = have.len();
+        have.extend_from_slice(&body[..body.len().min((HEADER_LEN + PEEK_LIMIT).saturating_sub(seen))]);
+        let (head, start) = have.split_at(HEADER_LEN.min(have.len()));
+        let Some(head) = head.first_chunk().map(Header::decode) else { return };
+        match frame::peek(start) {
+            Peek::More if start.len() < PEEK_LIMIT => {
                 self.request = Fate::Look(have);
+                return;
+            }
+            Peek::Method { service: SERVICE, method } if self.is_gathered(method, &head) => {
+                have.truncate(seen);
+                have.extend_from_slice(body);
+                self.request = Fate::Gather(have);
                 return;
             }
             Peek::Method { service: SERVICE, method: "GetOOMEvent" } => {
@@ -251,7 +227,19 @@ impl AgentFilter {
             }
             Peek::Method { .. } | Peek::More | Peek::Unknown => {}
         }
-        peer.extend_from_slice(&have);
+        self.request = Fate::Pass;
+        peer.extend_from_slice(&have[..seen]);
+        peer.extend_from_slice(body);
+    }
+
+    /// Whether a request is read whole. Small files are, of every pod: one may be the marker of a volume that nobody told
+    /// us of, and then the container must not get the empty folder that is in its place.
+    fn is_gathered(&self, method: &str, head: &Header) -> bool {
+        match method {
+            "CopyFile" => head.length as usize <= SMALL_COPY,
+            "CreateContainer" => !self.shared.volumes().is_empty() || self.copies.has_strangers(),
+            _ => false,
+        }
     }
 
     /// A request that was gathered is whole.
@@ -332,7 +320,6 @@ impl AgentFilter {
                 Piece::Head(header) => self.request = self.admit(&header, peer, local),
                 Piece::Body(body) => {
                     if matches!(self.request, Fate::Pass) {
-                        self.name(body);
                         peer.extend_from_slice(body);
                     } else {
                         self.look(body, peer);
@@ -345,7 +332,6 @@ impl AgentFilter {
                         Fate::Look(have) => peer.extend_from_slice(&have),
                         Fate::None | Fate::Pass | Fate::Skip | Fate::Hold(_) => {}
                     }
-                    self.naming = None;
                 }
             }
         }
@@ -400,7 +386,6 @@ impl AgentFilter {
         if !matches!(self.request, Fate::None) {
             self.request = Fate::Skip;
         }
-        self.naming = None;
         self.answer_pending(false, "the program in the pod VM that carried this call is gone", local)
     }
 }
@@ -421,8 +406,7 @@ impl Filter for AgentFilter {
     }
 
     fn passes_from_local(&mut self, input: &[u8]) -> bool {
-        let passes =
-            matches!(self.request, Fate::Pass) && self.naming.is_none() && self.requests.pass(input.len());
+        let passes = matches!(self.request, Fate::Pass) && self.requests.pass(input.len());
         if passes {
             self.shared.sent(input.len());
         }
@@ -453,7 +437,6 @@ impl Filter for AgentFilter {
             request: self.request.clone(),
             answers: self.answers.clone(),
             answer: self.answer.clone(),
-            naming: self.naming.clone(),
             copies: self.copies.clone(),
         };
         serde_json::to_value(standing).ok()
@@ -469,7 +452,6 @@ impl Filter for AgentFilter {
         self.shared.pending.fetch_add(self.pending.len(), Relaxed);
         (self.requests, self.request) = (standing.requests, standing.request);
         (self.answers, self.answer) = (standing.answers, standing.answer);
-        self.naming = standing.naming;
         self.copies = standing.copies;
         true
     }

@@ -139,9 +139,23 @@ fn place(
                     "it may be a subPath of a volume, which only the container's bundle can tell: {why}"
                 )))
             }
-            _ => Ok(None),
+            Err(_) => Ok(None),
+            Ok(spec) => match spec.source(&mount.destination).and_then(|source| subpath_of(volumes, source)) {
+                Some(name) => Err(here(&format!(
+                    "it is a subPath of volume {name}, and which part of it cannot be seen: kubelet's folder must be mounted in \
+                     the relay's container at the same path, with mountPropagation HostToContainer"
+                ))),
+                None => Ok(None),
+            },
         },
     }
+}
+
+/// The volume that kubelet names in the path to which it binds a part: `…/volume-subpaths/VOLUME/CONTAINER/NUMBER`.
+fn subpath_of<'v>(volumes: &'v [Volume], source: &Path) -> Option<&'v str> {
+    let mut parts = source.iter().skip_while(|part| *part != "volume-subpaths").skip(1);
+    let named = parts.next()?;
+    volumes.iter().map(|volume| volume.name.as_str()).find(|name| named == *name)
 }
 
 fn may_be_files(volumes: &[Volume]) -> bool {
@@ -167,7 +181,12 @@ fn devices(
         None => linux.Devices.iter().filter(|device| device.Type == "b").map(told).collect(),
     };
     for (path, number) in listed {
-        let Some(id) = of(number) else { continue };
+        let Some(id) = of(number) else {
+            if spec.is_none() {
+                return Err(format!("device {path} may be a raw volume, which only the container's bundle can tell: it cannot be read"));
+            }
+            continue;
+        };
         // The shim's own idea of it is a device that no VM has.
         container.devices.retain(|device| device.container_path != path);
         container.devices.push(Device {
