@@ -115,18 +115,9 @@ impl Node {
     /// # Errors
     /// What failed.
     pub async fn boot(&self, pod: PodToBe) -> anyhow::Result<Running> {
-        let (id, network) = (fresh_id("volumes"), self.world.pod()?);
-        let shim = self.daemons.shim().await?;
-        let annotations = Annotations::new("default", &pod.name);
-        let socket = shim.create_vm(&id, annotations, &network.namespace().path()).await?;
         let patience = if self.machines.is_some() { BOOT } else { PATIENCE };
-        let started = tokio::time::timeout(patience, shim.start_vm(&id)).await;
-        started.context("StartVM was not answered")?.with_context(|| self.daemons.log_tails())?;
-        let agent = AgentClient::connect(&socket).await?;
-        let mut request = CreateSandboxRequest::new();
-        request.sandbox_id.clone_from(&id);
-        agent.create_sandbox(&request).await?;
-        Ok(Running { id, folder: self.world.folder().to_owned(), pod, shim, agent, _network: network })
+        let booted = boot(&self.world, &self.daemons.hypervisor_socket(), patience, pod).await;
+        booted.with_context(|| self.daemons.log_tails())
     }
 
     /// As [`Node::boot`], for pods that must start.
@@ -158,6 +149,41 @@ impl Node {
         let listed = run("losetup", &list);
         let lines = listed.lines().filter(|line| line.starts_with(&ours));
         lines.filter_map(|line| line.split_whitespace().nth(1)).map(str::to_owned).collect()
+    }
+}
+
+/// CreateVM, StartVM, CreateSandbox of a pod whose volumes are published, through this node's socket.
+///
+/// # Errors
+/// What failed.
+pub async fn boot(
+    world: &World,
+    hypervisor: &Path,
+    patience: Duration,
+    pod: PodToBe,
+) -> anyhow::Result<Running> {
+    let (id, network) = (fresh_id("volumes"), world.pod()?);
+    let shim = ShimClient::connect(hypervisor).await?;
+    let annotations = Annotations::new("default", &pod.name);
+    let socket = shim.create_vm(&id, annotations, &network.namespace().path()).await?;
+    let running = async {
+        let started = tokio::time::timeout(patience, shim.start_vm(&id)).await;
+        started.context("StartVM was not answered")??;
+        let agent = AgentClient::connect(&socket).await?;
+        let mut request = CreateSandboxRequest::new();
+        request.sandbox_id.clone_from(&id);
+        agent.create_sandbox(&request).await?;
+        anyhow::Ok(agent)
+    };
+    match running.await {
+        Ok(agent) => {
+            Ok(Running { id, folder: world.folder().to_owned(), pod, shim, agent, _network: network })
+        }
+        // As kubelet has a sandbox removed that did not start.
+        Err(error) => {
+            shim.stop_vm(&id).await.ok();
+            Err(error)
+        }
     }
 }
 

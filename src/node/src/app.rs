@@ -225,7 +225,8 @@ pub async fn build(
         registries: config.registries.clone(),
         pull_secrets: config.secrets.clone().map(PullSecrets::new),
         surroundings,
-        volumes: Volumes::new(&config.volumes_dir, known_pods(cluster.as_ref())),
+        volumes: Volumes::new(&config.volumes_dir, known_pods(cluster.as_ref()))
+            .and_direct(&config.direct_volumes_dir),
         cluster: shown,
     });
     let mut settings = config.sandbox_settings();

@@ -101,6 +101,8 @@ pub struct NodeConfig {
     pub cluster: Option<ClusterConfig>,
     /// `csi.volumes-dir`: where the CSI wrapper records the pods' volumes.
     pub volumes_dir: PathBuf,
+    /// `csi.direct-volumes-dir`: where CSI drivers that know Kata describe the pods' volumes.
+    pub direct_volumes_dir: PathBuf,
 }
 
 /// An address guests dial: with its port, or with the relay's.
@@ -247,6 +249,11 @@ impl NodeConfig {
             secrets: SecretsConfig::read(reader),
             cluster: None,
             volumes_dir: PathBuf::new(),
+            direct_volumes_dir: reader.get(
+                "csi.direct-volumes-dir",
+                "/run/kata-containers/shared/direct-volumes",
+                "folder in which CSI drivers that know Kata describe pods' volumes; only read",
+            ),
         };
         config.cluster = ClusterConfig::read(reader, config.max_sandboxes);
         if let (Some(cluster), false) = (&config.cluster, reader.is_set("node.name")) {
@@ -273,6 +280,7 @@ impl NodeConfig {
             ("paths.run-dir", &self.run_dir),
             ("paths.state-dir", &self.state_dir),
             ("csi.volumes-dir", &self.volumes_dir),
+            ("csi.direct-volumes-dir", &self.direct_volumes_dir),
         ] {
             if !path.is_absolute() {
                 reader.mistake(key, "not an absolute path; begin it with '/'");

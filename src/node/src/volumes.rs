@@ -1,5 +1,6 @@
 //! A pod's volumes between the CSI wrapper's records and the pod's VM: whose records they are, what the provider, the relay
-//! and the guest are told of each. Reads and writes the folder of the records (`csi.volumes-dir`) and nothing else; who
+//! and the guest are told of each. Reads and writes the folder of the records (`csi.volumes-dir`), reads that of Kata's direct
+//! volumes (`csi.direct-volumes-dir`), and nothing else; who
 //! attaches, and when, is the sandbox's.
 
 use std::{
@@ -190,6 +191,8 @@ fn placeholder(target: &Path) -> Option<(u32, u32)> {
 pub struct Volumes {
     records: Records,
     pods: Option<Arc<dyn Pods>>,
+    /// Where other CSI drivers describe volumes in Kata's way.
+    direct: Option<PathBuf>,
     /// Held while a pod's VM is noted: two sandboxes of one pod may be at it.
     notes: Arc<Mutex<()>>,
 }
@@ -197,7 +200,13 @@ pub struct Volumes {
 impl Volumes {
     /// In this folder.
     pub fn new(folder: &Path, pods: Option<Arc<dyn Pods>>) -> Volumes {
-        Volumes { records: Records::new(folder), pods, notes: Arc::default() }
+        Volumes { records: Records::new(folder), pods, direct: None, notes: Arc::default() }
+    }
+
+    /// With the volumes that other CSI drivers describe in this folder in Kata's way.
+    pub fn and_direct(mut self, folder: &Path) -> Volumes {
+        self.direct = Some(folder.to_owned());
+        self
     }
 
     /// A pod's volumes, and no other's; `None`: it has none. Blocks for some file reads.
@@ -205,10 +214,8 @@ impl Volumes {
     /// # Errors
     /// In words, naming what is in the way; then no VM may be made.
     pub fn of_pod(&self, pod: &PodRef) -> Result<Option<PodVolumes>, String> {
-        let Some(uid) = self.uid(pod).map_err(|why| format!("find out the volumes of pod {pod}: {why}"))?
-        else {
-            return Ok(None);
-        };
+        let uid = self.uid(pod).map_err(|why| format!("find out the volumes of pod {pod}: {why}"))?;
+        let Some(uid) = uid.or_else(|| self.uid_of_watch(pod)) else { return Ok(None) };
         let records = self.records.of_pod(&uid);
         let records = records.map_err(|error| format!("read the volumes of pod {pod}: {error}"))?;
         if let Some(record) =
@@ -220,11 +227,23 @@ impl Volumes {
                 record.volume.name, other.namespace, other.name
             ));
         }
-        let volumes: Vec<PodVolume> = records.into_iter().map(PodVolume::of).collect();
+        let mut volumes: Vec<PodVolume> = records.into_iter().map(PodVolume::of).collect();
+        if let Some(folder) = &self.direct {
+            let others = direct::of_pod(folder, &uid)
+                .map_err(|why| format!("read the volumes of pod {pod}: {why}"))?;
+            let known: Vec<PathBuf> = volumes.iter().map(|one| one.target_path.clone()).collect();
+            volumes.extend(others.into_iter().filter(|one| !known.contains(&one.target_path)));
+        }
         if let Some(why) = volumes.iter().find_map(PodVolume::unusable) {
             return Err(why);
         }
         Ok((!volumes.is_empty()).then_some(PodVolumes { uid, volumes }))
+    }
+
+    /// As the API server has it, where that is one pod's: what another CSI driver published says no name.
+    fn uid_of_watch(&self, pod: &PodRef) -> Option<String> {
+        let mut known = self.pods.as_ref()?.uids(&pod.namespace, &pod.name);
+        if known.len() == 1 { known.pop() } else { None }
     }
 
     /// Which pod it is. No shim says it, and a name may be of two pods for a while.
@@ -258,18 +277,16 @@ impl Volumes {
         }
     }
 
-    /// Notes the pod's VM, for the wrapper; without an instance: one may be made. With `gone` only where the pod still has
-    /// files there (nobody waits else), and where no later sandbox of the pod has noted its own.
+    /// Notes the pod's VM, for the wrapper; without an instance: one may be made. Only where the pod has files there: nobody
+    /// waits else. With `gone` only where no later sandbox of the pod has noted its own.
     ///
     /// # Errors
     /// When it could not be made durable.
     pub fn note_vm(&self, uid: &str, sandbox: &str, instance: Option<&str>, gone: bool) -> io::Result<()> {
         let _turn = self.notes.lock().unwrap_or_else(PoisonError::into_inner);
-        if gone {
-            let later = |noted: Vm| noted.sandbox != sandbox;
-            if !self.records.pod(uid)?.exists() || self.records.vm(uid)?.is_some_and(later) {
-                return Ok(());
-            }
+        let later = |noted: Vm| noted.sandbox != sandbox;
+        if !self.records.pod(uid)?.exists() || gone && self.records.vm(uid)?.is_some_and(later) {
+            return Ok(());
         }
         let vm =
             Vm { version: VERSION, sandbox: sandbox.into(), instance: instance.map(str::to_owned), gone };
@@ -305,5 +322,6 @@ impl Volumes {
     }
 }
 
+mod direct;
 #[cfg(test)]
 mod tests;

@@ -72,6 +72,8 @@ fn rewrite(
         let Some(Place { volume, path }) = place(mount, spec.as_ref(), volumes, copies)? else { continue };
         let of = &volumes[volume];
         used[volume] = true;
+        // A shim that took it for a disk of its own (Kata's direct volumes) sends one that no VM has.
+        container.storages.retain(|storage| storage.mount_point != mount.source);
         let source = Path::new(VOLUMES).join(&of.id).join(path);
         mount.source = source
             .to_str()
@@ -119,7 +121,9 @@ fn place(
     };
     let by_bundle = match spec.map(|spec| spec.source(&mount.destination)) {
         Ok(Some(source)) => bundle::place(volumes, source).map_err(|why| here(&why))?,
-        _ => None,
+        Ok(None) => None,
+        // What the Go shim does not copy keeps kubelet's path.
+        Err(_) => bundle::place(volumes, Path::new(&mount.source)).map_err(|why| here(&why))?,
     };
     match (by_bundle, marked) {
         (Some(place), Some(marked)) if place.volume != marked => {
@@ -140,13 +144,15 @@ fn place(
                 )))
             }
             Err(_) => Ok(None),
-            Ok(spec) => match spec.source(&mount.destination).and_then(|source| subpath_of(volumes, source)) {
-                Some(name) => Err(here(&format!(
-                    "it is a subPath of volume {name}, and which part of it cannot be seen: kubelet's folder must be mounted in \
+            Ok(spec) => {
+                match spec.source(&mount.destination).and_then(|source| subpath_of(volumes, source)) {
+                    Some(name) => Err(here(&format!(
+                        "it is a subPath of volume {name}, and which part of it cannot be seen: kubelet's folder must be mounted in \
                      the relay's container at the same path, with mountPropagation HostToContainer"
-                ))),
-                None => Ok(None),
-            },
+                    ))),
+                    None => Ok(None),
+                }
+            }
         },
     }
 }
@@ -183,7 +189,9 @@ fn devices(
     for (path, number) in listed {
         let Some(id) = of(number) else {
             if spec.is_none() {
-                return Err(format!("device {path} may be a raw volume, which only the container's bundle can tell: it cannot be read"));
+                return Err(format!(
+                    "device {path} may be a raw volume, which only the container's bundle can tell: it cannot be read"
+                ));
             }
             continue;
         };

@@ -1,0 +1,365 @@
+//! Pods with volumes come and go while everybody on their road is killed at random: both roles of the wrapper, the node,
+//! the VM. What a container synced is there afterwards, no disk is ever formatted again, none stays attached to a VM that is
+//! gone, none is lost.
+
+#![cfg(test)]
+
+use std::{
+    collections::HashMap,
+    fs,
+    os::unix::fs::{FileExt, symlink},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use anyhow::{Context, Result, ensure};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use peerpod_proto::csi::{
+    ControllerPublishVolumeRequest, ControllerPublishVolumeResponse, ControllerUnpublishVolumeRequest,
+    CreateVolumeRequest, CreateVolumeResponse, Empty, NodePublishVolumeRequest, NodeUnpublishVolumeRequest,
+    VolumeCapability,
+};
+use peerpod_test_csi::{Driver, Folder, Wrapper, grpc::Client, long, report};
+use peerpod_tests::{
+    Dice, PATIENCE,
+    volumes::{At, By, Node, PodToBe, Running, boot},
+};
+use peerpod_volume::records::Records;
+use peerpod_world::{Sight, World, eventually};
+use protobuf::Message;
+
+const DRIVER: &str = "mock.csi.test";
+const VOLUMES: usize = 3;
+/// kubelet and the sidecars repeat what was not answered.
+const AGAIN: Duration = Duration::from_millis(50);
+/// How long they try, on a busy machine with a killer.
+const PERSEVERANCE: Duration = Duration::from_secs(90);
+
+/// A disk, and what must be on it.
+struct Disk {
+    id: String,
+    context: HashMap<String, String>,
+    file: PathBuf,
+    /// Its file system's identifier, once there is one.
+    uuid: Option<[u8; 16]>,
+    /// Lines that a container synced, and was told so.
+    synced: usize,
+}
+
+/// What a cycle needs, and nothing that is killed.
+#[derive(Clone)]
+struct Road {
+    world: World,
+    hypervisor: PathBuf,
+    records: Records,
+    node: PathBuf,
+    controller: PathBuf,
+    kubelet: PathBuf,
+}
+
+fn capability() -> VolumeCapability {
+    let mut capability = VolumeCapability::new();
+    capability.access_mode.mut_or_insert_default().mode = 1;
+    capability.mut_mount().fs_type = "ext4".to_owned();
+    capability
+}
+
+impl Road {
+    /// Calls until it is answered without an error.
+    async fn persist<A: Message>(&self, socket: &Path, method: &str, request: &impl Message) -> Result<A> {
+        let mut last = None;
+        let answered = tokio::time::timeout(PERSEVERANCE, async {
+            loop {
+                let answer = match Client::connect(socket).await {
+                    Ok(mut client) => client.unary::<A>(method, request).await,
+                    Err(error) => Err(error),
+                };
+                match answer {
+                    Ok(answer) => return answer,
+                    Err(error) => last = Some(error),
+                }
+                tokio::time::sleep(AGAIN).await;
+            }
+        });
+        answered
+            .await
+            .map_err(|_| last.unwrap_or_else(|| anyhow::anyhow!("no answer")))
+            .context(method.to_owned())
+    }
+
+    fn request(
+        &self,
+        disk: &(String, HashMap<String, String>),
+        uid: &str,
+        pod: &str,
+    ) -> NodePublishVolumeRequest {
+        let (id, context) = disk;
+        let target = self.kubelet.join(format!("pods/{uid}/volumes/kubernetes.io~csi/pv-{id}/mount"));
+        let mut request = NodePublishVolumeRequest {
+            volume_id: id.clone(),
+            target_path: target.display().to_string(),
+            volume_context: context.clone(),
+            ..Default::default()
+        };
+        request.volume_capability = Some(capability()).into();
+        for (key, value) in [("uid", uid), ("name", pod), ("namespace", "default")] {
+            request.volume_context.insert(format!("csi.storage.k8s.io/pod.{key}"), value.to_owned());
+        }
+        request
+    }
+
+    /// One pod's life. How far each disk's list of lines is known to go, or why the pod failed; whatever happened, the pod
+    /// is gone and its volumes are given back when this returns.
+    async fn cycle(
+        &self,
+        number: usize,
+        disks: Vec<(String, HashMap<String, String>)>,
+    ) -> Result<Result<()>> {
+        let (uid, name) = (format!("uid-{number}"), format!("web-{}", number % 2));
+        let requests: Vec<_> = disks.iter().map(|disk| self.request(disk, &uid, &name)).collect();
+        for (disk, request) in disks.iter().zip(&requests) {
+            let mut attach = ControllerPublishVolumeRequest {
+                volume_id: disk.0.clone(),
+                node_id: DRIVER.to_owned(),
+                volume_context: disk.1.clone(),
+                ..Default::default()
+            };
+            attach.volume_capability = Some(capability()).into();
+            let _: ControllerPublishVolumeResponse =
+                self.persist(&self.controller, "Controller/ControllerPublishVolume", &attach).await?;
+            let _: Empty = self.persist(&self.node, "Node/NodePublishVolume", request).await?;
+        }
+        let lived = self.live(number, &uid, &name).await;
+        for request in &requests {
+            let unpublish = NodeUnpublishVolumeRequest {
+                volume_id: request.volume_id.clone(),
+                target_path: request.target_path.clone(),
+                ..Default::default()
+            };
+            let _: Empty = self.persist(&self.node, "Node/NodeUnpublishVolume", &unpublish).await?;
+            let detach = ControllerUnpublishVolumeRequest {
+                volume_id: request.volume_id.clone(),
+                node_id: DRIVER.to_owned(),
+                ..Default::default()
+            };
+            let _: Empty =
+                self.persist(&self.controller, "Controller/ControllerUnpublishVolume", &detach).await?;
+        }
+        Ok(lived)
+    }
+
+    /// Boots, reads what is there, adds a line to each, and stops.
+    async fn live(&self, number: usize, uid: &str, name: &str) -> Result<()> {
+        let volumes = self.records.of_pod(uid)?;
+        ensure!(volumes.len() == VOLUMES, "records: {volumes:?}");
+        let pod = PodToBe { name: name.into(), uid: uid.into(), volumes };
+        let running = boot(&self.world, &self.hypervisor, PATIENCE, pod).await?;
+        let lived = tokio::time::timeout(PATIENCE * 2, self.write(number, &running)).await;
+        // Also of one whose VM was killed.
+        running.shim.stop_vm(&running.id).await?;
+        lived.context("its containers did not answer")?
+    }
+
+    async fn write(&self, number: usize, running: &Running) -> Result<()> {
+        const PLACES: [&str; VOLUMES] = ["/v0", "/v1", "/v2"];
+        let mounts: Vec<At> = PLACES
+            .iter()
+            .enumerate()
+            .map(|(volume, place)| At { volume, path: "", place, read_only: false, source: None })
+            .collect();
+        running.try_create("main", &mounts, By::Bundle).await?;
+        for place in PLACES {
+            let script = format!("echo {number} >> {place}/lines && sync {place}/lines && sync");
+            let request = peerpod_client::exec_request(
+                "main",
+                &peerpod_tests::fresh_id("e"),
+                &["/bin/sh", "-c", &script],
+            );
+            let output = running.agent.exec(&request).await?;
+            ensure!(output.status == 0, "{script}: {output:?}");
+        }
+        Ok(())
+    }
+}
+
+/// Everybody who may be killed.
+struct Parties {
+    node: Node,
+    folder: Folder,
+    wrapper: Option<Wrapper>,
+    controller: Option<Wrapper>,
+    _driver: Driver,
+}
+
+impl Parties {
+    async fn start() -> Result<Parties> {
+        let node = Node::start().await;
+        let folder = Folder::new("crash")?;
+        symlink(node.daemons.run_dir(), folder.path("run"))?;
+        symlink(node.daemons.state_dir(), folder.path("state"))?;
+        let driver = Driver::start(&folder, &[&format!("--name={DRIVER}")])?;
+        let mut parties = Parties { node, folder, wrapper: None, controller: None, _driver: driver };
+        parties.restart()?;
+        Ok(parties)
+    }
+
+    /// Starts whoever does not run.
+    fn restart(&mut self) -> Result<()> {
+        if self.wrapper.is_none() {
+            self.wrapper = Some(Wrapper::start("node", &self.folder, &[])?);
+        }
+        if self.controller.is_none() {
+            self.controller = Some(Wrapper::start("controller", &self.folder, &[])?);
+        }
+        Ok(())
+    }
+
+    /// SIGKILL for one of them; true for the VM, which takes its pod along.
+    fn kill(&mut self, victim: u64) -> Result<bool> {
+        match victim {
+            0 => drop(self.wrapper.take()),
+            1 => drop(self.controller.take()),
+            2 => {
+                self.node.daemons.kill_node()?;
+                self.node.daemons.start_node()?;
+            }
+            _ => {
+                let guests = Sight::of(&self.node.world, &[], &self.node.daemons)?.pids("peerpod-guest");
+                for pid in &guests {
+                    // It may be gone by now.
+                    kill(Pid::from_raw(i32::try_from(*pid)?), Signal::SIGKILL).ok();
+                }
+                return Ok(!guests.is_empty());
+            }
+        }
+        self.restart()?;
+        Ok(false)
+    }
+
+    fn road(&self) -> Road {
+        Road {
+            world: self.node.world.clone(),
+            hypervisor: self.node.daemons.hypervisor_socket(),
+            records: Records::new(self.folder.path("state/volumes")),
+            node: self.folder.path("node.sock"),
+            controller: self.folder.path("controller.sock"),
+            kubelet: self.folder.path("kubelet"),
+        }
+    }
+
+    async fn disk(&self, number: usize) -> Result<Disk> {
+        let mut request = CreateVolumeRequest { name: format!("v{number}"), ..Default::default() };
+        request.parameters.insert("peerpod".to_owned(), "true".to_owned());
+        request.special_fields.mut_unknown_fields().add_length_delimited(3, capability().write_to_bytes()?);
+        let answer: CreateVolumeResponse = self
+            .road()
+            .persist(&self.folder.path("controller.sock"), "Controller/CreateVolume", &request)
+            .await?;
+        let volume = answer.volume.into_option().context("no volume")?;
+        let file = self.node.disk(&volume.volume_id, 16).file;
+        Ok(Disk { id: volume.volume_id, context: volume.volume_context, file, uuid: None, synced: 0 })
+    }
+
+    /// Nothing of the pod is left anywhere.
+    async fn nothing_is_left(&self, uid: &str) -> Result<()> {
+        let records = self.road().records;
+        eventually("no disk is attached, and no record is left", PERSEVERANCE, async || {
+            let free = self.node.loops().is_empty() && records.of_pod(uid).ok()?.is_empty();
+            (free && self.folder.mounts().ok()?.is_empty()).then_some(())
+        })
+        .await
+        .with_context(|| {
+            format!(
+                "{uid}: attached {:?}, records {:?}, mounts {:?}\n{}",
+                self.node.loops(),
+                records.of_pod(uid),
+                self.folder.mounts(),
+                self.node.daemons.log_tails()
+            )
+        })
+    }
+}
+
+impl Disk {
+    /// The identifier that ext4's maker chose; a disk that was formatted again has another.
+    fn same_filesystem(&mut self) -> Result<bool> {
+        let mut uuid = [0; 16];
+        fs::File::open(&self.file)?.read_exact_at(&mut uuid, 1024 + 104)?;
+        if uuid == [0; 16] {
+            return Ok(self.uuid.is_none());
+        }
+        Ok(*self.uuid.get_or_insert(uuid) == uuid)
+    }
+
+    /// The lines on it, read as a machine that boots would: the journal is played on a copy.
+    fn lines(&self, scratch: &Path) -> Result<Vec<String>> {
+        let copy = scratch.join("copy");
+        fs::copy(&self.file, &copy)?;
+        let copy = copy.to_str().context("a path")?;
+        let checked = std::process::Command::new("e2fsck").args(["-f", "-y", copy]).output()?;
+        // 0: sound, 1: the journal was played.
+        ensure!(matches!(checked.status.code(), Some(0 | 1)), "e2fsck: {checked:?}");
+        let output = std::process::Command::new("debugfs").args(["-R", "cat /lines", copy]).output()?;
+        Ok(String::from_utf8(output.stdout)?.lines().map(str::to_owned).collect())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn killed_at_random_no_disk_is_lost_formatted_or_left_attached() -> Result<()> {
+    let cycles = if long() { 200 } else { 12 };
+    let mut parties = Parties::start().await?;
+    let mut disks = Vec::new();
+    for number in 0..VOLUMES {
+        disks.push(parties.disk(number).await?);
+    }
+    let (mut dice, mut kills, mut pods, mut bad) = (Dice(2026), [0; 4], 0, Vec::new());
+    for number in 0..cycles {
+        let road = parties.road();
+        let asked = disks.iter().map(|disk| (disk.id.clone(), disk.context.clone())).collect();
+        let life = tokio::spawn(async move { road.cycle(number, asked).await });
+        let mut vm_killed = false;
+        for _ in 0..1 + dice.roll(3) {
+            tokio::time::sleep(Duration::from_millis(dice.roll(900))).await;
+            if life.is_finished() {
+                break;
+            }
+            let victim = dice.roll(4);
+            kills[usize::try_from(victim)?] += 1;
+            vm_killed |= parties.kill(victim)?;
+        }
+        let lived =
+            life.await?.with_context(|| format!("cycle {number}\n{}", parties.node.daemons.log_tails()))?;
+        if let Err(why) = &lived {
+            ensure!(vm_killed, "cycle {number}: {why:#}\n{}", parties.node.daemons.log_tails());
+        }
+        parties.nothing_is_left(&format!("uid-{number}")).await?;
+        for disk in &mut disks {
+            if !disk.same_filesystem()? {
+                bad.push(format!("cycle {number}: disk {} was formatted", disk.id));
+            }
+            let lines = if disk.uuid.is_some() { disk.lines(parties.folder.root())? } else { Vec::new() };
+            let of_this = usize::from(lived.is_ok());
+            if lines.len() < disk.synced + of_this {
+                bad.push(format!(
+                    "cycle {number}: disk {}: {} lines of {}",
+                    disk.id,
+                    lines.len(),
+                    disk.synced + of_this
+                ));
+            }
+            disk.synced = lines.len();
+        }
+        pods += usize::from(lived.is_ok());
+    }
+    println!(
+        "{cycles} pods, {pods} lived to their end; killed: csi-node {}, csi-controller {}, node {}, VM {}",
+        kills[0], kills[1], kills[2], kills[3]
+    );
+    report("csi_crash200_lost_or_formatted", bad.len() as f64);
+    ensure!(bad.is_empty(), "{}", bad.join("\n"));
+    ensure!(pods > 0, "no pod lived");
+    Ok(())
+}
