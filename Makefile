@@ -23,7 +23,7 @@ IMAGE_PARTS = $(IMAGE_SOURCE) --guest $(IMAGE_BINS)/peerpod-guest --pull $(IMAGE
 	$(if $(KATA_AGENT),--kata-agent $(KATA_AGENT),--test-agent $(IMAGE_BINS)/peerpod-test-agent) \
 	$(if $(PAUSE_BUNDLE),--pause-bundle $(PAUSE_BUNDLE)) $(if $(GUEST_COMPONENTS),--guest-components $(GUEST_COMPONENTS))
 
-.PHONY: demo test test-csi test-kube test-long test-aws bench bench-aws bench-kube lint fuzz setup bins docs image image-minimal image-disk \
+.PHONY: demo test test-bins test-csi test-kube test-long test-aws bench bench-aws bench-kube lint fuzz setup bins docs image image-minimal image-disk \
 	image-bins image-lock dist kustomize
 
 setup:
@@ -81,9 +81,11 @@ demo: bins
 # The binaries first: the tests under tests/ drive them from outside. In one build with the tests, because a build of
 # some packages has other features than one of all, and would compile tokio, rustls and all of ours a second time.
 # The images before the tests that boot them.
-test: setup image
-	$(CARGO) build --locked --workspace --all-targets $(WITH)
+test: test-bins
 	$(CARGO) test --locked --workspace --no-fail-fast $(WITH)
+
+test-bins: setup image
+	$(CARGO) build --locked --workspace --all-targets $(WITH)
 
 # The cluster's side against a real kube-apiserver with etcd. The servers are compiled once, from Kubernetes' own Go
 # modules (tests/kube/build); that is why it is not part of `make test`.

@@ -31,9 +31,14 @@ pub(crate) fn create_container(
     let unreadable = |error: protobuf::Error| format!("CreateContainer cannot be decoded: {error}");
     let mut request = Request::parse_from_bytes(payload).map_err(unreadable)?;
     let mut container = CreateContainerRequest::parse_from_bytes(&request.payload).map_err(unreadable)?;
+    let sent = container.clone();
     let result = rewrite(&mut container, volumes, copies);
     copies.forget(&container.container_id);
     result.map_err(|why| format!("volumes of container {}: {why}", container.container_id))?;
+    if container == sent {
+        // Byte for byte: written again, its maps would be in another order.
+        return Ok(payload.to_vec());
+    }
     request.payload = container.write_to_bytes().map_err(unreadable)?;
     let bytes = request.write_to_bytes().map_err(unreadable)?;
     if bytes.len() > MAX_PAYLOAD {
