@@ -83,6 +83,8 @@ fn lints_and_refuses_values_that_mean_nothing() {
         ("image.digest=sha256:12", "digest"),
         ("rollout.peerPodConfig.limit=ten", "limit"),
         ("name=Peerpod", "name"),
+        ("paths.kubelet=var/lib/kubelet", "kubelet"),
+        ("paths.bundles={relative}", "bundles"),
     ] {
         let why = render(&home.0, &["--set", bad]).unwrap_err().to_string();
         assert!(why.contains(named), "{bad}: {why}");
@@ -269,6 +271,15 @@ fn pods_have_no_more_rights_on_the_node_than_they_need() {
     let mounts = &spec("peerpod-node")["containers"][0]["volumeMounts"];
     let netns = mounts.as_array().unwrap().iter().find(|mount| mount["mountPath"] == "/run/netns").unwrap();
     assert_eq!(netns["mountPropagation"], "HostToContainer");
+    the_pods_own_folders_are_there(&templates, &["/run/containerd/io.containerd.runtime.v2.task"]);
+    let others = ["--set", "paths.bundles={/run/containers/storage,/run/k3s/task}"];
+    let all = render(&home.0, &others).unwrap();
+    the_pods_own_folders_are_there(&pod_templates(&all), &["/run/containers/storage", "/run/k3s/task"]);
+    for (name, spec) in &templates {
+        let of_node = ["peerpod-node", "peerpod-relay"].contains(&name.as_str());
+        let class = if of_node { "system-node-critical" } else { "peerpod-cluster" };
+        assert_eq!(spec["priorityClassName"], class, "{name}");
+    }
     // A changed setting or tag of the node's is no new relay.
     let relay = |more: &[&str]| {
         let all = render(&home.0, more).unwrap();
@@ -276,6 +287,25 @@ fn pods_have_no_more_rights_on_the_node_than_they_need() {
     };
     let changed = ["--set", "node.tag=9.9", "--set", "config.node.lease=20m", "--set", "relay.tag=0.1.0"];
     assert_eq!(relay(&["--set", "relay.tag=0.1.0"]), relay(&changed));
+}
+
+/// Containers' bundles and volumes' targets are named by the node's own paths: node and relay see them there, read-only,
+/// with what is mounted later. Nobody else sees them.
+fn the_pods_own_folders_are_there(templates: &[(String, &Value)], bundles: &[&str]) {
+    for (name, spec) in templates {
+        let of_node = ["peerpod-node", "peerpod-relay"].contains(&name.as_str());
+        let mounts = spec["containers"][0]["volumeMounts"].as_array().unwrap();
+        let volumes = spec["volumes"].as_array().unwrap();
+        for path in bundles.iter().chain(&["/var/lib/kubelet"]) {
+            let mount = mounts.iter().find(|mount| mount["mountPath"] == *path);
+            assert_eq!(mount.is_some(), of_node, "{name}: {path}");
+            let Some(mount) = mount else { continue };
+            assert_eq!(mount["readOnly"], true, "{name}: {path}");
+            assert_eq!(mount["mountPropagation"], "HostToContainer", "{name}: {path}");
+            let volume = volumes.iter().find(|volume| volume["name"] == mount["name"]).unwrap();
+            assert_eq!(volume["hostPath"]["path"], *path, "{name}: at the same path as on the node");
+        }
+    }
 }
 
 async fn a_node(client: &Client, name: &str) {
