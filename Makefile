@@ -102,16 +102,21 @@ test-csi: setup
 	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(CSI) $(WITH)
 	$(CARGO) test --locked --workspace --no-fail-fast $(KUBE) $(CSI) $(WITH) --test 'csi_*'
 
+# Figures of the cluster's side, with the counts that are promised: 500 deletes and 20 kills (controller_500_deletes_vs_ideal,
+# controller_leaks), 2,000 admissions (webhook_p99_ms, webhook_p99_vs_noop).
 bench-kube: setup
 	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(WITH)
+	mkdir -p $(TARGET)/bench
 	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(KUBE) $(WITH) --test kube_webhook --test kube_controller -- --nocapture
 
-# What takes longer than a coffee: soaks, many kills, large counts. The same build as `make test`: what it waits for
-# is mostly processes, namespaces and deadlines, not our code.
+# What takes longer than a coffee: soaks, many kills, large counts; also of the cluster's side and of the CSI wrapper. Not an
+# optimised build: what it waits for is mostly processes, namespaces and deadlines, not our code.
 test-long: setup image
-	$(CARGO) build --locked --workspace --all-targets $(WITH)
-	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(WITH)
+	tests/csi/build
+	tests/kube/build
+	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(CSI) $(WITH)
+	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(KUBE) $(CSI) $(WITH)
 
 # The AWS provider, and the real node with it, against a simulated EC2 (moto, from PyPI) behind a proxy that refuses as
 # EC2 does. The same features as `make test CLOUDS=1`, so the two share their build: the binaries are built with the tests,

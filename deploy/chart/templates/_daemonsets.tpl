@@ -45,7 +45,7 @@ spec:
       # during an update.
       hostNetwork: true
       dnsPolicy: ClusterFirstWithHostNet
-      priorityClassName: {{ include "peerpod.nodePriority" . }}
+      priorityClassName: {{ $v.priorityClass.node }}
       terminationGracePeriodSeconds: {{ $v.node.terminationGracePeriodSeconds }}
       nodeSelector:
         {{- toYaml $v.nodeSelector | nindent 8 }}
@@ -112,6 +112,7 @@ spec:
               mountPath: {{ $v.paths.netns }}
               mountPropagation: HostToContainer
               readOnly: true
+            {{- include "peerpod.podFolderMounts" . | nindent 12 }}
             - name: tmp
               mountPath: /tmp
             {{- if $v.pullSecrets.enabled }}
@@ -136,6 +137,7 @@ spec:
           hostPath: {path: {{ $v.paths.state }}, type: DirectoryOrCreate}
         - name: netns
           hostPath: {path: {{ $v.paths.netns }}, type: DirectoryOrCreate}
+        {{- include "peerpod.podFolderVolumes" . | nindent 8 }}
         - name: tmp
           emptyDir: {sizeLimit: 64Mi}
         {{- if $v.pullSecrets.enabled }}
@@ -207,7 +209,7 @@ spec:
       # VMs dial the node's address. No port is declared: old and new share them during a take-over.
       hostNetwork: true
       dnsPolicy: Default
-      priorityClassName: {{ include "peerpod.nodePriority" . }}
+      priorityClassName: {{ $v.priorityClass.node }}
       terminationGracePeriodSeconds: {{ $v.relay.terminationGracePeriodSeconds }}
       nodeSelector:
         {{- toYaml $v.nodeSelector | nindent 8 }}
@@ -247,6 +249,7 @@ spec:
               mountPath: {{ $v.paths.run }}
             - name: state
               mountPath: {{ $v.paths.state }}
+            {{- include "peerpod.podFolderMounts" . | nindent 12 }}
       volumes:
         - name: config
           configMap:
@@ -255,10 +258,32 @@ spec:
           hostPath: {path: {{ $v.paths.run }}, type: DirectoryOrCreate}
         - name: state
           hostPath: {path: {{ $v.paths.state }}, type: DirectoryOrCreate}
+        {{- include "peerpod.podFolderVolumes" . | nindent 8 }}
 {{- end }}
 
-{{- define "peerpod.nodePriority" -}}
-{{- if .Values.priorityClass.create }}{{ .Values.name }}-node{{ else }}system-node-critical{{ end -}}
+{{- /* Where containers' specifications and volumes' targets are: at the same paths as on the node, because they are named by
+these, and with what is mounted there later. */ -}}
+{{- define "peerpod.podFolderMounts" -}}
+- name: kubelet
+  mountPath: {{ .Values.paths.kubelet }}
+  mountPropagation: HostToContainer
+  readOnly: true
+{{- range $i, $path := .Values.paths.bundles }}
+- name: bundles-{{ $i }}
+  mountPath: {{ $path }}
+  mountPropagation: HostToContainer
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{- define "peerpod.podFolderVolumes" -}}
+- name: kubelet
+  hostPath: {path: {{ .Values.paths.kubelet }}, type: Directory}
+{{- range $i, $path := .Values.paths.bundles }}
+# A container runtime that has started nothing yet has not made it.
+- name: bundles-{{ $i }}
+  hostPath: {path: {{ $path }}, type: DirectoryOrCreate}
+{{- end }}
 {{- end }}
 
 {{- define "peerpod.clusterPriority" -}}

@@ -50,7 +50,8 @@ app.kubernetes.io/component: {{ .component }}
 {{- $hook := ternary (printf "%s-webhook" $v.name) "" $v.webhook.enabled -}}
 {{- $controller = dict "rollout-config-map" (printf "%s-rollout" $v.name) "rollout-webhook" $hook -}}
 {{- end -}}
-{{- $ours := dict "paths" $paths "webhook" $webhook "controller" $controller "secrets" $secrets -}}
+{{- $node := dict "netns-dir" $v.paths.netns -}}
+{{- $ours := dict "paths" $paths "node" $node "webhook" $webhook "controller" $controller "secrets" $secrets -}}
 {{- toYaml (mergeOverwrite $ours (deepCopy $v.config)) -}}
 {{- end }}
 

@@ -18,6 +18,8 @@ use prometheus_client::registry::Registry;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
+use crate::listen::listen;
+
 /// A caller gets this long for its request's headers.
 const HEADERS_WITHIN: Duration = Duration::from_secs(5);
 
@@ -126,7 +128,7 @@ pub struct Error {
 /// The address cannot be bound.
 pub async fn serve(address: SocketAddr, registry: Arc<Registry>, ready: Ready) -> Result<SocketAddr, Error> {
     let failed = |why| Error { address, why };
-    let listener = TcpListener::bind(address).await.map_err(failed)?;
+    let listener = listen(address).await.map_err(failed)?;
     let bound = listener.local_addr().map_err(failed)?;
     serve_on(listener, registry, ready);
     Ok(bound)

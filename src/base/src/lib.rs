@@ -8,5 +8,6 @@ pub mod admin;
 pub mod config;
 pub mod handin;
 pub mod lifecycle;
+pub mod listen;
 pub mod program;
 pub mod telemetry;

@@ -1,7 +1,18 @@
 //! HTTP/1.1 over TLS for a role's own port: bounded in connections, in time, and in what a body may hold. What is
 //! answered is the role's matter ([`Answer`]). May touch: its socket.
 
-use std::{convert::Infallible, future::Future, io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    convert::Infallible,
+    future::Future,
+    io,
+    net::{IpAddr, SocketAddr},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
@@ -24,12 +35,16 @@ use tracing::{debug, warn};
 
 /// For the TLS handshake.
 const HANDSHAKE_WITHIN: Duration = Duration::from_secs(5);
+/// For a new connection's first request; who only holds a place gives it back.
+const FIRST_WITHIN: Duration = Duration::from_secs(5);
 /// For a request's body, once its headers are there. The API server itself gives up after 10 s, by default.
 const BODY_WITHIN: Duration = Duration::from_secs(5);
 /// A connection without a request for so long is closed. The API server keeps idle ones for 90 s at the most.
 const IDLE: Duration = Duration::from_secs(120);
 /// Connections at once; more wait in the kernel's queue.
 const CONNECTIONS: usize = 1024;
+/// Of one address, where the role says nothing else; more are closed at once, so that one caller leaves room for others.
+const PER_ADDRESS: usize = 64;
 
 /// Answers that are text or JSON.
 pub type Reply = Response<Full<Bytes>>;
@@ -51,6 +66,11 @@ pub trait Answer: Send + Sync + 'static {
     /// A TLS handshake came to nothing.
     fn handshake_failed(&self);
 
+    /// How many connections one address has at once.
+    fn connections_per_address(&self) -> usize {
+        PER_ADDRESS
+    }
+
     /// A connection lives no longer than this; who wants more opens another. `None`: as long as it is used.
     fn connection_within(&self) -> Option<Duration> {
         None
@@ -65,16 +85,21 @@ pub async fn accept<A: Answer>(
     drain: Drain,
 ) {
     let room = Arc::new(Semaphore::new(CONNECTIONS));
+    let callers = Callers::default();
     loop {
         // Fails only for a closed semaphore, and nobody closes it.
         let Ok(place) = room.clone().acquire_owned().await else { return };
         match listener.accept().await {
             Ok((stream, address)) => {
+                let Some(counted) = callers.enter(address.ip(), role.connections_per_address()) else {
+                    debug!(%address, "connection closed: its address has as many as it may have");
+                    continue;
+                };
                 let tls = TlsAcceptor::from(tls.borrow().clone());
                 let (role, busy) = (role.clone(), drain.busy("connection"));
                 tokio::spawn(async move {
                     connection(stream, address, &tls, role, &busy).await;
-                    drop((busy, place));
+                    drop((busy, place, counted));
                 });
             }
             Err(why) => {
@@ -82,6 +107,45 @@ pub async fn accept<A: Answer>(
                 warn!(error = %why, "connection not accepted");
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
+        }
+    }
+}
+
+/// How many connections each address has. Clones are the same.
+#[derive(Clone, Debug, Default)]
+struct Callers(Arc<Mutex<HashMap<IpAddr, usize>>>);
+
+/// One connection, until it is dropped.
+#[derive(Debug)]
+struct Counted {
+    callers: Callers,
+    address: IpAddr,
+}
+
+impl Callers {
+    /// `None`: it has as many as it may.
+    fn enter(&self, address: IpAddr, most: usize) -> Option<Counted> {
+        // An IPv4 caller of a socket for both families.
+        let address = address.to_canonical();
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = all.entry(address).or_default();
+        if *count >= most {
+            return None;
+        }
+        *count += 1;
+        Some(Counted { callers: self.clone(), address })
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        let mut all = self.callers.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let left = all.get_mut(&self.address).map_or(0, |count| {
+            *count = count.saturating_sub(1);
+            *count
+        });
+        if left == 0 {
+            all.remove(&self.address);
         }
     }
 }
@@ -109,7 +173,10 @@ async fn connection<A: Answer>(
     let shown = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first());
     let peer = Arc::new(Peer { address, certificate: shown.map(|shown| shown.clone().into_owned()) });
     let within = role.connection_within();
+    let asked = Arc::new(AtomicBool::new(false));
+    let first = silent(asked.clone());
     let service = service_fn(move |request| {
+        asked.store(true, Ordering::Relaxed);
         let (role, peer) = (role.clone(), peer.clone());
         async move { Ok::<_, Infallible>(role.answer(request, &peer).await) }
     });
@@ -126,7 +193,13 @@ async fn connection<A: Answer>(
         }
     };
     let ended = tokio::select! {
+        // A request that is there is read before its time is looked at.
+        biased;
         ended = served.as_mut() => ended,
+        () = first => {
+            debug!(%address, "connection closed: it asked nothing in time");
+            return;
+        }
         () = async { tokio::select! { () = busy.draining() => {}, () = old => {} } } => {
             served.as_mut().graceful_shutdown();
             served.await
@@ -134,6 +207,14 @@ async fn connection<A: Answer>(
     };
     if let Err(why) = ended {
         debug!(error = %why, "connection ended");
+    }
+}
+
+/// Ends when the first request is late, and else never.
+async fn silent(asked: Arc<AtomicBool>) {
+    tokio::time::sleep(FIRST_WITHIN).await;
+    if asked.load(Ordering::Relaxed) {
+        std::future::pending().await
     }
 }
 
@@ -169,4 +250,25 @@ pub fn reply(status: StatusCode, kind: &'static str, body: impl Into<Bytes>) -> 
     *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
     response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_address_has_so_many_connections_and_leaves_the_rest_to_others() {
+        let callers = Callers::default();
+        let (first, second): (IpAddr, IpAddr) = ("10.0.0.7".parse().unwrap(), "fd00::7".parse().unwrap());
+        let mut held: Vec<Counted> =
+            (0..PER_ADDRESS).map(|_| callers.enter(first, PER_ADDRESS).unwrap()).collect();
+        assert!(callers.enter(first, PER_ADDRESS).is_none());
+        assert!(callers.enter("::ffff:10.0.0.7".parse().unwrap(), PER_ADDRESS).is_none(), "the same caller");
+        let other = callers.enter(second, PER_ADDRESS).unwrap();
+        held.pop();
+        held.push(callers.enter(first, PER_ADDRESS).unwrap());
+        assert!(callers.enter(first, PER_ADDRESS).is_none());
+        drop((held, other));
+        assert!(callers.0.lock().unwrap().is_empty(), "nothing is kept of those that have gone");
+    }
 }

@@ -1,6 +1,10 @@
 //! The settings: sections `csi`, `paths`, `kubernetes` and `log` of the file that all programs share.
 
-use std::{net::SocketAddr, path::PathBuf, time::Duration};
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use peerpod_base::{
     config::{Mistakes, Printed, Reader, Sources},
@@ -10,6 +14,11 @@ use peerpod_base::{
 /// Sections of the shared file that other programs read.
 const OTHERS: [&str; 9] =
     ["node", "relay", "tunnel", "provider", "cluster", "controller", "secrets", "webhook", "volumes"];
+
+/// Where a pod reads the namespace of its service account.
+const NAMESPACE_FILE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
+/// Of who is no pod and says none.
+const NAMESPACE: &str = "peerpod-system";
 
 /// Who attaches the disks of this driver to VMs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,11 +115,7 @@ impl CsiConfig {
             volumes_dir: volumes_dir.unwrap_or_else(|| state_dir.join("volumes")),
             region: reader
                 .optional("csi.region", "this node's region, where a driver's volumes are named by it (EFS)"),
-            namespace: reader.get(
-                "csi.namespace",
-                "peerpod-system",
-                "namespace of the Leases that say which pod has a disk",
-            ),
+            namespace: namespace(reader, Path::new(NAMESPACE_FILE)),
             cluster: cluster(reader),
             volumes_socket: run_dir.join("volumes.sock"),
         };
@@ -125,6 +130,16 @@ impl CsiConfig {
         }
         config
     }
+}
+
+/// Both roles of a driver must have the same one: they are in the driver's namespace, and have rights on Leases there.
+fn namespace(reader: &mut Reader, file: &Path) -> String {
+    let said: Option<String> = reader.optional(
+        "csi.namespace",
+        "namespace of the Leases that say which pod has a disk; the service account's when not set, or else peerpod-system",
+    );
+    let own = || std::fs::read_to_string(file).ok().map(|text| text.trim().to_owned());
+    said.or_else(own).filter(|name| !name.is_empty()).unwrap_or_else(|| NAMESPACE.to_owned())
 }
 
 fn classes(reader: &mut Reader) -> Vec<String> {
@@ -185,6 +200,21 @@ mod tests {
         CsiConfig::load(Sources::from_process(words, []))
             .map(|loaded| loaded.0)
             .map_err(|why| why.to_string())
+    }
+
+    #[test]
+    fn leases_are_in_the_drivers_own_namespace_unless_another_is_said() {
+        let file = std::env::temp_dir().join(format!("peerpod-csi-namespace-{}", std::process::id()));
+        let read = |flags: &[&str]| {
+            let words = flags.iter().map(|flag| (*flag).to_owned());
+            let mut reader = Reader::load(Sources::from_process(words, []), &["csi"], &[]).unwrap();
+            namespace(&mut reader, &file)
+        };
+        assert_eq!(read(&[]), "peerpod-system");
+        std::fs::write(&file, "shop\n").unwrap();
+        assert_eq!(read(&[]), "shop");
+        assert_eq!(read(&["--csi.namespace=other"]), "other");
+        std::fs::remove_file(&file).unwrap();
     }
 
     #[test]

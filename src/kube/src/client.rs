@@ -12,6 +12,10 @@ use tokio::time::timeout;
 /// How long the TCP connection to the API server may take.
 const CONNECT: Duration = Duration::from_secs(5);
 
+/// How long a connection on which something is awaited may be silent: a watch has a bookmark every minute or so, and an
+/// API server that died without a word (its node was cut off) would otherwise be listened to for ever.
+const SILENCE: Duration = Duration::from_secs(180);
+
 /// How long one answer may take. Watches are longer: they go without [`within`].
 pub const ANSWER: Duration = Duration::from_secs(15);
 
@@ -76,6 +80,9 @@ pub async fn connect(kubeconfig: Option<&Path>) -> Result<Client, Error> {
         None => Config::infer().await.map_err(|error| unusable(&error))?,
     };
     config.connect_timeout = Some(CONNECT);
+    config.read_timeout = Some(SILENCE);
+    // The time that a pooled connection lay idle is no silence.
+    config.reset_reader_on_write = true;
     Client::try_from(config).map_err(|error| unusable(&error))
 }
 

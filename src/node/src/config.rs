@@ -21,7 +21,7 @@ use crate::{
     secrets::SecretsConfig,
     spec::wishes::{self, Wishes},
     tunnel::{
-        Classifier, Kind, Owner, TunnelConfig, Vnis, WireguardConfig,
+        Classifier, Kind, NETNS_DIR, Owner, TunnelConfig, Vnis, WireguardConfig,
         external::{self, External, Way},
         netns_in,
     },
@@ -281,6 +281,7 @@ impl NodeConfig {
             ("paths.state-dir", &self.state_dir),
             ("csi.volumes-dir", &self.volumes_dir),
             ("csi.direct-volumes-dir", &self.direct_volumes_dir),
+            ("node.netns-dir", &self.tunnel.netns_dir),
         ] {
             if !path.is_absolute() {
                 reader.mistake(key, "not an absolute path; begin it with '/'");
@@ -531,6 +532,11 @@ fn tunnel(reader: &mut Reader) -> TunnelConfig {
         reader.mistake("tunnel.probe-interval", "from 1s to 1d");
     }
     TunnelConfig {
+        netns_dir: reader.get(
+            "node.netns-dir",
+            NETNS_DIR,
+            "folder in which the container runtime keeps the pods' network namespaces",
+        ),
         kind: if choice == "wireguard" { Kind::Wireguard } else { Kind::Vxlan },
         auto: choice == "auto",
         wireguard,

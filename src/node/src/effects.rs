@@ -525,10 +525,13 @@ impl Effects for Real {
     }
 
     async fn pull_secret(&self, pod: &PodRef) -> Result<Zeroizing<String>, PullSecretError> {
-        match &self.pull_secrets {
-            Some(service) => service.of(pod).await,
-            None => Ok(Zeroizing::default()),
+        let Some(service) = &self.pull_secrets else { return Ok(Zeroizing::default()) };
+        let given = service.of(pod).await?;
+        if !given.notes.is_empty() {
+            let text = format!("not all of the pod's pull secrets can be used: {}", given.notes.join("; "));
+            self.tell(pod, Said { reason: "PullSecretUnusable", text });
         }
+        Ok(given.config)
     }
 
     async fn call(&self, id: &SandboxId, request: Request, timeout: Duration) -> Result<Reply, RelayError> {

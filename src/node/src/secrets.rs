@@ -12,8 +12,8 @@ mod identity;
 use std::{sync::Arc, time::Duration};
 
 use tokio::sync::Semaphore;
-use zeroize::Zeroizing;
 
+pub use ask::Given;
 pub use config::SecretsConfig;
 
 use crate::{sandbox::effects::PullSecretError, spec::PodRef};
@@ -43,11 +43,11 @@ impl PullSecrets {
         self.0.config.refresh
     }
 
-    /// A `.dockerconfigjson` with what the pod's images are pulled with; empty: it has no pull secrets.
+    /// What the pod's images are pulled with, and what of it cannot be used.
     ///
     /// # Errors
     /// The service refused, or did not answer before `secrets.deadline`.
-    pub async fn of(&self, pod: &PodRef) -> Result<Zeroizing<String>, PullSecretError> {
+    pub async fn of(&self, pod: &PodRef) -> Result<Given, PullSecretError> {
         let config = &self.0.config;
         let late = || PullSecretError {
             text: format!(
@@ -64,7 +64,7 @@ impl PullSecrets {
 }
 
 impl Inner {
-    async fn of(&self, pod: &PodRef) -> Result<Zeroizing<String>, ask::Error> {
+    async fn of(&self, pod: &PodRef) -> Result<Given, ask::Error> {
         // Fails only for a closed semaphore, and nobody closes it.
         let _place = self.places.acquire().await;
         let token = self.config.token().await?;

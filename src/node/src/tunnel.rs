@@ -6,6 +6,7 @@
 //! nftables tables, nothing else; what it makes says whose it is, so that several daemons can share a machine.
 
 use std::net::IpAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -37,6 +38,9 @@ pub use reserved::{Device, Kind, Reserved};
 use steps::Steps;
 pub use wireguard::{Carrier, HandIn, HandInDetail, WireguardConfig, netns_in};
 
+/// Where container runtimes keep the pods' network namespaces, unless told otherwise.
+pub const NETNS_DIR: &str = "/run/netns";
+
 /// How this node's tunnels are made; the same on all nodes and fixed for a tunnel's life.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TunnelConfig {
@@ -63,6 +67,8 @@ pub struct TunnelConfig {
     pub owner: Owner,
     /// The pods' way out of the cluster by their VMs; `None`: by the tunnel, as all the rest.
     pub external: Option<external::External>,
+    /// Where the container runtime keeps the pods' network namespaces.
+    pub netns_dir: PathBuf,
     /// How often guests try how large a packet may be on their way to the node, in whole seconds.
     pub probe_interval: Duration,
 }
@@ -81,6 +87,7 @@ impl Default for TunnelConfig {
             source_ports: None,
             owner: Owner::of(&["peerpod"]),
             external: None,
+            netns_dir: PathBuf::from(NETNS_DIR),
             probe_interval: Duration::from_secs(600),
         }
     }
@@ -282,7 +289,7 @@ impl Tunnel {
     }
 
     /// At the start of a daemon: removes what sandboxes that no longer live left behind, and makes the filter have
-    /// exactly the tunnels of those that do. Looks once at each namespace of `/run/netns` and at those of the live
+    /// exactly the tunnels of those that do. Looks once at each namespace of [`TunnelConfig::netns_dir`] and at those of the live
     /// sandboxes. Only what carries this owner's mark is touched. A tunnel that is connected while this runs must be in
     /// `live`: call it before sandboxes are served.
     pub async fn reconcile(&self, live: Vec<Live>) -> Reconciled {

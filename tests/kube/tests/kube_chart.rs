@@ -11,7 +11,7 @@ use std::{
 };
 
 use k8s_openapi::api::{
-    apps::v1::DaemonSet,
+    apps::v1::{DaemonSet, Deployment},
     core::v1::{Binding, Node, Pod},
 };
 use kube::{
@@ -83,6 +83,8 @@ fn lints_and_refuses_values_that_mean_nothing() {
         ("image.digest=sha256:12", "digest"),
         ("rollout.peerPodConfig.limit=ten", "limit"),
         ("name=Peerpod", "name"),
+        ("paths.kubelet=var/lib/kubelet", "kubelet"),
+        ("paths.bundles={relative}", "bundles"),
     ] {
         let why = render(&home.0, &["--set", bad]).unwrap_err().to_string();
         assert!(why.contains(named), "{bad}: {why}");
@@ -269,6 +271,15 @@ fn pods_have_no_more_rights_on_the_node_than_they_need() {
     let mounts = &spec("peerpod-node")["containers"][0]["volumeMounts"];
     let netns = mounts.as_array().unwrap().iter().find(|mount| mount["mountPath"] == "/run/netns").unwrap();
     assert_eq!(netns["mountPropagation"], "HostToContainer");
+    the_pods_own_folders_are_there(&templates, &["/run/containerd/io.containerd.runtime.v2.task"]);
+    let others = ["--set", "paths.bundles={/run/containers/storage,/run/k3s/task}"];
+    let all = render(&home.0, &others).unwrap();
+    the_pods_own_folders_are_there(&pod_templates(&all), &["/run/containers/storage", "/run/k3s/task"]);
+    for (name, spec) in &templates {
+        let of_node = ["peerpod-node", "peerpod-relay"].contains(&name.as_str());
+        let class = if of_node { "system-node-critical" } else { "peerpod-cluster" };
+        assert_eq!(spec["priorityClassName"], class, "{name}");
+    }
     // A changed setting or tag of the node's is no new relay.
     let relay = |more: &[&str]| {
         let all = render(&home.0, more).unwrap();
@@ -276,6 +287,25 @@ fn pods_have_no_more_rights_on_the_node_than_they_need() {
     };
     let changed = ["--set", "node.tag=9.9", "--set", "config.node.lease=20m", "--set", "relay.tag=0.1.0"];
     assert_eq!(relay(&["--set", "relay.tag=0.1.0"]), relay(&changed));
+}
+
+/// Containers' bundles and volumes' targets are named by the node's own paths: node and relay see them there, read-only,
+/// with what is mounted later. Nobody else sees them.
+fn the_pods_own_folders_are_there(templates: &[(String, &Value)], bundles: &[&str]) {
+    for (name, spec) in templates {
+        let of_node = ["peerpod-node", "peerpod-relay"].contains(&name.as_str());
+        let mounts = spec["containers"][0]["volumeMounts"].as_array().unwrap();
+        let volumes = spec["volumes"].as_array().unwrap();
+        for path in bundles.iter().chain(&["/var/lib/kubelet"]) {
+            let mount = mounts.iter().find(|mount| mount["mountPath"] == *path);
+            assert_eq!(mount.is_some(), of_node, "{name}: {path}");
+            let Some(mount) = mount else { continue };
+            assert_eq!(mount["readOnly"], true, "{name}: {path}");
+            assert_eq!(mount["mountPropagation"], "HostToContainer", "{name}: {path}");
+            let volume = volumes.iter().find(|volume| volume["name"] == mount["name"]).unwrap();
+            assert_eq!(volume["hostPath"]["path"], *path, "{name}: at the same path as on the node");
+        }
+    }
 }
 
 async fn a_node(client: &Client, name: &str) {
@@ -335,6 +365,71 @@ async fn installs_on_a_real_api_server() {
         pods(&client, component, count).await;
     }
     the_relay_changes_hands(&cluster, &client).await;
+    peerpod_csi_before_a_driver(&cluster, &client).await;
+}
+
+/// What `deploy/csi` does to a driver's workloads the API server takes, and every socket leads to the next.
+async fn peerpod_csi_before_a_driver(cluster: &Cluster, client: &Client) {
+    const DRIVER: &str = "csi-hostpath";
+    cluster.namespace(DRIVER).await.unwrap();
+    let driver = project("deploy/csi/example/driver.yaml");
+    cluster.kubectl(&["apply", "-n", DRIVER, "-f", driver.to_str().unwrap()]).unwrap();
+    let read = |file: &str| {
+        let text = fs::read_to_string(project("deploy/csi").join(file)).unwrap();
+        serde_yaml::from_str::<Value>(&text).unwrap()
+    };
+    let dry = PatchParams { dry_run: true, ..PatchParams::default() };
+    let controllers: Api<Deployment> = Api::namespaced(client.clone(), DRIVER);
+    // The name in a patch of the component is the workload's, as kustomize writes it.
+    let patch = |file: &str, name: &str| {
+        let mut patch = read(file);
+        patch["metadata"]["name"] = json!(name);
+        Patch::Strategic(patch)
+    };
+    let component = patch("controller.yaml", "driver-controller");
+    controllers.patch("driver-controller", &PatchParams::default(), &component).await.unwrap();
+    let sockets = patch("example/sockets-controller.yaml", "driver-controller");
+    let controller = controllers.patch("driver-controller", &dry, &sockets).await.unwrap();
+    let spec = serde_json::to_value(controller.spec.unwrap().template.spec).unwrap();
+    let of = |spec: &Value, name: &str| {
+        let all = spec["containers"].as_array().unwrap();
+        all.iter().find(|one| one["name"] == name).unwrap_or_else(|| panic!("{name} in {all:?}")).clone()
+    };
+    let ours = of(&spec, "peerpod-csi");
+    assert!(ours["securityContext"]["privileged"].is_null());
+    assert_eq!(ours["command"], json!(["/usr/bin/peerpod-csi", "controller"]));
+    for sidecar in ["csi-provisioner", "csi-attacher"] {
+        assert_eq!(of(&spec, sidecar)["args"], json!(["--csi-address=/csi/peerpod.sock"]), "{sidecar}");
+    }
+
+    let nodes: Api<DaemonSet> = Api::namespaced(client.clone(), DRIVER);
+    let component = patch("node.yaml", "driver-node");
+    nodes.patch("driver-node", &PatchParams::default(), &component).await.unwrap();
+    let node =
+        nodes.patch("driver-node", &dry, &patch("example/sockets-node.yaml", "driver-node")).await.unwrap();
+    let spec = serde_json::to_value(node.spec.unwrap().template.spec).unwrap();
+    let ours = of(&spec, "peerpod-csi");
+    assert_eq!(ours["securityContext"]["privileged"], true, "else its mounts do not reach the node");
+    let mounts = ours["volumeMounts"].as_array().unwrap();
+    for (path, propagation) in [
+        ("/csi", Value::Null),
+        ("/var/lib/kubelet", json!("Bidirectional")),
+        ("/var/lib/peerpod", Value::Null),
+        ("/run/peerpod", Value::Null),
+    ] {
+        let mount = mounts.iter().find(|mount| mount["mountPath"] == path).unwrap();
+        assert_eq!(mount["mountPropagation"], propagation, "{path}");
+        let volumes = spec["volumes"].as_array().unwrap();
+        assert!(volumes.iter().any(|volume| volume["name"] == mount["name"]), "{path}");
+    }
+    let name = &ours["env"].as_array().unwrap()[0];
+    assert_eq!(name["name"], "PEERPOD_CSI_NODE_NAME");
+    assert_eq!(name["valueFrom"]["fieldRef"]["fieldPath"], "spec.nodeName");
+    let registrar = of(&spec, "registrar")["args"].to_string();
+    assert_eq!(registrar.matches("peerpod.sock").count(), 2, "{registrar}");
+    for program in [&ours, &of(&spec, "driver")] {
+        assert!(program.to_string().contains("/csi/csi.sock"), "the driver's own socket: {program}");
+    }
 }
 
 fn install(cluster: &Cluster, verb: &[&str], more: &[&str]) -> anyhow::Result<String> {

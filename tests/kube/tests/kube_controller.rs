@@ -59,6 +59,7 @@ async fn peerpods_end(world: &World) {
     controller.leads().await;
     by_id_and_by_key(world, &cloud, NS).await;
     others_are_left_alone(world, &cloud, NS).await;
+    a_vm_of_another_one_stays(world, &cloud, NS).await;
     a_pod_that_runs_keeps_its_vm(world, &cloud, NS).await;
     refusals_are_told(world, &cloud, NS).await;
     its_own_node_first(world, &cloud, NS, &controller).await;
@@ -121,6 +122,24 @@ async fn others_are_left_alone(world: &World, cloud: &Arc<Cloud>, ns: &str) {
     world.finalizers(ns, "shared", &[]).await;
     world.gone(ns, "shared").await;
     assert!(!cloud.has("vm-theirs"));
+}
+
+/// Anybody who may write a PeerPod can write any VM's id into it.
+async fn a_vm_of_another_one_stays(world: &World, cloud: &Arc<Cloud>, ns: &str) {
+    cloud.make("vm-victim", Some("n1"), None);
+    world.peerpod(ns, "victim", json!({"instanceID": "vm-victim", "nodeName": "n1"}), None).await;
+    for (name, node) in [("of-another-node", "n2"), ("of-the-same-node", "n1")] {
+        world.peerpod(ns, name, json!({"instanceID": "vm-victim", "nodeName": node}), None).await;
+        world.delete(ns, name).await;
+        // It is not kept for ever by what it has no part in.
+        world.gone(ns, name).await;
+        world.has_event(ns, name, "VMNotOurs").await;
+    }
+    assert!(cloud.has("vm-victim"));
+    assert!(cloud.deletes().iter().all(|delete| delete.vm != "vm-victim"), "{:?}", cloud.deletes());
+    world.delete(ns, "victim").await;
+    world.gone(ns, "victim").await;
+    assert!(!cloud.has("vm-victim"));
 }
 
 /// A StatefulSet's pod that is made anew has the name of the one before; and an object that somebody deletes by hand.

@@ -36,6 +36,7 @@ async fn shows_what_is_true() {
     pods_of_one_name_are_told_apart(&rig).await;
     kills_around_the_create_leave_nothing(&mut rig).await;
     a_rolling_update_keeps_the_capacity(&mut rig).await;
+    a_node_that_is_to_have_no_peer_pods_loses_the_capacity(&mut rig).await;
 }
 
 async fn a_user_sees_capacity_and_its_pods_vm(rig: &Rig) {
@@ -296,6 +297,24 @@ async fn a_rolling_update_keeps_the_capacity(rig: &mut Rig) {
     rig.daemons.terminate_node().unwrap();
     assert_eq!(rig.capacity().await, None, "\n{}", rig.daemons.log_tails());
     rig.show(&["get", "node", NODE, "-o", "jsonpath={.status.capacity}"]);
+}
+
+/// Killed, a daemon takes nothing back; the one after it, which is told to advertise nothing, does.
+async fn a_node_that_is_to_have_no_peer_pods_loses_the_capacity(rig: &mut Rig) {
+    rig.daemons.start_node().unwrap();
+    rig.daemons.ready().await.unwrap();
+    rig.wait_capacity(Some("50")).await;
+    let config = std::fs::read(rig.daemons.config()).unwrap();
+    let mut none: serde_json::Value = serde_json::from_slice(&config).unwrap();
+    none["cluster"]["capacity"] = (-1).into();
+    rig.daemons.kill_node().unwrap();
+    assert_eq!(rig.capacity().await.as_deref(), Some("50"));
+    std::fs::write(rig.daemons.config(), none.to_string()).unwrap();
+    rig.daemons.start_node().unwrap();
+    rig.daemons.ready().await.unwrap();
+    rig.wait_capacity(None).await;
+    let owner = async || Ok(rig.owner().await.is_none().then_some(()));
+    wait_for("the annotation to go", LIMIT, owner).await.unwrap();
 }
 
 /// Its stop, its death and its return, in the middle of starts and stops.

@@ -217,9 +217,12 @@ async fn controller(cluster: &Cluster, who: &Path) -> (Process, SocketAddr) {
         "--provider.kind=drill",
         &state,
         "--controller.settle=1s",
+        "--controller.sweep-every=1s",
+        "--controller.node-gone-grace=1s",
         "--secrets.listen=127.0.0.1:0",
         "--secrets.names=127.0.0.1",
     ];
+    heartbeat_of_long_ago(cluster);
     let (process, said) = start(cluster, "controller", who, &more, "pull secrets are given to nodes").await;
     apply(
         cluster,
@@ -231,6 +234,7 @@ async fn controller(cluster: &Cluster, who: &Path) -> (Process, SocketAddr) {
     );
     let words = ["delete", "peerpod", "-n", "shop", "old", "--wait=true", "--timeout=90s"];
     cluster.kubectl(&words).unwrap_or_else(|why| panic!("{why}\n{}", process.said()));
+    sweeps(cluster, &process).await;
     for line in process.said().lines() {
         assert!(!line.contains("forbidden"), "{line}");
     }
@@ -250,6 +254,37 @@ async fn controller(cluster: &Cluster, who: &Path) -> (Process, SocketAddr) {
         refused(cluster, who, words, "forbidden");
     }
     (process, said["address"].as_str().unwrap().parse().unwrap())
+}
+
+fn heartbeat_of_long_ago(cluster: &Cluster) {
+    apply(
+        cluster,
+        &json!({
+            "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+            "metadata": {"name": "peerpod-node-long-gone", "namespace": OWN},
+            "spec": {"holderIdentity": "x", "leaseDurationSeconds": 40, "renewTime": "2020-01-01T00:00:00.000000Z"},
+        }),
+    );
+}
+
+/// What is left of lost nodes goes: a PeerPod, and a heartbeat.
+async fn sweeps(cluster: &Cluster, process: &Process) {
+    apply(
+        cluster,
+        &json!({
+            "apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerPod",
+            "metadata": {"name": "lost", "namespace": "shop", "finalizers": ["peer.pod/finalizer"]},
+            "spec": {"instanceID": "drill-1", "nodeName": "lost"},
+        }),
+    );
+    for (kind, namespace, name) in [("peerpod", "shop", "lost"), ("lease", OWN, "peerpod-node-long-gone")] {
+        wait_for(&format!("{kind} {name} to go"), LIMIT, async || {
+            let words = ["get", kind, "-n", namespace, name, "-o", "name", "--ignore-not-found"];
+            Ok(cluster.kubectl(&words)?.is_empty().then_some(()))
+        })
+        .await
+        .unwrap_or_else(|why| panic!("{why}\n{}", process.said()));
+    }
 }
 
 /// One pod's whole life on that node, with its pull secrets.

@@ -81,11 +81,14 @@ async fn a_vm_pulls_a_private_image_with_a_secret_of_the_cluster() {
     runs(&agent).await;
 
     // With somebody there the first word to the guest has them.
-    pod(&rig, "late");
+    let uid = pod(&rig, "late");
     let late = rig.run("late").await;
     let agent = sandbox(&rig, &late, "late").await;
     agent.create_container(&container(&name, "main")).await.unwrap();
     runs(&agent).await;
+    // What cannot be used of them its owner hears of, too.
+    let (said, _) = rig.event(&uid, "PullSecretUnusable").await;
+    assert!(said.contains("shop/not-there: it does not exist"), "{said}");
 
     for daemon in ["node", "relay"] {
         let log = fs::read_to_string(rig.daemons.log(daemon)).unwrap();
@@ -122,7 +125,7 @@ fn pod(rig: &Rig, name: &str) -> String {
     rig.apply(&json!({
         "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": "shop"},
         "spec": {
-            "runtimeClassName": "kata-remote", "nodeName": NODE, "imagePullSecrets": [{"name": "private"}],
+            "runtimeClassName": "kata-remote", "nodeName": NODE, "imagePullSecrets": [{"name": "private"}, {"name": "not-there"}],
             "containers": [{"name": "main", "image": "registry.example/main"}],
         },
     }));

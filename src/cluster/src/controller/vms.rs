@@ -13,7 +13,10 @@
 //!    object of its uid is there, has not succeeded or failed, and was not told to go longer ago than its own grace period
 //!    and [`facts::LEAVING`]; and when its node is there or the node's daemon lives. A PeerPod whose node has recorded a
 //!    stop (`Leaving`, `Gone`, `Unwanted`) is past this question: that pod may have got another sandbox, and another VM.
-//! 4. Else the VM is deleted: by `spec.instanceID`; without one, by all keys that this sandbox may have asked with. What is
+//!    Without an owner a sandbox whose daemon lives and has recorded no stop counts as a pod that lives.
+//! 4. Its VM is another one's ([`find`]): by the provider's list it is of another node than `spec.nodeName`, or another
+//!    PeerPod that names it has the better claim. The VM stays, the finalizer goes, and a condition and an Event say so.
+//! 5. Else the VM is deleted: by `spec.instanceID`; without one, by all keys that this sandbox may have asked with. What is
 //!    not found is gone; without an id only after `controller.settle`, as a create may still be under way.
 //!
 //! *A VM of the provider's list that no PeerPod names*, by id or by key (`orphan`): deleted when all of this has been so for

@@ -28,6 +28,7 @@ use peerpod_kube::{
     lease::NotHeld,
 };
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 use tracing::{info, warn};
 
 use super::{
@@ -191,7 +192,7 @@ impl Work {
         Ok(None)
     }
 
-    /// The versions of the settings; or why they are none of ours.
+    /// What tells these settings from others; or why they are none of ours.
     async fn around(&self, config: &PeerPodConfig) -> Result<Result<Around, String>, Error> {
         let (map, secret) = (&config.spec.config_map_name, &config.spec.cloud_secret_name);
         let maps: Api<ConfigMap> = self.ours();
@@ -203,13 +204,13 @@ impl Work {
             )));
         }
         let secrets: Api<Secret> = self.ours();
-        // Its version alone.
+        // Of the Secret its version alone: what is in it is not read here.
         let secret = within(format!("get Secret {secret}"), secrets.get_metadata_opt(secret)).await?;
-        let version = |version: Option<String>| version.unwrap_or_else(|| "none".to_owned());
+        let none = || "none".to_owned();
         let settings = format!(
             "{}/{}",
-            version(found.and_then(|map| map.resource_version())),
-            version(secret.and_then(|secret| secret.resource_version()))
+            found.as_ref().map_or_else(none, digest),
+            secret.and_then(|secret| secret.resource_version()).unwrap_or_else(none)
         );
         Ok(Ok(Around { instance_type: self.config.instance_type.clone(), settings }))
     }
@@ -287,6 +288,20 @@ impl Work {
             .await?;
         Ok(())
     }
+}
+
+/// Of what is in it: a label that somebody puts on it is no reason for new pods.
+fn digest(map: &ConfigMap) -> String {
+    let texts = map.data.iter().flatten().map(|(name, text)| (name, text.as_bytes()));
+    let bytes = map.binary_data.iter().flatten().map(|(name, bytes)| (name, bytes.0.as_slice()));
+    let mut hash = Sha256::new();
+    for (name, value) in texts.chain(bytes) {
+        for part in [name.as_bytes(), value] {
+            hash.update(part.len().to_le_bytes());
+            hash.update(part);
+        }
+    }
+    hash.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn selector(labels: &BTreeMap<String, String>) -> String {

@@ -2,6 +2,7 @@
 
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
+use peerpod_base::listen::listen;
 use rustls::{
     RootCertStore, ServerConfig,
     crypto::CryptoProvider,
@@ -9,7 +10,7 @@ use rustls::{
     version::TLS13,
 };
 use rustls_pki_types::{CertificateDer, pem::PemObject};
-use tokio::{net::TcpListener, sync::watch, task::JoinSet};
+use tokio::{sync::watch, task::JoinSet};
 use tracing::{info, warn};
 
 use super::{answer::Desk, caller::Callers, config::SecretsConfig, metrics::Metrics};
@@ -60,7 +61,7 @@ pub fn part(config: SecretsConfig, metrics: Metrics) -> Part {
 async fn run(config: SecretsConfig, metrics: Metrics, context: Context) -> Result<(), Error> {
     let Context { client, namespace, ready, shutdown, drain, .. } = context;
     let failed = |why| Error::Listen { address: config.listen, why };
-    let listener = TcpListener::bind(config.listen).await.map_err(failed)?;
+    let listener = listen(config.listen).await.map_err(failed)?;
     let address = listener.local_addr().map_err(failed)?;
     let crypto = Arc::new(rustls::crypto::ring::default_provider());
     let keeper = Keeper {

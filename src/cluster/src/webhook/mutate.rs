@@ -376,23 +376,38 @@ fn annotate(pod: &mut Value, needs: &Needs, record: &Record) -> Result<(), Refus
 fn replace_resources(pod: &mut Value, profile: &Profile) -> Result<(), Refusal> {
     let Some(spec) = pod.get_mut("spec") else { return Ok(()) };
     let spec = object(spec, "spec")?;
-    spec.remove("resources");
+    take(spec);
+    if spec.get("resources").and_then(Value::as_object).is_some_and(Map::is_empty) {
+        spec.remove("resources");
+    }
     let one = json!({ profile.resource.as_str(): "1" });
     for (list, what) in [("initContainers", "an init container"), ("containers", "a container")] {
         let Some(Value::Array(list)) = spec.get_mut(list) else { continue };
         for (place, container) in list.iter_mut().enumerate() {
             let container = object(container, what)?;
+            take(container);
             if place == 0 && what == "a container" {
-                container.insert("resources".to_owned(), json!({"requests": one, "limits": one}));
-            } else if container
-                .get("resources")
-                .is_some_and(|has| has.as_object().is_none_or(|has| !has.is_empty()))
-            {
-                container.insert("resources".to_owned(), json!({}));
+                let resources = container.entry("resources").or_insert_with(|| json!({}));
+                let resources = object(resources, "a container's resources")?;
+                resources.insert("requests".to_owned(), one.clone());
+                resources.insert("limits".to_owned(), one.clone());
             }
         }
     }
     Ok(())
+}
+
+/// Takes requests and limits away, and nothing else: claims of devices stay.
+fn take(owner: &mut Map<String, Value>) {
+    match owner.get_mut("resources") {
+        Some(Value::Object(resources)) => {
+            resources.remove("requests");
+            resources.remove("limits");
+        }
+        // Not of the form that it has in Kubernetes.
+        Some(other) => *other = json!({}),
+        None => {}
+    }
 }
 
 fn object<'v>(value: &'v mut Value, what: &'static str) -> Result<&'v mut Map<String, Value>, Refusal> {

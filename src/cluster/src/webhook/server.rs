@@ -11,6 +11,7 @@ use hyper::{Method, Request, StatusCode, body::Incoming};
 use peerpod_base::{
     admin::{self, Ready},
     lifecycle::{Drain, Shutdown},
+    listen::listen,
 };
 use prometheus_client::registry::Registry;
 use rustls::server::ResolvesServerCert;
@@ -125,7 +126,7 @@ pub async fn build(config: WebhookConfig) -> Result<Bound, Error> {
         .with_cert_resolver(resolver);
     tls.alpn_protocols = vec![b"http/1.1".to_vec()];
     let failed = |why| Error::Listen { address: config.listen, why };
-    let listener = TcpListener::bind(config.listen).await.map_err(failed)?;
+    let listener = listen(config.listen).await.map_err(failed)?;
     let address = listener.local_addr().map_err(failed)?;
     let admin = admin::serve(config.admin_listen, Arc::new(registry), ready.clone()).await?;
     let shared = Shared { profiles: config.profiles, excluded: config.excluded, metrics };
@@ -182,6 +183,12 @@ async fn respond(request: Request<Incoming>, shared: &Shared) -> Reply {
 impl Answer for Shared {
     async fn answer(&self, request: Request<Incoming>, _: &Peer) -> Reply {
         respond(request, self).await
+    }
+
+    /// An API server has up to 200 changes under way at once, and a connection for each; several may stand behind one
+    /// address.
+    fn connections_per_address(&self) -> usize {
+        768
     }
 
     fn handshake_failed(&self) {

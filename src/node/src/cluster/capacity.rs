@@ -2,7 +2,8 @@
 //! is lost (a kubelet that registers anew drops it), taken back at the end unless another daemon has claimed it.
 //!
 //! Whose it is stands in an annotation of the Node ([`OWNER`]): the newest daemon writes its pod's UID there when it
-//! starts, and the one that leaves removes the resource only together with a test of that annotation, in one patch.
+//! starts, and the one that leaves removes the resource only together with a test of that annotation, in one patch. A daemon
+//! that is to advertise nothing takes away what one before it has left there when it was killed.
 
 use std::{sync::Arc, time::Duration};
 
@@ -85,7 +86,7 @@ impl Capacity {
     /// Keeps the capacity what it is to be, for ever.
     pub(super) async fn run(&self) {
         if self.amount.is_none() {
-            return std::future::pending().await;
+            return self.clear().await;
         }
         let only = watcher::Config::default().fields(&format!("metadata.name={}", self.node)).timeout(120);
         let mut news = watcher(self.nodes.clone(), only).default_backoff().boxed();
@@ -119,6 +120,48 @@ impl Capacity {
             failed = done.is_err();
             next = Instant::now() + if failed { RETRY } else { EVERY };
         }
+    }
+
+    /// Keeps away what a daemon has advertised that could not take it back, for ever. One that still leaves, during an
+    /// update, may set it again until then.
+    async fn clear(&self) {
+        let mut failed = false;
+        loop {
+            let done = self.clear_once().await;
+            if let Err(error) = &done
+                && !failed
+            {
+                warn!(%error, "what was advertised as the node's capacity before stays; trying again");
+            }
+            failed = done.is_err();
+            sleep(if failed { RETRY } else { EVERY }).await;
+        }
+    }
+
+    async fn clear_once(&self) -> Result<(), Error> {
+        let node = self.calls.call("capacity", self.what("look at"), self.nodes.get(&self.node)).await?;
+        let Some(steps) = self.leftover(&node) else { return Ok(()) };
+        let (what, at) = (self.what("clear the capacity of"), (&self.nodes, self.node.as_str()));
+        match self.calls.patch_status("capacity", what, at, &PatchParams::default(), patch(steps)?).await {
+            Ok(_) => info!(resource = self.resource, "a capacity that an earlier daemon left is taken away"),
+            // Somebody was first; the next look tells.
+            Err(error) if error.status() == Some(422) || error.is_not_found() => return Ok(()),
+            Err(error) => return Err(error),
+        }
+        // It is nobody's now: what a person sets there by hand stays.
+        let patch = Patch::Merge(json!({"metadata": {"annotations": {OWNER: null}}}));
+        let (what, at) = (self.what("disown the capacity of"), (&self.nodes, self.node.as_str()));
+        self.calls.patch("own", what, at, &PatchParams::default(), patch).await.map(drop)
+    }
+
+    /// What takes a daemon's capacity away; `None`: there is none, or it is no daemon's.
+    fn leftover(&self, node: &Node) -> Option<Vec<Value>> {
+        let owner = node.metadata.annotations.as_ref()?.get(OWNER)?;
+        node.status.as_ref()?.capacity.as_ref()?.get(&self.resource)?;
+        Some(vec![
+            json!({"op": "test", "path": format!("/metadata/annotations/{}", escaped(OWNER)), "value": owner}),
+            json!({"op": "remove", "path": self.path()}),
+        ])
     }
 
     /// Looks at the Node as it is and puts right what is missing.

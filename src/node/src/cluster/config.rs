@@ -7,7 +7,7 @@ use peerpod_base::config::Reader;
 /// Where Kubernetes tells a pod its namespace.
 const NAMESPACE_FILE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
 /// The Lease is `peerpod-node-<node>`, and a name has at most 253 characters.
-const MOST_NAME: usize = 253 - super::heartbeat::PREFIX.len();
+const MOST_NAME: usize = 253 - peerpod_kube::heartbeat::PREFIX.len();
 
 /// What the room is told.
 #[derive(Clone, Debug, PartialEq, Eq)]

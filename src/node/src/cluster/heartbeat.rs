@@ -12,14 +12,12 @@ use kube::{
     Api,
     api::{ObjectMeta, PostParams},
 };
-use peerpod_kube::client::Error;
+use peerpod_kube::{client::Error, heartbeat::name_of};
 use tokio::time::sleep;
 use tracing::warn;
 
 use super::{calls::Calls, config::ClusterConfig};
 
-/// What the Lease's name begins with; the node's name follows.
-pub(super) const PREFIX: &str = "peerpod-node-";
 /// How often it is renewed.
 const EVERY: Duration = Duration::from_secs(10);
 /// What the Lease says of how long it holds, in seconds.
@@ -28,7 +26,7 @@ const HOLDS: i32 = 40;
 /// Renews it for ever.
 pub(super) async fn run(calls: Calls, config: &ClusterConfig) {
     let leases: Api<Lease> = Api::namespaced(calls.client.clone(), &config.namespace);
-    let name = format!("{PREFIX}{}", config.node_name);
+    let name = name_of(&config.node_name);
     let (mut known, mut said) = (None, false);
     loop {
         match renew(&calls, &leases, &name, config, known.take()).await {

@@ -73,20 +73,29 @@ pub(super) async fn enrol(config: &SecretsConfig, token: &str, request: &[u8]) -
     post(config, None, token, "/v1/enrol", body).await
 }
 
+/// A pod's pull secrets.
+pub struct Given {
+    /// A `.dockerconfigjson`; empty: it has none.
+    pub config: Zeroizing<String>,
+    /// What of the pod's secrets cannot be used, and why.
+    pub notes: Vec<String>,
+}
+
 /// Asks for a pod's pull secrets.
 pub(super) async fn pull_secrets(
     config: &SecretsConfig,
     identity: &Identity,
     token: &str,
     pod: &PodRef,
-) -> Result<Zeroizing<String>, Error> {
+) -> Result<Given, Error> {
     let uid = pod.uid.as_deref().unwrap_or_default();
     let body = json!({"namespace": pod.namespace, "name": pod.name, "uid": uid}).to_string();
     let answered: Answered = post(config, Some(identity), token, "/v1/pull-secrets", body).await?;
-    for note in answered.notes.iter().take(NOTES) {
-        warn!(%pod, note = words(note), "not all of the pod's pull secrets can be used");
+    let notes: Vec<String> = answered.notes.iter().take(NOTES).map(|note| words(note)).collect();
+    for note in &notes {
+        warn!(%pod, note, "not all of the pod's pull secrets can be used");
     }
-    Ok(answered.dockerconfigjson)
+    Ok(Given { config: answered.dockerconfigjson, notes })
 }
 
 async fn post<T: DeserializeOwned>(

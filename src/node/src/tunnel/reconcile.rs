@@ -14,8 +14,6 @@ use super::backend::{Connected, lock};
 use super::steps::Steps;
 use super::{Kind, Reserved};
 
-/// Where container runtimes keep the pods' namespaces.
-const FOLDER: &str = "/run/netns";
 /// Deleting a device waits 20 ms for the kernel, most of it without a lock.
 const THREADS: usize = 4;
 
@@ -55,7 +53,7 @@ pub(super) fn reconcile(steps: &Steps, live: &[Live]) -> Reconciled {
     let paths: Vec<PathBuf> =
         live.iter().filter_map(|l| l.netns.as_ref().map(|(path, _)| path.clone())).collect();
     let mut stay = Vec::new();
-    for (path, swept) in sweep_all(steps, live, &namespaces(&[Path::new(FOLDER)], &paths)) {
+    for (path, swept) in sweep_all(steps, live, &namespaces(&[&*steps.netns_dir], &paths)) {
         done.looked += 1;
         match swept {
             Ok(swept) => {

@@ -1,6 +1,7 @@
 //! The steps themselves, synchronous: each puts the parts of `peerpod_link::net` in their order.
 
 use std::net::IpAddr;
+use std::path::PathBuf;
 
 use peerpod_link::net::Error;
 use peerpod_link::net::look::{Seen, look};
@@ -25,6 +26,8 @@ pub(super) struct Steps {
     /// The pods' way out of the cluster, where it is not the tunnel.
     pub(super) outside: Option<Outside>,
     probe_seconds: u32,
+    /// Where the pods' namespaces are.
+    pub(super) netns_dir: PathBuf,
 }
 
 impl Steps {
@@ -35,7 +38,8 @@ impl Steps {
         // In the calling thread's namespace, as the sockets.
         let outside = config.external.clone().map(Outside::open).transpose()?;
         let probe_seconds = u32::try_from(config.probe_interval.as_secs()).unwrap_or(u32::MAX);
-        Ok(Steps { owner: config.owner, backends, vnis: config.vnis, by, outside, probe_seconds })
+        let netns_dir = config.netns_dir.clone();
+        Ok(Steps { owner: config.owner, backends, vnis: config.vnis, by, outside, probe_seconds, netns_dir })
     }
 
     fn mark<'a>(&self, sandbox: &'a str) -> Mark<'a> {

@@ -3,13 +3,13 @@
 use std::{
     fs::File,
     io,
-    net::{IpAddr, Ipv4Addr, SocketAddr},
+    net::SocketAddr,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::Path,
 };
 
 use nix::fcntl::Flock;
-use peerpod_base::admin;
+use peerpod_base::{admin, listen::listen};
 use peerpod_link::net::probe::echo::{Echo, Known};
 use tokio::net::{TcpListener, UnixListener};
 
@@ -58,10 +58,9 @@ impl Sockets {
         let run_dir = &config.run_dir;
         let guests =
             listen(config.listen).await.map_err(|why| AppError::Listen { address: config.listen, why })?;
+        let admin =
+            listen(config.admin_listen).await.map_err(|why| admin::refused(config.admin_listen, why))?;
         let listen = guests.local_addr().map_err(|why| AppError::Listen { address: config.listen, why })?;
-        let admin = TcpListener::bind(config.admin_listen)
-            .await
-            .map_err(|why| admin::refused(config.admin_listen, why))?;
         let paths = Known::default();
         let probes = match Echo::bind(listen, paths.clone()).await {
             Ok(echo) => Some(echo),
@@ -149,28 +148,4 @@ impl Sockets {
         }
         Ok(copies)
     }
-}
-
-/// Both families on `[::]`; a kernel without IPv6 gets the other one alone.
-async fn listen(address: SocketAddr) -> io::Result<TcpListener> {
-    match TcpListener::bind(address).await {
-        Err(error)
-            if address.ip() == IpAddr::from([0u16; 8])
-                && matches!(
-                    error.raw_os_error(),
-                    Some(libc_errno::EAFNOSUPPORT | libc_errno::EADDRNOTAVAIL)
-                ) =>
-        {
-            TcpListener::bind((Ipv4Addr::UNSPECIFIED, address.port())).await
-        }
-        bound => bound,
-    }
-}
-
-/// The two numbers, from the crate that knows them.
-mod libc_errno {
-    use nix::errno::Errno;
-
-    pub(super) const EAFNOSUPPORT: i32 = Errno::EAFNOSUPPORT as i32;
-    pub(super) const EADDRNOTAVAIL: i32 = Errno::EADDRNOTAVAIL as i32;
 }

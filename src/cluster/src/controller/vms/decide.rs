@@ -7,7 +7,7 @@ use peerpod_kube::crds::Phase;
 /// What is known of the pod that a PeerPod belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pod {
-    /// No object of that uid, or the PeerPod names none.
+    /// No object of that uid; or the PeerPod names none, and nobody lives who would know.
     Gone,
     /// It has succeeded or failed, or its time to leave is over.
     Ended,

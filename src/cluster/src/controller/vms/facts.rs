@@ -62,7 +62,11 @@ pub(super) async fn gather(context: &Context, peerpod: &PeerPod, ours: bool) -> 
     if stopped(phase) {
         return Ok(facts);
     }
-    if let (Some(owner), Some(namespace)) = (owner_of(peerpod), peerpod.namespace()) {
+    let Some(owner) = owner_of(peerpod) else {
+        facts.pod = pod_unsaid(peerpod, facts.daemon_lives);
+        return Ok(facts);
+    };
+    if let Some(namespace) = peerpod.namespace() {
         let pods: Api<KubePod> = Api::namespaced(context.client.clone(), &namespace);
         let found = within(format!("read pod {namespace}/{}", owner.name), pods.get_opt(&owner.name)).await?;
         facts.pod = pod_state(found.as_ref(), &owner.uid, now);
@@ -93,6 +97,12 @@ fn age(at: Timestamp, now: Timestamp) -> Duration {
     Duration::try_from(now.duration_since(at)).unwrap_or_default()
 }
 
+/// What is known of the pod when nothing says which it is. A node writes the record also while it cannot find its pod; its
+/// daemon, if it lives, knows the sandbox, and has recorded no stop.
+fn pod_unsaid(peerpod: &PeerPod, daemon_lives: bool) -> Pod {
+    if peerpod.spec.sandbox_id.is_some() && daemon_lives { Pod::Lives } else { Pod::Gone }
+}
+
 /// What is known of the pod of this uid, when this was found under its name.
 fn pod_state(found: Option<&KubePod>, uid: &str, now: Timestamp) -> Pod {
     let Some(pod) = found.filter(|pod| pod.metadata.uid.as_deref() == Some(uid)) else { return Pod::Gone };
@@ -113,8 +123,10 @@ mod tests {
         api::{coordination::v1::LeaseSpec, core::v1::PodStatus},
         apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta, Time},
     };
+    use peerpod_kube::crds::{PeerPodSpec, Phase};
 
     use super::*;
+    use crate::controller::vms::decide::{Decision, decide};
 
     fn at(second: i64) -> Timestamp {
         Timestamp::from_second(1_000_000 + second).unwrap()
@@ -148,6 +160,30 @@ mod tests {
             Pod::Ended,
             "a kubelet that died does not keep it"
         );
+    }
+
+    #[test]
+    fn without_an_owner_a_sandbox_runs_for_as_long_as_its_daemon_lives_and_has_not_stopped_it() {
+        let spec = |sandbox: Option<&str>| PeerPodSpec {
+            sandbox_id: sandbox.map(str::to_owned),
+            ..PeerPodSpec::default()
+        };
+        let peerpod = |sandbox| PeerPod::new("p", spec(sandbox));
+        assert_eq!(owner_of(&peerpod(Some("s"))), None);
+        assert_eq!(pod_unsaid(&peerpod(Some("s")), true), Pod::Lives);
+        assert_eq!(pod_unsaid(&peerpod(Some("s")), false), Pod::Gone, "nobody is left who could stop it");
+        assert_eq!(pod_unsaid(&peerpod(None), true), Pod::Gone, "of the replaced system");
+        let facts = |phase| Facts {
+            ours: true,
+            since: Duration::from_secs(3600),
+            daemon_lives: true,
+            node_exists: true,
+            pod: Pod::Lives,
+            phase,
+        };
+        let first = Duration::from_secs(30);
+        assert_eq!(decide(&facts(Some(Phase::Running)), first), Decision::PodLives);
+        assert_eq!(decide(&facts(Some(Phase::Leaving)), first), Decision::Delete);
     }
 
     #[test]

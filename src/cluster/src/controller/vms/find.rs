@@ -7,7 +7,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use peerpod_kube::crds::PeerPodSpec;
+use kube::ResourceExt;
+use peerpod_kube::crds::{PeerPod, PeerPodSpec};
 use peerpod_provider_api::{Error, IdempotencyKey, InstanceId, Owned, OwnedState, Provider};
 use tokio::sync::Mutex;
 
@@ -19,6 +20,16 @@ const ATTEMPTS: u32 = 16;
 pub(super) struct Listing(Mutex<Option<(Instant, Arc<Vec<Owned>>)>>);
 
 impl Listing {
+    /// The VM of this id, by the list at hand, if it is in it (node and key of a VM never change), or by a new one.
+    pub(super) async fn vm(&self, provider: &dyn Provider, id: &str) -> Result<Option<Owned>, Error> {
+        let find = |list: &[Owned]| list.iter().find(|vm| vm.id.as_str() == id).cloned();
+        let known = self.0.lock().await.as_ref().and_then(|(_, list)| find(list));
+        match known {
+            Some(vm) => Ok(Some(vm)),
+            None => Ok(find(&self.fresh(provider).await?)),
+        }
+    }
+
     /// A list that was begun after this call.
     pub(super) async fn fresh(&self, provider: &dyn Provider) -> Result<Arc<Vec<Owned>>, Error> {
         let asked = Instant::now();
@@ -35,9 +46,10 @@ impl Listing {
         Ok(list)
     }
 
-    /// Gives the memory back, if the list is older than that.
-    pub(super) async fn forget(&self, older_than: Duration) {
-        let mut kept = self.0.lock().await;
+    /// Gives the memory back, if the list is older than that and nobody uses it: who asks holds it for as long as the
+    /// provider takes, and that is not waited for.
+    pub(super) fn forget(&self, older_than: Duration) {
+        let Ok(mut kept) = self.0.try_lock() else { return };
         if kept.as_ref().is_some_and(|(begun, _)| begun.elapsed() > older_than) {
             *kept = None;
         }
@@ -100,8 +112,48 @@ pub(super) fn meant<'a>(
     Meant::Vms(vms)
 }
 
+/// Why the VM that this PeerPod names by its id is another one's, if it is: anybody who may write a PeerPod can write any id
+/// into it. `vm`: what the provider knows of it; `others`: PeerPods of the same provider, this one may be among them.
+pub(super) fn another_ones<'a>(
+    cluster: &str,
+    peerpod: &PeerPod,
+    vm: Option<&Owned>,
+    others: impl IntoIterator<Item = &'a PeerPod>,
+) -> Option<String> {
+    let id = peerpod.spec.instance_id.as_deref()?;
+    let at = vm.and_then(|vm| vm.node.as_deref());
+    if let (Some(at), Some(said)) = (at, peerpod.spec.node_name.as_deref())
+        && at != said
+    {
+        return Some(format!(
+            "VM {id} is node {at}'s and this PeerPod is node {said}'s: the VM is left alone; if nobody needs it, delete it at \
+             the provider"
+        ));
+    }
+    let rival = others.into_iter().find(|other| has_better_claim(cluster, id, vm, other, peerpod))?;
+    let name = format!("{}/{}", rival.namespace().unwrap_or_default(), rival.name_any());
+    Some(format!("VM {id} is PeerPod {name}'s, too: it is left to that one, and deleted with it"))
+}
+
+/// The one whose sandbox has asked for the VM; else one that stays; else the older one.
+fn has_better_claim(cluster: &str, id: &str, vm: Option<&Owned>, other: &PeerPod, peerpod: &PeerPod) -> bool {
+    if other.metadata.uid == peerpod.metadata.uid || other.spec.instance_id.as_deref() != Some(id) {
+        return false;
+    }
+    let key = vm.and_then(|vm| vm.key.as_ref());
+    let asked = |one: &PeerPod| key.is_some_and(|key| keys(cluster, &one.spec).own.contains(key));
+    let age = |one: &PeerPod| (one.creation_timestamp(), one.uid());
+    match (asked(other), asked(peerpod)) {
+        (true, false) => true,
+        (false, true) => false,
+        _ => other.metadata.deletion_timestamp.is_none() || age(other) < age(peerpod),
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
+
     use super::*;
 
     fn key(text: &str) -> IdempotencyKey {
@@ -160,6 +212,61 @@ mod tests {
         assert_eq!(meant(&keys, &[], Vec::new), ids(&[]));
         let both = || vec![(Some("a"), None), (Some("b"), None)];
         assert_eq!(meant(&keys, &owned, both), ids(&[]));
+    }
+
+    fn peerpod(name: &str, created: i64, spec: PeerPodSpec) -> PeerPod {
+        let mut peerpod = PeerPod::new(name, PeerPodSpec { instance_id: Some("i-1".into()), ..spec });
+        peerpod.metadata.uid = Some(format!("uid-of-{name}"));
+        peerpod.metadata.namespace = Some("ns".into());
+        let at = |second| Some(Time(Timestamp::from_second(second).unwrap()));
+        peerpod.metadata.creation_timestamp = at(created);
+        peerpod.metadata.deletion_timestamp = at(1_000_000);
+        peerpod
+    }
+
+    fn of_sandbox(sandbox: &str) -> PeerPodSpec {
+        PeerPodSpec { sandbox_id: Some(sandbox.into()), ..PeerPodSpec::default() }
+    }
+
+    #[test]
+    fn a_vm_of_another_node_is_another_ones() {
+        let at = |node: Option<&str>| Owned {
+            node: node.map(str::to_owned),
+            ..vm("i-1", IdempotencyKey::derive("c", "s", 0))
+        };
+        let says = |node: Option<&str>| {
+            peerpod("p", 1, PeerPodSpec { node_name: node.map(str::to_owned), ..PeerPodSpec::default() })
+        };
+        let why = |vm: Option<&Owned>, node| another_ones("c", &says(node), vm, []);
+        let told = why(Some(&at(Some("a"))), Some("b")).unwrap();
+        assert!(told.contains("node a's") && told.contains("node b's"), "{told}");
+        for (vm, node) in [(Some("a"), Some("a")), (None, Some("b")), (Some("a"), None)] {
+            assert_eq!(why(Some(&at(vm)), node), None, "{vm:?} {node:?}");
+        }
+        assert_eq!(why(None, Some("b")), None, "the provider does not know it, and deletes nothing");
+    }
+
+    #[test]
+    fn of_several_that_name_a_vm_only_one_may_delete_it_and_not_while_another_stays() {
+        let made_for_s = vm("i-1", IdempotencyKey::derive("c", "s", 0));
+        let whose = |vm: Option<&Owned>, one: &PeerPod, all: &[PeerPod]| another_ones("c", one, vm, all);
+        let (first, second) = (peerpod("first", 1, of_sandbox("s")), peerpod("second", 2, of_sandbox("t")));
+        let alone = [first.clone()];
+        assert_eq!(whose(Some(&made_for_s), &first, &alone), None, "itself is no other");
+        let both = [first.clone(), second.clone()];
+        assert_eq!(whose(Some(&made_for_s), &first, &both), None);
+        let told = whose(Some(&made_for_s), &second, &both).unwrap();
+        assert!(told.contains("ns/first"), "{told}");
+        // Without a key the older one has it, but never from one that stays.
+        assert_eq!(whose(None, &first, &both), None);
+        assert!(whose(None, &second, &both).is_some());
+        let mut stays = second.clone();
+        stays.metadata.deletion_timestamp = None;
+        assert!(whose(None, &first, &[first.clone(), stays.clone()]).is_some());
+        assert_eq!(whose(Some(&made_for_s), &first, &[first.clone(), stays]), None, "made for its sandbox");
+        let mut elsewhere = second;
+        elsewhere.spec.instance_id = Some("i-2".into());
+        assert_eq!(whose(None, &first, &[elsewhere]), None);
     }
 
     #[test]

@@ -21,6 +21,8 @@ pub(super) enum Outcome {
     LeftToNode,
     /// Its pod runs.
     PodLives,
+    /// The VM that it names is another one's: its finalizer is off, and the VM stays.
+    NotOurs,
 }
 
 /// What became of a VM or a PeerPod that was found to be nobody's.
@@ -50,6 +52,7 @@ pub(super) struct Metrics {
     peerpods: Family<Ended, Counter>,
     orphans: Family<Removed, Counter>,
     lost: Family<Removed, Counter>,
+    heartbeats: Family<Removed, Counter>,
     pub(super) deleting: Gauge,
     pub(super) failing: Gauge,
     pub(super) unclaimed: Gauge,
@@ -76,6 +79,11 @@ impl Metrics {
             "lost_peerpods",
             "PeerPods of nodes that are gone, by what was done",
             metrics.lost.clone(),
+        );
+        registry.register(
+            "old_heartbeats",
+            "Heartbeats of nodes that are long gone, by what was done",
+            metrics.heartbeats.clone(),
         );
         registry.register(
             "peerpods_deleting",
@@ -108,6 +116,10 @@ impl Metrics {
 
     pub(super) fn orphan(&self, outcome: Removal) {
         self.orphans.get_or_create(&Removed { outcome }).inc();
+    }
+
+    pub(super) fn heartbeat(&self, outcome: Removal) {
+        self.heartbeats.get_or_create(&Removed { outcome }).inc();
     }
 
     pub(super) fn lost(&self, outcome: Removal) {

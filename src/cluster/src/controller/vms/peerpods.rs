@@ -31,8 +31,8 @@ use super::{
     Vms,
     backoff::Backoff,
     decide::{Decision, decide},
-    facts::gather,
-    find::{Meant, keys, meant},
+    facts::{gather, owner_of},
+    find::{Meant, another_ones, keys, meant},
     metrics::Outcome,
     report::{self, Stays},
 };
@@ -108,6 +108,7 @@ impl Drop for Work {
 }
 
 impl Work {
+    /// The PeerPods are not followed meanwhile: it waits a moment at the most.
     async fn count(&self) {
         let ready = tokio::time::timeout(Duration::from_millis(1), self.store.wait_until_ready()).await;
         if !matches!(ready, Ok(Ok(()))) {
@@ -124,7 +125,7 @@ impl Work {
         self.backoff.keep(&going);
         self.vms.metrics.deleting.set(going.len().try_into().unwrap_or(i64::MAX));
         self.vms.metrics.failing.set(self.backoff.len().try_into().unwrap_or(i64::MAX));
-        self.vms.listing.forget(COUNT_EVERY).await;
+        self.vms.listing.forget(COUNT_EVERY);
     }
 }
 
@@ -186,7 +187,7 @@ impl Work {
             }
             Decision::PodLives => {
                 vms.metrics.ended(Outcome::PodLives);
-                report::stays(context, peerpod, &pod_lives()).await;
+                report::stays(context, peerpod, &pod_lives(peerpod)).await;
                 Ok(Action::requeue(POD_AGAIN))
             }
             Decision::Delete => {
@@ -200,6 +201,9 @@ impl Work {
     }
 
     async fn delete(&self, peerpod: &PeerPod, since: Duration) -> Result<Action, Error> {
+        if let Some(why) = self.another_ones(peerpod).await? {
+            return self.leave(peerpod, why).await;
+        }
         let found = match &peerpod.spec.instance_id {
             // What cannot be an id is no VM's.
             Some(id) => Meant::Vms(InstanceId::new(id.clone()).ok().into_iter().collect()),
@@ -229,9 +233,32 @@ impl Work {
             info!(peerpod = full_name(peerpod), %vm, "VM deleted");
         }
         self.context.may_act()?;
+        if peerpod.finalizers().len() > 1 {
+            report::deleted(&self.context, peerpod).await;
+        }
         self.let_go(peerpod).await?;
         self.vms.metrics.ended(if vms.is_empty() { Outcome::NoVm } else { Outcome::Deleted });
         self.told(peerpod, &vms, doubt);
+        Ok(Action::await_change())
+    }
+
+    /// Whose VM it is that this PeerPod names, if it is not its own.
+    async fn another_ones(&self, peerpod: &PeerPod) -> Result<Option<String>, Error> {
+        let Some(id) = &peerpod.spec.instance_id else { return Ok(None) };
+        let vm = self.vms.listing.vm(&*self.vms.provider, id).await?;
+        let all = self.store.state();
+        let same = |other: &&PeerPod| self.vms.is_ours(other.spec.cloud_provider.as_deref());
+        let others = all.iter().map(|other| &**other).filter(same);
+        Ok(another_ones(&self.vms.config.cluster_id, peerpod, vm.as_ref(), others))
+    }
+
+    /// Its VM stays. It must not wait for ever for the end of what is another one's.
+    async fn leave(&self, peerpod: &PeerPod, why: String) -> Result<Action, Error> {
+        warn!(peerpod = full_name(peerpod), why, "a PeerPod goes without its VM");
+        self.context.may_act()?;
+        report::stays(&self.context, peerpod, &Stays { reason: "VMNotOurs", message: why }).await;
+        self.let_go(peerpod).await?;
+        self.vms.metrics.ended(Outcome::NotOurs);
         Ok(Action::await_change())
     }
 
@@ -292,9 +319,6 @@ impl Work {
     /// Takes our finalizer off, and no other.
     async fn let_go(&self, peerpod: &PeerPod) -> Result<(), Error> {
         let (name, namespace) = (peerpod.name_any(), peerpod.namespace().unwrap_or_default());
-        if peerpod.finalizers().len() > 1 {
-            report::deleted(&self.context, peerpod).await;
-        }
         let peerpods: Api<PeerPod> = Api::namespaced(self.context.client.clone(), &namespace);
         let mut finalizers = peerpod.finalizers().to_vec();
         let params = PatchParams::default();
@@ -307,8 +331,7 @@ impl Work {
                 {"op": "test", "path": path, "value": FINALIZER},
                 {"op": "remove", "path": path},
             ]);
-            let patch: json_patch::Patch = serde_json::from_value(patch).unwrap_or_default();
-            let patch = Patch::Json::<()>(patch);
+            let patch = Patch::Json::<()>(serde_json::from_value(patch).map_err(unreadable)?);
             let patched = peerpods.patch_metadata(&name, &params, &patch);
             match within(format!("take the finalizer off PeerPod {namespace}/{name}"), patched).await {
                 Ok(_) => return Ok(()),
@@ -325,6 +348,10 @@ impl Work {
     }
 }
 
+fn unreadable(error: serde_json::Error) -> client::Error {
+    client::Error::Api { what: "make a patch".to_owned(), error: kube::Error::SerdeError(error) }
+}
+
 fn full_name(peerpod: &PeerPod) -> String {
     format!("{}/{}", peerpod.namespace().unwrap_or_default(), peerpod.name_any())
 }
@@ -338,10 +365,14 @@ fn foreign(peerpod: &PeerPod, ours: &str) -> Stays {
     Stays { reason: "OtherProvider", message }
 }
 
-fn pod_lives() -> Stays {
-    let message =
-        "its pod still runs in the VM, which is deleted with the pod; delete the pod to end both".to_owned();
-    Stays { reason: "PodRuns", message }
+fn pod_lives(peerpod: &PeerPod) -> Stays {
+    let message = if owner_of(peerpod).is_some() {
+        "its pod still runs in the VM, which is deleted with the pod; delete the pod to end both"
+    } else {
+        "it says no pod, and its node's daemon, which lives, has recorded no stop of its sandbox: a pod may still run in the \
+         VM; delete the pod to end both"
+    };
+    Stays { reason: "PodRuns", message: message.to_owned() }
 }
 
 fn refused(error: &ProviderError) -> Stays {

@@ -40,6 +40,9 @@ const PAGE: u32 = 500;
 /// The heartbeat of a node that is gone, with all its VMs and PeerPods, is kept so long.
 const HEARTBEAT_KEPT: Duration = Duration::from_secs(24 * 3600);
 
+/// What `/readyz` calls them in its warnings.
+const HEARTBEATS: &str = "old-heartbeats";
+
 pub(in crate::controller) fn part(vms: Arc<Vms>) -> Part {
     Part::new("sweep", true, move |context| run(vms.clone(), context))
 }
@@ -61,7 +64,7 @@ async fn run(vms: Arc<Vms>, context: Context) -> anyhow::Result<()> {
             }
         }
         tokio::time::sleep(sweep.vms.config.sweep_every.saturating_sub(began.elapsed())).await;
-        // The clock of `tokio` may have been ahead: never without a pause.
+        // A pass that takes longer than `controller.sweep-every` leaves nothing to sleep: never without a pause.
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
@@ -79,6 +82,7 @@ impl Drop for Sweep {
         self.vms.metrics.unclaimed.set(0);
         self.vms.metrics.unattributed.set(0);
         self.context.ready.ready("sweep");
+        self.context.ready.settled(HEARTBEATS);
     }
 }
 
@@ -110,7 +114,7 @@ impl Sweep {
         self.lost_nodes(&found.gone).await?;
         self.suspects(&found.suspects).await?;
         let kept: HashSet<&str> = owned.iter().filter_map(|vm| vm.node.as_deref()).collect();
-        self.old_heartbeats(&cluster, &kept).await?;
+        self.old_heartbeats(&cluster, &kept).await;
         Ok(())
     }
 
@@ -280,8 +284,10 @@ impl Sweep {
         }
     }
 
-    /// Heartbeats of nodes that are long gone, and of which nothing is left. `kept`: nodes that still have VMs.
-    async fn old_heartbeats(&self, cluster: &Cluster, kept: &HashSet<&str>) -> Result<(), client::Error> {
+    /// Heartbeats of nodes that are long gone, and of which nothing is left. `kept`: nodes that still have VMs. One that
+    /// stays harms nobody: it is told of, and keeps no VM from being looked after.
+    async fn old_heartbeats(&self, cluster: &Cluster, kept: &HashSet<&str>) {
+        let mut stays = None;
         let now = Timestamp::now();
         for lease in &cluster.leases {
             let name = lease.name_any();
@@ -295,11 +301,23 @@ impl Sweep {
             let same = Preconditions { uid: lease.uid(), resource_version: lease.resource_version() };
             let delete = DeleteParams { preconditions: Some(same), ..DeleteParams::default() };
             match within(format!("delete lease {name}"), leases.delete(&name, &delete)).await {
-                Err(error) if !error.is_not_found() && !error.is_conflict() => return Err(error),
-                _ => info!(node, "the heartbeat of a node that is long gone is removed"),
+                Ok(_) => {
+                    self.vms.metrics.heartbeat(Removal::Deleted);
+                    info!(node, "the heartbeat of a node that is long gone is removed");
+                }
+                // Removed by somebody else, or the node is back.
+                Err(error) if error.is_not_found() || error.is_conflict() => {}
+                Err(error) => {
+                    self.vms.metrics.heartbeat(Removal::Failed);
+                    warn!(node, %error, "the heartbeat of a node that is long gone stays; trying again");
+                    stays = Some(error);
+                }
             }
         }
-        Ok(())
+        match stays {
+            Some(error) => self.context.ready.warn(HEARTBEATS, &error.to_string()),
+            None => self.context.ready.settled(HEARTBEATS),
+        }
     }
 }
 

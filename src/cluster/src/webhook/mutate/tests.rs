@@ -106,6 +106,27 @@ fn rows() -> Vec<Row> {
     ]
 }
 
+/// What speaks of devices and not of the node's cpu and memory is not ours to take.
+#[test]
+fn claims_of_devices_stay() {
+    let claims = json!([{"name": "gpu"}]);
+    let with = |name: &str| {
+        let mut container = container(name, "cpu=1", "cpu=1");
+        container["resources"]["claims"] = claims.clone();
+        container
+    };
+    let pod = pod(vec![with("i")], vec![with("a"), with("b")]);
+    let changed = after(&pod, &profile(Totals::Effective));
+    let one = json!({"kata.peerpods.io/vm": "1"});
+    let spec = &changed["spec"];
+    let first = json!({"requests": one, "limits": one, "claims": claims});
+    assert_eq!(spec["containers"][0]["resources"], first);
+    for other in [&spec["containers"][1], &spec["initContainers"][0]] {
+        assert_eq!(other["resources"], json!({"claims": claims}));
+    }
+    assert_eq!(after(&changed, &profile(Totals::Effective)), changed);
+}
+
 fn pod_of(row: &Row) -> Value {
     let named = |prefix: &str, list: &[(&str, &str)]| {
         let each = list.iter().enumerate();

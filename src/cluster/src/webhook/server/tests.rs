@@ -153,6 +153,34 @@ async fn a_body_that_is_too_long_or_too_slow_is_refused() {
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
 }
 
+#[tokio::test]
+async fn who_asks_nothing_is_let_go_and_who_asks_late_but_often_is_not() {
+    let served = Served::start("silent").await;
+    let mut used = served.connect().await;
+    let body = review("p").to_string();
+    let request = format!("POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+    used.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = [0; 15];
+    used.read_exact(&mut answer).await.unwrap();
+    assert_eq!(&answer, b"HTTP/1.1 200 OK");
+    // Half a request's head is no request.
+    let mut silent = served.connect().await;
+    silent.write_all(b"POST /").await.unwrap();
+    let mut rest = Vec::new();
+    drop(tokio::time::timeout(LIMIT, silent.read_to_end(&mut rest)).await.expect("closed"));
+    assert!(rest.is_empty(), "{rest:?}");
+    // The one that had its first request in time is older, and is answered again.
+    used.write_all(request.as_bytes()).await.unwrap();
+    let mut answers = Vec::new();
+    tokio::time::timeout(LIMIT, async {
+        while !String::from_utf8_lossy(&answers).contains("HTTP/1.1 200 OK") {
+            assert!(used.read_buf(&mut answers).await.unwrap() > 0, "closed");
+        }
+    })
+    .await
+    .expect("a second answer");
+}
+
 /// Whoever is not yet told that we leave is answered; what is under way is finished; then it ends.
 #[tokio::test]
 async fn leaves_without_a_review_lost() {

@@ -1,0 +1,58 @@
+//! Opening a port: where a kernel has no IPv6, all addresses are those of IPv4. May touch: the port.
+
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+};
+
+use nix::errno::Errno;
+use tokio::net::TcpListener;
+
+/// Binds a port. `[::]` means both families, and on a kernel without IPv6 the other one alone.
+///
+/// # Errors
+/// As [`TcpListener::bind`].
+pub async fn listen(address: SocketAddr) -> io::Result<TcpListener> {
+    match TcpListener::bind(address).await {
+        Err(why) if has_no_ipv6(&why) => match instead(address) {
+            Some(instead) => TcpListener::bind(instead).await,
+            None => Err(why),
+        },
+        bound => bound,
+    }
+}
+
+/// Not built in; or built in and switched off.
+fn has_no_ipv6(why: &io::Error) -> bool {
+    let known = [Errno::EAFNOSUPPORT, Errno::EADDRNOTAVAIL].map(|errno| Some(errno as i32));
+    known.contains(&why.raw_os_error())
+}
+
+/// The same port for IPv4, if all addresses were asked for.
+fn instead(address: SocketAddr) -> Option<SocketAddr> {
+    let all = address.ip() == IpAddr::V6(Ipv6Addr::UNSPECIFIED);
+    all.then(|| SocketAddr::from((Ipv4Addr::UNSPECIFIED, address.port())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn all_addresses_are_had_with_or_without_ipv6() {
+        let listener = listen("[::]:0".parse().unwrap()).await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        tokio::net::TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await.unwrap();
+    }
+
+    #[test]
+    fn only_all_addresses_have_another_family() {
+        let text = |address: &str| instead(address.parse().unwrap()).map(|other| other.to_string());
+        assert_eq!(text("[::]:8081").as_deref(), Some("0.0.0.0:8081"));
+        for other in ["[::1]:8081", "0.0.0.0:8081", "10.0.0.7:1"] {
+            assert_eq!(text(other), None, "{other}");
+        }
+        assert!(has_no_ipv6(&io::Error::from_raw_os_error(Errno::EAFNOSUPPORT as i32)));
+        assert!(!has_no_ipv6(&io::Error::from_raw_os_error(Errno::EADDRINUSE as i32)));
+    }
+}
