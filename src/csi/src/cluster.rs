@@ -20,8 +20,8 @@ use serde_json::json;
 use crate::{
     capability::{MULTI_NODE_MULTI_WRITER, MULTI_NODE_READER_ONLY, Wanted},
     config::CsiConfig,
+    drivers,
     grpc::{Code, Status},
-    identity,
     node::publications::Publication,
     objects::{self, ATTACHED, RELEASED},
 };
@@ -224,7 +224,7 @@ impl NodeCluster {
         if answer.vm != vm {
             return Ok(None);
         }
-        let identity = identity::identity(&publication.driver, &publication.handle, &answer.publish_context);
+        let identity = drivers::identity(&publication.driver, &publication.handle, &answer.publish_context);
         let unknown = || {
             let keys: Vec<&str> = answer.publish_context.keys().map(String::as_str).collect();
             Status::new(

@@ -6,7 +6,6 @@
 //! the calls that are looked into. May touch: the two sockets, the targets that kubelet names, the records' folder, the
 //! API server. Knows nothing of how a VM is made or reached.
 
-pub mod adapters;
 pub mod app;
 pub mod body;
 pub mod capability;
@@ -14,8 +13,8 @@ pub mod cluster;
 pub mod config;
 pub mod controller;
 pub mod driver;
+pub mod drivers;
 pub mod grpc;
-pub mod identity;
 pub mod locks;
 pub mod metrics;
 pub mod node;
