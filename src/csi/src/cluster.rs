@@ -119,10 +119,8 @@ impl NodeCluster {
             return Ok(known.clone());
         }
         let spec = self.spec(pod).await.map_err(|why| {
-            let text = format!(
-                "{why}; csi.runtime-classes is set, so nothing is published before it is known whether its pod has a VM"
-            );
-            Status::new(why.code, text)
+            let because = "csi.runtime-classes is set, so nothing is published before it is known whether its pod has a VM";
+            Status::new(why.code, format!("{}; {because}", why.message))
         })?;
         Ok(spec.and_then(|spec| spec.runtime_class_name))
     }

@@ -73,7 +73,9 @@ impl Node {
         empty()
     }
 
-    /// Whether the pod's RuntimeClass alone sends all its volumes to a VM.
+    /// Whether the pod's RuntimeClass alone sends all its volumes to a VM. A pod that the driver is not told of
+    /// (podInfoOnMount) cannot be asked for, and its volume is the driver's; one that cannot be asked for now waits, because
+    /// on the node its data would not be in its VM.
     async fn is_of_class(&self, place: &Place) -> Result<bool, Status> {
         match (&self.0.cluster, place.asker.named()) {
             (Some(cluster), Some(pod)) if !self.0.classes.is_empty() => {
