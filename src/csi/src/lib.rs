@@ -3,8 +3,9 @@
 //! VM and not to this node.
 //!
 //! `proxy` passes ← `server` (our socket) and → `upstream` (the driver's); `node` and `controller` are what is done with
-//! the calls that are looked into. May touch: the two sockets, the targets that kubelet names, loop devices, the records' folder, the
-//! API server. Knows nothing of how a VM is made or reached.
+//! the calls that are looked into; `drivers` is all that is known of drivers by name. May touch: the two sockets, the
+//! targets that kubelet names, loop devices, the records' folder, the API server. Knows nothing of how a VM is made or
+//! reached.
 
 pub mod app;
 pub mod body;

@@ -1,6 +1,6 @@
 //! The role beside kubelet: a peer pod's volume gets a target with a marker in it and a record that peerpod-node reads when
-//! it makes the VM; the driver is not asked. May touch: targets, loop devices, the records'
-//! folder, API server, peerpod-node's socket.
+//! it makes the VM; the driver is not asked. May touch: targets, loop devices, the records' folder, API server,
+//! peerpod-node's socket.
 
 mod device;
 mod guest;
