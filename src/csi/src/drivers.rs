@@ -1,5 +1,5 @@
 //! What is known of CSI drivers by name: what a driver's volume is in the guest's terms, and how the guest recognises a
-//! disk that the driver attached. A driver is a [`Family`] in a file of its own and a word in [`FAMILIES`]; its name stands
+//! disk that the driver attached. A driver is a `Family` in a file of its own and a word in `FAMILIES`; its name stands
 //! nowhere else. Of a driver that is not here every volume is a disk. May touch: nothing.
 
 mod azure_file;
