@@ -1,9 +1,10 @@
 //! What the CSI wrapper, the node and the guest agree on about one volume of one pod: its descriptor ([`GuestVolume`]), and
-//! on the node the records in which wrapper and daemon hand it to each other ([`records`]).
+//! on the node the records in which wrapper and daemon hand it to each other ([`records`], in [`files`]).
 //!
 //! Depends on no part of ours. May touch: the folder of the records.
 
 pub mod descriptor;
+pub mod files;
 pub mod records;
 
 pub use descriptor::{FsGroup, FsGroupPolicy, GuestVolume, Identity, Mode, SecretRef, Source, VolumeId};

@@ -12,17 +12,20 @@
 //! secret. What is asked for one pod costs the same however many pods there are.
 
 use std::{
-    fs::{self, DirBuilder, File, OpenOptions},
-    io::{self, Read, Write},
-    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
-    path::{Path, PathBuf},
+    fs::{self, File, OpenOptions},
+    io,
+    os::unix::fs::OpenOptionsExt,
+    path::PathBuf,
 };
 
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::{Deserialize, Serialize};
 
-use crate::descriptor::{GuestVolume, Identity, VERSION, VolumeId};
+use crate::{
+    descriptor::{GuestVolume, Identity, VERSION, VolumeId},
+    files::{gone, make_dir, names, read_json, sync_dir, unusable, write_json},
+};
 
-/// The largest file that is read.
+/// The largest file that is written or read.
 const MAX_FILE: u64 = 1 << 20;
 
 /// The most volumes of one pod that are read: more is a fault, not a pod.
@@ -80,10 +83,11 @@ pub struct Vm {
     pub version: u32,
     /// The node's sandbox.
     pub sandbox: String,
-    /// The provider's id of the VM; none until it is known.
+    /// The provider's id of the VM; none until it is known. The node notes the VM before it asks for one: none here is a
+    /// VM that may come.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub instance: Option<String>,
-    /// The VM is confirmed gone: what was attached to it is free.
+    /// The VM is confirmed gone, or nothing came of asking for it: what was attached to it is free.
     #[serde(default)]
     pub gone: bool,
 }
@@ -110,8 +114,7 @@ impl Records {
     pub fn put(&self, record: &Record) -> io::Result<()> {
         let names = self.names(&record.pod.namespace, &record.pod.name)?;
         let folder = self.pod(&record.pod.uid)?;
-        make_dir(&folder)?;
-        write(&folder, &format!("{}.json", record.volume.id), record)?;
+        write_json(&folder, &format!("{}.json", record.volume.id), record, MAX_FILE)?;
         make_dir(&names)?;
         drop(OpenOptions::new().create(true).append(true).mode(0o600).open(names.join(&record.pod.uid))?);
         File::open(names)?.sync_all()
@@ -135,7 +138,7 @@ impl Records {
     /// When it is there and cannot be read or understood.
     pub fn get(&self, uid: &str, id: &VolumeId) -> io::Result<Option<Record>> {
         let path = self.pod(uid)?.join(format!("{id}.json"));
-        let record: Option<Record> = read(&path)?;
+        let record: Option<Record> = read_json(&path, MAX_FILE)?;
         if let Some(record) = &record {
             let same =
                 record.version == VERSION && record.volume.version == VERSION && record.volume.id == *id;
@@ -152,20 +155,31 @@ impl Records {
     /// # Errors
     /// When the folder cannot be read.
     pub fn uids(&self, namespace: &str, name: &str) -> io::Result<Vec<String>> {
-        names_in(&self.names(namespace, name)?)
+        names(&self.names(namespace, name)?)
     }
 
-    /// Removes a volume's record and what was noted about it, and with the pod's last one the pod. Not there is fine.
+    /// Removes a volume's record and what was noted about it, and nothing of the pod: whoever looks from now on makes no VM
+    /// with it. Not there is fine.
+    ///
+    /// # Errors
+    /// When it is still there.
+    pub fn withdraw(&self, uid: &str, id: &VolumeId) -> io::Result<()> {
+        let folder = self.pod(uid)?;
+        gone(fs::remove_file(folder.join(format!("{id}.attached.json"))))?;
+        gone(fs::remove_file(folder.join(format!("{id}.json"))))?;
+        sync_dir(&folder)
+    }
+
+    /// As [`Records::withdraw`], and with the pod's last volume all that is noted of the pod, its VM too.
     ///
     /// # Errors
     /// When it is still there.
     pub fn remove(&self, pod: &Pod, id: &VolumeId) -> io::Result<()> {
-        let folder = self.pod(&pod.uid)?;
-        gone(fs::remove_file(folder.join(format!("{id}.attached.json"))))?;
-        gone(fs::remove_file(folder.join(format!("{id}.json"))))?;
+        self.withdraw(&pod.uid, id)?;
         if !self.ids(&pod.uid)?.is_empty() {
-            return File::open(folder)?.sync_all();
+            return Ok(());
         }
+        let folder = self.pod(&pod.uid)?;
         let names = self.names(&pod.namespace, &pod.name)?;
         gone(fs::remove_file(names.join(&pod.uid)))?;
         // Another pod of the name may have its entry there; the next record makes it again.
@@ -179,7 +193,7 @@ impl Records {
     /// # Errors
     /// When it could not be made durable.
     pub fn put_attached(&self, uid: &str, id: &VolumeId, attached: &Attached) -> io::Result<()> {
-        write(&self.pod(uid)?, &format!("{id}.attached.json"), attached)
+        write_json(&self.pod(uid)?, &format!("{id}.attached.json"), attached, MAX_FILE)
     }
 
     /// Where the driver attached a volume.
@@ -187,7 +201,7 @@ impl Records {
     /// # Errors
     /// When it is there and cannot be read or understood.
     pub fn attached(&self, uid: &str, id: &VolumeId) -> io::Result<Option<Attached>> {
-        read(&self.pod(uid)?.join(format!("{id}.attached.json")))
+        read_json(&self.pod(uid)?.join(format!("{id}.attached.json")), MAX_FILE)
     }
 
     /// Notes the pod's VM.
@@ -195,9 +209,7 @@ impl Records {
     /// # Errors
     /// When it could not be made durable.
     pub fn put_vm(&self, uid: &str, vm: &Vm) -> io::Result<()> {
-        let folder = self.pod(uid)?;
-        make_dir(&folder)?;
-        write(&folder, "vm.json", vm)
+        write_json(&self.pod(uid)?, "vm.json", vm, MAX_FILE)
     }
 
     /// The pod's VM.
@@ -205,7 +217,7 @@ impl Records {
     /// # Errors
     /// When it is there and cannot be read or understood.
     pub fn vm(&self, uid: &str) -> io::Result<Option<Vm>> {
-        read(&self.pod(uid)?.join("vm.json"))
+        read_json(&self.pod(uid)?.join("vm.json"), MAX_FILE)
     }
 
     /// The folder of a pod's files, for whoever waits for one of them.
@@ -221,7 +233,7 @@ impl Records {
     /// # Errors
     /// When the folder cannot be read.
     pub fn pods(&self) -> io::Result<Vec<String>> {
-        names_in(&self.root.join("pods"))
+        names(&self.root.join("pods"))
     }
 
     fn names(&self, namespace: &str, name: &str) -> io::Result<PathBuf> {
@@ -229,8 +241,8 @@ impl Records {
     }
 
     fn ids(&self, uid: &str) -> io::Result<Vec<VolumeId>> {
-        let names = names_in(&self.pod(uid)?)?;
-        let mut ids: Vec<VolumeId> = names
+        let found = names(&self.pod(uid)?)?;
+        let mut ids: Vec<VolumeId> = found
             .iter()
             .filter_map(|name| name.strip_suffix(".json")?.parse().ok())
             .take(MAX_VOLUMES + 1)
@@ -250,60 +262,6 @@ fn plain(name: &str) -> io::Result<&str> {
         Ok(name)
     } else {
         Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{name:?} is no name of Kubernetes'")))
-    }
-}
-
-/// The visible entries of a folder; none when it is not there.
-fn names_in(folder: &Path) -> io::Result<Vec<String>> {
-    let entries = match fs::read_dir(folder) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        entries => entries?,
-    };
-    let mut names = Vec::new();
-    for entry in entries {
-        let name = entry?.file_name();
-        names.extend(name.to_str().filter(|name| !name.starts_with('.')).map(str::to_owned));
-    }
-    Ok(names)
-}
-
-fn make_dir(folder: &Path) -> io::Result<()> {
-    DirBuilder::new().recursive(true).mode(0o700).create(folder)
-}
-
-fn write(folder: &Path, name: &str, value: &impl Serialize) -> io::Result<()> {
-    let bytes = serde_json::to_vec(value).map_err(io::Error::other)?;
-    let temporary = folder.join(format!(".{name}.new"));
-    gone(fs::remove_file(&temporary))?;
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
-    file.write_all(&bytes)?;
-    file.sync_all()?;
-    fs::rename(&temporary, folder.join(name))?;
-    File::open(folder)?.sync_all()
-}
-
-fn read<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
-    let file = match File::open(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        file => file?,
-    };
-    let mut bytes = Vec::new();
-    file.take(MAX_FILE + 1).read_to_end(&mut bytes)?;
-    if bytes.len() as u64 > MAX_FILE {
-        return Err(unusable(path, "it is too large"));
-    }
-    serde_json::from_slice(&bytes).map(Some).map_err(|why| unusable(path, &why.to_string()))
-}
-
-fn unusable(path: &Path, why: &str) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, format!("{}: {why}", path.display()))
-}
-
-/// Not there is fine.
-fn gone(result: io::Result<()>) -> io::Result<()> {
-    match result {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        result => result,
     }
 }
 
@@ -348,14 +306,18 @@ mod tests {
         let mut found = records.of_pod("u-1").unwrap();
         found.sort_by(|x, y| x.handle.cmp(&y.handle));
         assert_eq!(found, [a.clone(), b.clone()]);
-        let vm = Vm { version: VERSION, sandbox: "s".into(), instance: Some("i-1".into()), gone: false };
+        let vm = Vm { version: VERSION, sandbox: "s".into(), instance: None, gone: false };
         records.put_vm("u-1", &vm).unwrap();
-        assert_eq!(records.vm("u-1").unwrap(), Some(vm));
+        for record in [&a, &b] {
+            records.withdraw("u-1", &record.volume.id).unwrap();
+            records.withdraw("u-3", &record.volume.id).unwrap();
+        }
+        assert!(records.of_pod("u-1").unwrap().is_empty());
+        assert_eq!(records.vm("u-1").unwrap(), Some(vm), "it may still come");
         for _ in 0..2 {
             records.remove(&a.pod, &a.volume.id).unwrap();
             records.remove(&b.pod, &b.volume.id).unwrap();
         }
-        assert!(records.of_pod("u-1").unwrap().is_empty());
         assert_eq!(records.uids("shop", "web-0").unwrap(), ["u-2"]);
         assert_eq!(records.pods().unwrap(), ["u-2"]);
         for name in ["..", "a/b", ""] {

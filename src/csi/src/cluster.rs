@@ -2,11 +2,15 @@
 //! PeerpodVolume object of each published volume. Every call has a deadline; none is made where nothing needs one. May
 //! touch: those objects.
 
-use std::path::Path;
+use std::{
+    collections::HashMap,
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use k8s_openapi::api::{
     coordination::v1::Lease,
-    core::v1::{PersistentVolume, Pod as KubePod},
+    core::v1::{PersistentVolume, Pod as KubePod, PodSpec},
     storage::v1::CSIDriver,
 };
 use kube::{Api, Client, Resource};
@@ -20,8 +24,8 @@ use serde_json::json;
 use crate::{
     capability::{MULTI_NODE_MULTI_WRITER, MULTI_NODE_READER_ONLY, Wanted},
     config::CsiConfig,
+    drivers,
     grpc::{Code, Status},
-    identity,
     node::publications::Publication,
     objects::{self, ATTACHED, RELEASED},
 };
@@ -31,7 +35,12 @@ use crate::{
 pub struct NodeCluster {
     client: Client,
     node: String,
+    /// The RuntimeClasses of pods by UID, which never change.
+    classes: Arc<Mutex<HashMap<String, Option<String>>>>,
 }
+
+/// More pods are not on a node at once; then all are forgotten.
+const MAX_CLASSES: usize = 4096;
 
 /// What a pod says.
 #[derive(Clone, Debug, Default)]
@@ -91,7 +100,8 @@ impl NodeCluster {
                 "csi.node-name is missing; set PEERPOD_CSI_NODE_NAME from the downward API (spec.nodeName)"
             );
         }
-        Ok(NodeCluster { client: client::connect(kubeconfig).await?, node: config.node_name.clone() })
+        let client = client::connect(kubeconfig).await?;
+        Ok(NodeCluster { client, node: config.node_name.clone(), classes: Arc::default() })
     }
 
     /// Leases of a namespace.
@@ -99,22 +109,49 @@ impl NodeCluster {
         Api::namespaced(self.client.clone(), namespace)
     }
 
-    /// A pod's facts; none when there is no such pod. A pod known by UID alone has none.
+    /// A pod's RuntimeClass; none when it has none, or there is no such pod. Asked once for a pod: what was published
+    /// before is decided also while the API server is away.
+    ///
+    /// # Errors
+    /// It cannot be asked now.
+    pub async fn class(&self, pod: &Pod) -> Result<Option<String>, Status> {
+        if let Some(known) = self.classes().get(&pod.uid) {
+            return Ok(known.clone());
+        }
+        let spec = self.spec(pod).await.map_err(|why| {
+            let because = "csi.runtime-classes is set, so nothing is published before it is known whether its pod has a VM";
+            Status::new(why.code, format!("{}; {because}", why.message))
+        })?;
+        Ok(spec.and_then(|spec| spec.runtime_class_name))
+    }
+
+    fn classes(&self) -> std::sync::MutexGuard<'_, HashMap<String, Option<String>>> {
+        // Each step leaves the map whole.
+        self.classes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn spec(&self, pod: &Pod) -> Result<Option<PodSpec>, Status> {
+        let pods: Api<KubePod> = Api::namespaced(self.client.clone(), &pod.namespace);
+        let what = format!("read pod {}/{}", pod.namespace, pod.name);
+        let found = within(what, pods.get_opt(&pod.name)).await.map_err(away)?;
+        let spec =
+            found.filter(|found| found.metadata.uid.as_deref() == Some(&pod.uid)).and_then(|pod| pod.spec);
+        if let Some(spec) = &spec {
+            let mut classes = self.classes();
+            if classes.len() >= MAX_CLASSES {
+                classes.clear();
+            }
+            classes.insert(pod.uid.clone(), spec.runtime_class_name.clone());
+        }
+        Ok(spec)
+    }
+
+    /// A pod's facts; none when there is no such pod.
     ///
     /// # Errors
     /// It cannot be asked now.
     pub async fn pod(&self, pod: &Pod, driver: &str) -> Result<Option<PodFacts>, Status> {
-        if pod.name.is_empty() || pod.namespace.is_empty() {
-            return Ok(None);
-        }
-        let pods: Api<KubePod> = Api::namespaced(self.client.clone(), &pod.namespace);
-        let what = format!("read pod {}/{}", pod.namespace, pod.name);
-        let found = within(what, pods.get_opt(&pod.name)).await.map_err(away)?;
-        let Some(spec) =
-            found.filter(|found| found.metadata.uid.as_deref() == Some(&pod.uid)).and_then(|pod| pod.spec)
-        else {
-            return Ok(None);
-        };
+        let Some(spec) = self.spec(pod).await? else { return Ok(None) };
         let security = spec.security_context.unwrap_or_default();
         let fs_group = security.fs_group.and_then(|group| u32::try_from(group).ok());
         let policy = match security.fs_group_change_policy.as_deref() {
@@ -224,7 +261,7 @@ impl NodeCluster {
         if answer.vm != vm {
             return Ok(None);
         }
-        let identity = identity::identity(&publication.driver, &publication.handle, &answer.publish_context);
+        let identity = drivers::identity(&publication.driver, &publication.handle, &answer.publish_context);
         let unknown = || {
             let keys: Vec<&str> = answer.publish_context.keys().map(String::as_str).collect();
             Status::new(
@@ -279,7 +316,7 @@ pub struct Published {
     /// The VM that the disk is attached to.
     pub vm: String,
     /// The driver's answer.
-    pub publish_context: std::collections::HashMap<String, String>,
+    pub publish_context: HashMap<String, String>,
 }
 
 /// The API server's refusals and silences are for the caller to repeat.

@@ -3,10 +3,10 @@
 //! VM and not to this node.
 //!
 //! `proxy` passes ← `server` (our socket) and → `upstream` (the driver's); `node` and `controller` are what is done with
-//! the calls that are looked into. May touch: the two sockets, the targets that kubelet names, the records' folder, the
-//! API server. Knows nothing of how a VM is made or reached.
+//! the calls that are looked into; `drivers` is all that is known of drivers by name. May touch: the two sockets, the
+//! targets that kubelet names, loop devices, the records' folder, the API server. Knows nothing of how a VM is made or
+//! reached.
 
-pub mod adapters;
 pub mod app;
 pub mod body;
 pub mod capability;
@@ -14,8 +14,8 @@ pub mod cluster;
 pub mod config;
 pub mod controller;
 pub mod driver;
+pub mod drivers;
 pub mod grpc;
-pub mod identity;
 pub mod locks;
 pub mod metrics;
 pub mod node;

@@ -40,6 +40,8 @@ pub struct Metrics {
     pub published: Gauge,
     /// Steps that failed and are tried again.
     pub retries: Counter,
+    /// Notes of what is published that cannot be read: what they are of is not given back.
+    pub unreadable: Gauge,
 }
 
 impl Metrics {
@@ -51,6 +53,7 @@ impl Metrics {
             took: Histogram::new(exponential_buckets(50e-6, 4.0, 13)),
             published: Gauge::default(),
             retries: Counter::default(),
+            unreadable: Gauge::default(),
         };
         registry.register(
             "peerpod_csi_calls",
@@ -67,6 +70,11 @@ impl Metrics {
             "peerpod_csi_retries",
             "Steps of attaching and detaching that failed and are tried again",
             metrics.retries.clone(),
+        );
+        registry.register(
+            "peerpod_csi_unreadable",
+            "Notes of published volumes that could not be read at the start; the log names them",
+            metrics.unreadable.clone(),
         );
         metrics
     }

@@ -1,14 +1,18 @@
 //! The role beside kubelet: a peer pod's volume gets a target with a marker in it and a record that peerpod-node reads when
-//! it makes the VM; the driver is not asked. May touch: targets, the records' folder, API server, peerpod-node's socket.
+//! it makes the VM; the driver is not asked. May touch: targets, loop devices, the records' folder, API server,
+//! peerpod-node's socket.
 
+mod device;
 mod guest;
 pub mod ownership;
 mod pending;
+mod place;
 pub mod publications;
 mod publish;
+mod steps;
 pub mod target;
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::HashMap, io, path::PathBuf, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use hyper::Response;
@@ -117,6 +121,17 @@ impl Node {
         Ok(node)
     }
 
+    /// Reads and writes files where no call waits for the disk.
+    async fn on_disk<T: Send + 'static>(
+        &self,
+        what: &str,
+        work: impl FnOnce(&Inner) -> io::Result<T> + Send + 'static,
+    ) -> Result<T, Status> {
+        let inner = self.0.clone();
+        let done = tokio::task::spawn_blocking(move || work(&inner)).await;
+        done.unwrap_or_else(|why| Err(io::Error::other(why))).map_err(|why| disk(what, &why))
+    }
+
     async fn volume(&self, handle: &str) -> Result<VolumeId, Status> {
         Ok(VolumeId::of(self.0.driver.name().await?, handle))
     }
@@ -140,8 +155,10 @@ impl Node {
             return Err(missing("volume_id, staging_target_path and volume_capability"));
         }
         let volume = self.volume(&request.volume_id).await?;
-        let done = self.0.files.put_staged(&volume, request.staging_target_path.as_ref());
-        done.map_err(|why| disk("note that a volume is staged", &why))?;
+        let path = PathBuf::from(request.staging_target_path);
+        let noted =
+            self.on_disk("note that a volume is staged", move |inner| inner.files.put_staged(&volume, &path));
+        noted.await?;
         empty()
     }
 
@@ -153,15 +170,15 @@ impl Node {
             return call.pass(None).await;
         }
         let volume = self.volume(&request.volume_id).await?;
-        let path = request.staging_target_path.as_ref();
-        if !self.0.files.is_staged(&volume, path) {
-            return call.pass(None).await;
-        }
-        self.0
-            .files
-            .remove_staged(&volume, path)
-            .map_err(|why| disk("forget that a volume is staged", &why))?;
-        empty()
+        let path = PathBuf::from(request.staging_target_path);
+        let forgotten = self.on_disk("forget that a volume is staged", move |inner| {
+            let ours = inner.files.is_staged(&volume, &path);
+            if ours {
+                inner.files.remove_staged(&volume, &path)?;
+            }
+            Ok(ours)
+        });
+        if forgotten.await? { empty() } else { call.pass(None).await }
     }
 
     async fn unpublish(self, call: Call) -> Result<Response<Body>, Status> {
@@ -173,8 +190,7 @@ impl Node {
         }
         let volume = self.volume(&request.volume_id).await?;
         let turn = self.0.turns.turn(volume.as_str()).await;
-        let found = self.0.files.get(&volume, request.target_path.as_ref());
-        let Some(publication) = found.map_err(|why| disk("read what is published", &why))? else {
+        let Some(publication) = self.at(volume, request.target_path.into()).await? else {
             drop(turn);
             return call.pass(None).await;
         };
@@ -214,13 +230,12 @@ impl Node {
         };
         let bytes = request.capacity_range.as_ref().map_or(0, |range| range.required_bytes.max(0));
         let (handle, path) = (request.volume_id, request.volume_path);
-        if !handle.is_empty() && self.0.files.is_staged(&self.volume(&handle).await?, path.as_ref()) {
+        if self.is_staged(&handle, &path).await? {
             // Before it is published: there is no VM. It grows when the VM mounts it.
             return expanded(bytes);
         }
         let Some(publication) = self.published(&handle, &path).await? else { return call.pass(None).await };
-        let vm = self.0.records.vm(&publication.pod.uid).map_err(|why| disk("read the pod's VM", &why))?;
-        if vm.is_none_or(|vm| vm.gone) {
+        if !self.has_vm(&publication).await? {
             return expanded(bytes);
         }
         let within = left(call.until);
@@ -229,21 +244,27 @@ impl Node {
         expanded(i64::try_from(answer.capacity_bytes).unwrap_or(i64::MAX))
     }
 
-    /// The publication that a volume and a path name; none: not ours.
+    /// The publication that a volume and a path name; none: not ours, and the driver knows what to say.
     async fn published(&self, handle: &str, path: &str) -> Result<Option<Publication>, Status> {
         if handle.is_empty() || path.is_empty() {
             return Ok(None);
         }
-        let volume = self.volume(handle).await?;
-        let read = |why| disk("read what is published", &why);
-        if let Some(found) = self.0.files.get(&volume, path.as_ref()).map_err(read)? {
-            return Ok(Some(found));
+        self.at(self.volume(handle).await?, path.into()).await
+    }
+
+    async fn at(&self, volume: VolumeId, target: PathBuf) -> Result<Option<Publication>, Status> {
+        self.on_disk("read what is published", move |inner| inner.files.get(&volume, &target)).await
+    }
+
+    async fn is_staged(&self, handle: &str, path: &str) -> Result<bool, Status> {
+        if handle.is_empty() || path.is_empty() {
+            return Ok(false);
         }
-        let elsewhere = !self.0.files.of(&volume).map_err(read)?.is_empty();
-        if elsewhere {
-            return Err(Status::new(Code::NotFound, format!("volume {handle} is not published at {path}")));
-        }
-        Ok(None)
+        let (volume, path) = (self.volume(handle).await?, PathBuf::from(path));
+        self.on_disk("look whether a volume is staged", move |inner| {
+            Ok(inner.files.is_staged(&volume, &path))
+        })
+        .await
     }
 }
 
@@ -277,10 +298,7 @@ impl Intercept for Node {
 }
 
 /// What the volume itself says.
-fn whose(
-    context: &std::collections::HashMap<String, String>,
-    published: &std::collections::HashMap<String, String>,
-) -> Result<Whose, Status> {
+fn whose(context: &HashMap<String, String>, published: &HashMap<String, String>) -> Result<Whose, Status> {
     Ok(match optin::said(context)? {
         Said::Yes => Whose::Ours,
         Said::No => Whose::DriversSaidSo,
@@ -302,7 +320,7 @@ fn missing(what: &str) -> Status {
     Status::new(Code::InvalidArgument, format!("the request needs {what}"))
 }
 
-fn disk(what: &str, why: &std::io::Error) -> Status {
+fn disk(what: &str, why: &io::Error) -> Status {
     Status::new(Code::Internal, format!("{what}: {why}"))
 }
 

@@ -9,11 +9,12 @@ pub mod sanity;
 use std::{
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
+    process::Command,
     sync::atomic::{AtomicU32, Ordering},
     time::{Duration, Instant},
 };
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 
 use crate::process::Process;
 
@@ -52,7 +53,7 @@ pub fn eventually(what: &str, mut so: impl FnMut() -> bool) -> Result<()> {
     Ok(())
 }
 
-/// A folder of one test, gone with it; nothing stays mounted in it.
+/// A folder of one test, gone with it; nothing stays mounted in it, nor a loop device of its files.
 pub struct Folder(PathBuf);
 
 impl Folder {
@@ -88,6 +89,20 @@ impl Folder {
         let points = list.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
         Ok(points.filter(|point| point.starts_with(&self.0)).collect())
     }
+
+    /// The loop devices of files in it.
+    ///
+    /// # Errors
+    /// losetup cannot list them.
+    pub fn loops(&self) -> Result<Vec<PathBuf>> {
+        let words = ["--list", "--noheadings", "--raw", "--output", "NAME,BACK-FILE"];
+        let listed = Command::new("losetup").args(words).output()?;
+        ensure!(listed.status.success(), "losetup: {}", String::from_utf8_lossy(&listed.stderr));
+        let listed = String::from_utf8_lossy(&listed.stdout);
+        let pairs = listed.lines().filter_map(|line| line.split_once(' '));
+        let ours = pairs.filter(|(_, file)| Path::new(file.trim()).starts_with(&self.0));
+        Ok(ours.map(|(device, _)| PathBuf::from(device)).collect())
+    }
 }
 
 impl Drop for Folder {
@@ -95,6 +110,9 @@ impl Drop for Folder {
         for point in self.mounts().unwrap_or_default() {
             // What stays mounted stays visible, too: the folder cannot be removed then.
             nix::mount::umount(&point).ok();
+        }
+        for device in self.loops().unwrap_or_default() {
+            Command::new("losetup").arg("--detach").arg(device).status().ok();
         }
         if !std::thread::panicking() {
             drop(std::fs::remove_dir_all(&self.0));

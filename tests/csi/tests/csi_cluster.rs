@@ -21,6 +21,8 @@ use serde_json::{Value, json};
 const LIMIT: Duration = Duration::from_secs(60);
 const DRIVER: &str = "mock.csi.test";
 const SECRET: &str = "not-for-objects";
+/// The RuntimeClass of peer pods.
+const CLASS: &str = "kata-remote";
 
 struct Setup {
     cluster: Cluster,
@@ -53,6 +55,9 @@ impl Setup {
         setup.apply(&json!({
             "apiVersion": "storage.k8s.io/v1", "kind": "CSINode", "metadata": {"name": "worker-1"},
             "spec": {"drivers": [{"name": DRIVER, "nodeID": "node-of-worker-1"}]},
+        }))?;
+        setup.apply(&json!({
+            "apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": CLASS}, "handler": "k",
         }))?;
         Ok(setup)
     }
@@ -188,7 +193,7 @@ async fn the_driver_attaches_to_the_vm_and_detaches_when_it_is_gone() -> Result<
     let (id, context) = setup.create(&controller, "disk").await?;
     setup.persistent_volume(&id, &context)?;
     let volume = VolumeId::of(DRIVER, &id);
-    let (one, two) = (setup.pod("web-0", None)?, setup.pod("web-1", None)?);
+    let (one, two) = (setup.pod("web-0", Some(CLASS))?, setup.pod("web-1", Some(CLASS))?);
     let (first, second) =
         (setup.request(&id, &context, "web-0", &one), setup.request(&id, &context, "web-1", &two));
 
@@ -293,10 +298,7 @@ async fn a_runtime_class_opts_its_pods_volumes_in() -> Result<()> {
     // As a StorageClass without our word makes it.
     context.remove("peerpod");
     setup.persistent_volume(&id, &context)?;
-    setup.apply(&json!({
-        "apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "kata-remote"}, "handler": "k",
-    }))?;
-    let uid = setup.pod("web-0", Some("kata-remote"))?;
+    let uid = setup.pod("web-0", Some(CLASS))?;
     let mut attach = ControllerPublishVolumeRequest {
         volume_id: id.clone(),
         node_id: "node-of-worker-1".to_owned(),
@@ -320,9 +322,42 @@ async fn a_runtime_class_opts_its_pods_volumes_in() -> Result<()> {
     // By the provider attached, the node lets the object go itself.
     wait_for("the object is gone", LIMIT, async || Ok(setup.objects()?.is_empty().then_some(()))).await?;
     // With a pod of the worker's beside it, nobody can have it.
-    setup.pod("plain", None)?;
+    let plain = setup.pod("plain", None)?;
     let why =
         client.unary::<Empty>("Controller/ControllerPublishVolume", &attach).await.unwrap_err().to_string();
     assert!(why.starts_with("9:") && why.contains("keep them apart"), "{why}");
+    // And that one gets no volume which says itself that it is for peer pods.
+    context.insert("peerpod".to_owned(), "true".to_owned());
+    let why = publish(&node, &setup.request(&id, &context, "plain", &plain)).await.unwrap_err().to_string();
+    assert!(why.starts_with("9:") && why.contains("pv-1") && why.contains("shop/plain"), "{why}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pod_without_a_vm_gets_no_volume_of_peer_pods() -> Result<()> {
+    let mut setup = Setup::new("novm", &[]).await?;
+    let controller = setup.start("controller")?;
+    let (id, context) = setup.create(&controller, "disk").await?;
+    setup.persistent_volume(&id, &context)?;
+    let uid = setup.pod("plain", None)?;
+    let refused = async |setup: &Setup, name: &str, uid: &str, what: &str| -> Result<()> {
+        let node = setup.start("node")?;
+        let why = publish(&node, &setup.request(&id, &context, name, uid)).await.unwrap_err().to_string();
+        assert!(why.starts_with("9:") && why.contains("pv-1") && why.contains(what), "{why}");
+        assert!(setup.records().of_pod(uid)?.is_empty() && setup.objects()?.is_empty());
+        assert!(setup.lease(&VolumeId::of(DRIVER, &id))?.is_null(), "nobody's");
+        assert_eq!(setup.folder.mounts()?, Vec::<PathBuf>::new());
+        Ok(())
+    };
+    refused(&setup, "plain", &uid, "pod shop/plain has no RuntimeClass").await?;
+    // Another class than those of peer pods is none, where they are told.
+    let other = setup.pod("web-0", Some(CLASS))?;
+    setup.flags.push("--csi.runtime-classes=other".to_owned());
+    refused(&setup, "web-0", &other, "has RuntimeClass kata-remote").await?;
+    setup.flags.pop();
+    let node = setup.start("node")?;
+    let request = setup.request(&id, &context, "web-0", &other);
+    publish(&node, &request).await?;
+    unpublish(&node, &request).await?;
     Ok(())
 }

@@ -4,6 +4,7 @@
 
 use std::{
     collections::HashMap,
+    os::unix::fs::FileTypeExt,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -65,7 +66,7 @@ impl Volumes for Guest {
 struct Setup {
     folder: Folder,
     _driver: Driver,
-    controller: Wrapper,
+    controller: Option<Wrapper>,
     node: Option<Wrapper>,
     _guest: ttrpc::asynchronous::Server,
 }
@@ -82,13 +83,17 @@ impl Setup {
             .bind(&address)?
             .register_service(create_volumes(Arc::new(Guest)));
         guest.start().await?;
-        let controller = Wrapper::start("controller", &folder, &[])?;
+        let controller = Some(Wrapper::start("controller", &folder, &[])?);
         let node = Some(Wrapper::start("node", &folder, &[])?);
         Ok(Setup { folder, _driver: driver, controller, node, _guest: guest })
     }
 
     async fn node(&self) -> Result<Client> {
         Client::connect(&self.folder.path("node.sock")).await
+    }
+
+    async fn controller(&self) -> Result<Client> {
+        Client::connect(&self.folder.path("controller.sock")).await
     }
 
     fn records(&self) -> Records {
@@ -98,8 +103,9 @@ impl Setup {
     /// What is left on the node of all volumes.
     fn left(&self) -> Result<Vec<PathBuf>> {
         let mut left = self.folder.mounts()?;
+        left.extend(self.folder.loops()?);
         let root = self.folder.path("state/volumes");
-        for folder in ["pods", "targets", "staged"] {
+        for folder in ["pods", "targets", "staged", "devices"] {
             let found = std::fs::read_dir(root.join(folder)).into_iter().flatten();
             left.extend(found.filter_map(|entry| Some(entry.ok()?.path())));
         }
@@ -112,7 +118,7 @@ impl Setup {
         // Field 3, volume_capabilities, which our form of the message does not know and carries along.
         let capability = protobuf::Message::write_to_bytes(&capability(false, 1))?;
         request.special_fields.mut_unknown_fields().add_length_delimited(3, capability);
-        let mut client = Client::connect(&self.controller.socket).await?;
+        let mut client = self.controller().await?;
         let answer: CreateVolumeResponse = client.unary("Controller/CreateVolume", &request).await?;
         let volume = answer.volume.into_option().context("no volume")?;
         Ok((volume.volume_id, volume.volume_context))
@@ -160,6 +166,18 @@ fn publish(
     request
 }
 
+/// As the attacher asks.
+fn attachment(id: &str, context: &HashMap<String, String>) -> ControllerPublishVolumeRequest {
+    let mut attach = ControllerPublishVolumeRequest {
+        volume_id: id.to_owned(),
+        node_id: DRIVER.to_owned(),
+        volume_context: context.clone(),
+        ..Default::default()
+    };
+    attach.volume_capability = Some(capability(false, 1)).into();
+    attach
+}
+
 async fn unpublish(client: &mut Client, request: &NodePublishVolumeRequest) -> Result<Empty> {
     let request = NodeUnpublishVolumeRequest {
         volume_id: request.volume_id.clone(),
@@ -170,6 +188,7 @@ async fn unpublish(client: &mut Client, request: &NodePublishVolumeRequest) -> R
 }
 
 const PUBLISH: &str = "Node/NodePublishVolume";
+const ATTACH: &str = "Controller/ControllerPublishVolume";
 
 #[tokio::test(flavor = "multi_thread")]
 async fn csi_sanity_passes_for_volumes_of_peer_pods() -> Result<()> {
@@ -177,7 +196,7 @@ async fn csi_sanity_passes_for_volumes_of_peer_pods() -> Result<()> {
     let parameters = setup.folder.path("parameters.yaml");
     std::fs::write(&parameters, "peerpod: \"true\"\n")?;
     let flags = [format!("--csi.testvolumeparameters={}", parameters.display())];
-    let (node, controller) = (setup.folder.path("node.sock"), setup.controller.socket.clone());
+    let (node, controller) = (setup.folder.path("node.sock"), setup.folder.path("controller.sock"));
     let cases = {
         let folder = &setup.folder;
         tokio::task::block_in_place(|| sanity::run(folder, "peerpod", &node, Some(&controller), &flags))?
@@ -204,19 +223,12 @@ async fn a_peer_pods_volume_is_recorded_and_the_driver_is_not_asked() -> Result<
     let setup = Setup::new("record", &[]).await?;
     let (id, context) = setup.create("one", Some("true")).await?;
     assert_eq!(context.get("peerpod").map(String::as_str), Some("true"));
-    let mut controller = Client::connect(&setup.controller.socket).await?;
-    let mut attach = ControllerPublishVolumeRequest {
-        volume_id: id.clone(),
-        node_id: DRIVER.to_owned(),
-        volume_context: context.clone(),
-        ..Default::default()
-    };
-    attach.volume_capability = Some(capability(false, 1)).into();
-    let answer: ControllerPublishVolumeResponse =
-        controller.unary("Controller/ControllerPublishVolume", &attach).await?;
+    let mut controller = setup.controller().await?;
+    let mut attach = attachment(&id, &context);
+    let answer: ControllerPublishVolumeResponse = controller.unary(ATTACH, &attach).await?;
     assert_eq!(answer.publish_context.keys().collect::<Vec<_>>(), ["peerpod.io/intercepted"]);
     attach.node_id = "no-such-node".to_owned();
-    let refused = controller.unary::<Empty>("Controller/ControllerPublishVolume", &attach).await.unwrap_err();
+    let refused = controller.unary::<Empty>(ATTACH, &attach).await.unwrap_err();
     assert!(refused.to_string().starts_with("5:"), "{refused}");
 
     let mut client = setup.node().await?;
@@ -238,9 +250,12 @@ async fn a_peer_pods_volume_is_recorded_and_the_driver_is_not_asked() -> Result<
         assert_eq!(setup.records().uids("shop", "web-0")?, ["uid-1"]);
         if block {
             assert_eq!(record.volume.mode, Mode::Block);
+            let kind = std::fs::symlink_metadata(&target)?.file_type();
+            assert!(kind.is_block_device(), "kubelet links the pod's device to it: {kind:?}");
             let there = std::fs::read(&target)?;
             assert!(there.starts_with(record.marker.as_bytes()) && there.len() == 4096);
-            assert!(setup.folder.mounts()?.is_empty());
+            assert_eq!(setup.folder.mounts()?, std::slice::from_ref(&target));
+            assert_eq!(setup.folder.loops()?.len(), 1, "published twice, attached once");
         } else {
             let Mode::Filesystem { fs_type, mount_options, fs_group } = &record.volume.mode else { panic!() };
             assert_eq!(
@@ -321,12 +336,20 @@ async fn a_disk_is_one_pods_until_its_vm_is_gone() -> Result<()> {
     };
     refused(client.unary(PUBLISH, &second).await);
     assert!(setup.records().of_pod("uid-2")?.is_empty() && !Path::new(&second.target_path).exists());
-    let vm = |gone| Vm { version: 1, sandbox: "s".into(), instance: Some("i-1".into()), gone };
-    setup.records().put_vm("uid-1", &vm(false))?;
+    let noted = |instance: Option<&str>, gone| Vm {
+        version: 1,
+        sandbox: "s".into(),
+        instance: instance.map(str::to_owned),
+        gone,
+    };
+    let vm = |gone| noted(Some("i-1"), gone);
+    // Asked for, and not there yet: it may come after the pod is over.
+    setup.records().put_vm("uid-1", &noted(None, false))?;
     // The pod is over, its VM is not.
     unpublish(&mut client, &first).await?;
     assert!(!Path::new(&first.target_path).exists());
     refused(client.unary(PUBLISH, &second).await);
+    setup.records().put_vm("uid-1", &vm(false))?;
     // Neither is it forgotten by a restart.
     drop(setup.node.take());
     setup.node = Some(Wrapper::start("node", &setup.folder, &[])?);
@@ -369,6 +392,59 @@ async fn what_is_in_a_target_is_never_removed() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test]
+async fn a_pod_that_comes_back_while_its_vm_goes_has_its_volume_again() -> Result<()> {
+    let setup = Setup::new("again", &[]).await?;
+    let (id, context) = setup.create("one", Some("true")).await?;
+    let mut client = setup.node().await?;
+    let request = publish(setup.folder.root(), &id, &context, "uid-1", true);
+    let _: Empty = client.unary(PUBLISH, &request).await?;
+    let before = setup.records().of_pod("uid-1")?;
+    let vm = |gone| Vm { version: 1, sandbox: "s".into(), instance: Some("i-1".into()), gone };
+    setup.records().put_vm("uid-1", &vm(false))?;
+    unpublish(&mut client, &request).await?;
+    assert!(!Path::new(&request.target_path).exists() && setup.folder.loops()?.is_empty());
+    let _: Empty = client.unary(PUBLISH, &request).await?;
+    let after = setup.records().of_pod("uid-1")?;
+    assert_eq!(after, before, "the same marker and token");
+    assert!(std::fs::read(&request.target_path)?.starts_with(after[0].marker.as_bytes()));
+    setup.records().put_vm("uid-1", &vm(true))?;
+    // It is not leaving any more: that its VM has gone takes nothing away.
+    for _ in 0..2 {
+        unpublish(&mut client, &request).await?;
+    }
+    assert_eq!(setup.left()?, Vec::<PathBuf>::new());
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_could_not_be_read_again_is_refused_and_what_cannot_be_read_holds_up_no_other() -> Result<()> {
+    let mut setup = Setup::new("bounds", &[]).await?;
+    let mut client = setup.node().await?;
+    let (large, large_context) = setup.create("large", Some("true")).await?;
+    let mut request = publish(setup.folder.root(), &large, &large_context, "uid-1", false);
+    request.volume_capability.mut_or_insert_default().mut_mount().mount_flags = vec!["x".repeat(70 << 10)];
+    let why = client.unary::<Empty>(PUBLISH, &request).await.unwrap_err().to_string();
+    assert!(why.starts_with("3:") && why.contains("65536") && why.contains("mount options"), "{why}");
+    assert_eq!(setup.left()?, Vec::<PathBuf>::new());
+
+    let (id, context) = setup.create("one", Some("true")).await?;
+    let request = publish(setup.folder.root(), &id, &context, "uid-1", false);
+    let _: Empty = client.unary(PUBLISH, &request).await?;
+    let vm = |gone| Vm { version: 1, sandbox: "s".into(), instance: None, gone };
+    setup.records().put_vm("uid-1", &vm(false))?;
+    unpublish(&mut client, &request).await?;
+    drop(setup.node.take());
+    let bad = setup.folder.path(&format!("state/volumes/targets/{}", VolumeId::of(DRIVER, "bad")));
+    std::fs::create_dir(&bad)?;
+    std::fs::write(bad.join("x.json"), "{")?;
+    setup.node = Some(Wrapper::start("node", &setup.folder, &[])?);
+    setup.records().put_vm("uid-1", &vm(true))?;
+    eventually("the good one is given back", || setup.left().is_ok_and(|left| left == [bad.clone()]))?;
+    std::fs::remove_dir_all(bad)?;
+    Ok(())
+}
+
 /// Both wrappers are killed at random instants; kubelet repeats what was not answered. In the end everything is exact.
 #[tokio::test(flavor = "multi_thread")]
 async fn killed_at_random_nothing_is_lost_or_left() -> Result<()> {
@@ -378,6 +454,7 @@ async fn killed_at_random_nothing_is_lost_or_left() -> Result<()> {
     for number in 0..3 {
         volumes.push(setup.create(&format!("v{number}"), Some("true")).await?);
     }
+    let attachments: Vec<_> = volumes.iter().map(|(id, context)| attachment(id, context)).collect();
     let mut kills = 0;
     for round in 0..rounds {
         let requests: Vec<NodePublishVolumeRequest> = volumes
@@ -390,24 +467,44 @@ async fn killed_at_random_nothing_is_lost_or_left() -> Result<()> {
         for up in [true, false] {
             // A prime number of microseconds, more each round: every instant of the work is met.
             let delay = std::time::Duration::from_micros(211 * (round % 40) + 97 * u64::from(up));
-            let socket = setup.folder.path("node.sock");
-            let work = requests.clone();
-            let before = tokio::spawn(async move {
-                let Ok(mut client) = Client::connect(&socket).await else { return };
-                for request in &work {
-                    // Whether it was answered, nobody knows.
-                    if up {
-                        drop(client.unary::<Empty>(PUBLISH, request).await);
-                    } else {
-                        drop(unpublish(&mut client, request).await);
+            let sockets = [setup.folder.path("controller.sock"), setup.folder.path("node.sock")];
+            let (work, asked) = (requests.clone(), attachments.clone());
+            // Whether it was answered, nobody knows.
+            let attaching = tokio::spawn({
+                let socket = sockets[0].clone();
+                async move {
+                    let Ok(mut client) = Client::connect(&socket).await else { return };
+                    for attach in &asked {
+                        drop(client.unary::<Empty>(ATTACH, attach).await);
+                    }
+                }
+            });
+            let publishing = tokio::spawn({
+                let socket = sockets[1].clone();
+                async move {
+                    let Ok(mut client) = Client::connect(&socket).await else { return };
+                    for request in &work {
+                        if up {
+                            drop(client.unary::<Empty>(PUBLISH, request).await);
+                        } else {
+                            drop(unpublish(&mut client, request).await);
+                        }
                     }
                 }
             });
             tokio::time::sleep(delay).await;
+            drop(setup.controller.take());
             drop(setup.node.take());
-            kills += 1;
-            before.await?;
+            kills += 2;
+            attaching.await?;
+            publishing.await?;
+            setup.controller = Some(Wrapper::start("controller", &setup.folder, &[])?);
             setup.node = Some(Wrapper::start("node", &setup.folder, &[])?);
+            let mut client = setup.controller().await?;
+            for attach in &attachments {
+                let answer: ControllerPublishVolumeResponse = client.unary(ATTACH, attach).await?;
+                ensure!(answer.publish_context.contains_key("peerpod.io/intercepted"), "round {round}");
+            }
             let mut client = setup.node().await?;
             for request in &requests {
                 let answer = if up {
@@ -427,12 +524,14 @@ async fn killed_at_random_nothing_is_lost_or_left() -> Result<()> {
                     };
                     ensure!(std::fs::read(file)?.starts_with(record.marker.as_bytes()), "round {round}");
                 }
-                ensure!(setup.folder.mounts()?.len() == 2, "round {round}: {:?}", setup.folder.mounts()?);
+                ensure!(setup.folder.mounts()?.len() == 3, "round {round}: {:?}", setup.folder.mounts()?);
+                ensure!(setup.folder.loops()?.len() == 1, "round {round}: {:?}", setup.folder.loops()?);
             } else {
                 ensure!(setup.left()?.is_empty(), "round {round}: {:?}", setup.left()?);
             }
         }
     }
+    ensure!(calls::of(&setup.folder, "ControllerPublishVolume")?.is_empty(), "attached to the worker");
     println!("{kills} kills, {} publications exact after each", rounds * 3);
     Ok(())
 }

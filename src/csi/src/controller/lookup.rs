@@ -1,7 +1,16 @@
 //! What the controller's role asks the API server: which node an id is, which pods a volume is attached for, who uses a
-//! volume. One call each, with a deadline. May touch: nothing; it reads.
+//! volume. Each call has a deadline. No server can be asked for an object by a driver's id, so all are listed once and the
+//! names remembered; from then on the one object is read, and believed only while it still has that id.
+//!
+//! With `csi.runtime-classes` an attach whose pods cannot be asked for fails, also for a volume that is nobody's of ours:
+//! attached to the node, a peer pod's disk would not be in its VM. The attacher gets its work from the same API server and
+//! repeats it. May touch: nothing; it reads.
 
-use std::path::Path;
+use std::{
+    collections::HashMap,
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use k8s_openapi::api::{
     core::v1::{PersistentVolume, Pod},
@@ -24,11 +33,30 @@ use crate::{
 #[derive(Clone)]
 pub(super) struct Lookup {
     client: Client,
+    /// Nodes by the driver's id.
+    nodes: Names,
+    /// PersistentVolumes by the driver's handle.
+    volumes: Names,
+}
+
+/// Names of objects by the driver's ids, as they were when all were listed last.
+#[derive(Clone, Default)]
+struct Names(Arc<Mutex<HashMap<String, String>>>);
+
+impl Names {
+    fn get(&self, id: &str) -> Option<String> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).get(id).cloned()
+    }
+
+    fn set(&self, all: HashMap<String, String>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = all;
+    }
 }
 
 impl Lookup {
     pub(super) async fn connect(kubeconfig: Option<&Path>) -> anyhow::Result<Lookup> {
-        Ok(Lookup { client: client::connect(kubeconfig).await? })
+        let client = client::connect(kubeconfig).await?;
+        Ok(Lookup { client, nodes: Names::default(), volumes: Names::default() })
     }
 
     pub(super) fn client(&self) -> Client {
@@ -38,12 +66,17 @@ impl Lookup {
     /// The Kubernetes node that the driver calls so.
     pub(super) async fn node_of(&self, driver: &str, id: &str) -> Result<Option<String>, Status> {
         let nodes: Api<CSINode> = Api::all(self.client.clone());
+        if let Some(name) = self.nodes.get(id) {
+            let one = ListParams::default().fields(&format!("metadata.name={name}"));
+            let found = within(format!("read CSINode {name}"), nodes.list(&one)).await.map_err(away)?;
+            if found.items.iter().any(|node| node_id(node, driver) == Some(id)) {
+                return Ok(Some(name));
+            }
+        }
         let all = within("list CSINodes", nodes.list(&ListParams::default())).await.map_err(away)?;
-        let found = all
-            .items
-            .into_iter()
-            .find(|node| node.spec.drivers.iter().any(|one| one.name == driver && one.node_id == id));
-        Ok(found.and_then(|node| node.metadata.name))
+        let named = |node: CSINode| Some((node_id(&node, driver)?.to_owned(), node.metadata.name?));
+        self.nodes.set(all.items.into_iter().filter_map(named).collect());
+        Ok(self.nodes.get(id))
     }
 
     /// The PersistentVolume of this handle.
@@ -53,12 +86,21 @@ impl Lookup {
         handle: &str,
     ) -> Result<Option<PersistentVolume>, Status> {
         let volumes: Api<PersistentVolume> = Api::all(self.client.clone());
+        if let Some(name) = self.volumes.get(handle) {
+            let found = within(format!("read PersistentVolume {name}"), volumes.get_opt(&name));
+            let found = found.await.map_err(away)?;
+            let same = found.filter(|volume| handle_of(volume, driver) == Some(handle));
+            if same.is_some() {
+                return Ok(same);
+            }
+        }
         let all =
             within("list PersistentVolumes", volumes.list(&ListParams::default())).await.map_err(away)?;
-        Ok(all.items.into_iter().find(|volume| {
-            let csi = volume.spec.as_ref().and_then(|spec| spec.csi.as_ref());
-            csi.is_some_and(|csi| csi.driver == driver && csi.volume_handle == handle)
-        }))
+        let named = |volume: &PersistentVolume| {
+            Some((handle_of(volume, driver)?.to_owned(), volume.metadata.name.clone()?))
+        };
+        self.volumes.set(all.items.iter().filter_map(named).collect());
+        Ok(all.items.into_iter().find(|volume| handle_of(volume, driver) == Some(handle)))
     }
 
     /// Whether there are pods on that node that use the volume, and all of them have one of these RuntimeClasses.
@@ -110,4 +152,15 @@ impl Lookup {
             format!("{}/{}", spec.pod_namespace.unwrap_or_default(), spec.pod_name.unwrap_or_default())
         }))
     }
+}
+
+/// What the driver calls a node.
+fn node_id<'a>(node: &'a CSINode, driver: &str) -> Option<&'a str> {
+    node.spec.drivers.iter().find(|one| one.name == driver).map(|one| one.node_id.as_str())
+}
+
+/// The driver's handle of a volume, if it is the driver's.
+fn handle_of<'a>(volume: &'a PersistentVolume, driver: &str) -> Option<&'a str> {
+    let csi = volume.spec.as_ref()?.csi.as_ref()?;
+    (csi.driver == driver).then_some(csi.volume_handle.as_str())
 }

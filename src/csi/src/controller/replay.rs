@@ -2,7 +2,11 @@
 //! ControllerPublishVolume, and detaches it when the object is released. One replica at a time. Intent stands in the object
 //! before the driver is asked; a step that fails is repeated until it holds, and the finalizer stays as long.
 
-use std::{collections::HashMap, sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
 
 use futures_util::StreamExt;
 use k8s_openapi::api::{
@@ -13,7 +17,7 @@ use kube::{
     Api, Client, Resource, ResourceExt,
     runtime::{
         Controller as Runtime,
-        controller::{Action, Config},
+        controller::{self, Action, Config},
         watcher,
     },
 };
@@ -35,6 +39,7 @@ use crate::{
     cluster::{Published, away},
     config::CsiConfig,
     driver::Driver,
+    drivers,
     grpc::{Code, Status},
     metrics::Metrics,
     node::ownership::release_lease,
@@ -59,7 +64,8 @@ struct Context {
     leases: Api<Lease>,
     metrics: Metrics,
     term: Term,
-    failures: std::sync::Mutex<HashMap<String, u32>>,
+    /// How often in a row an object's step failed, by namespace and name.
+    failures: Mutex<HashMap<(String, String), u32>>,
 }
 
 /// What csi-node wrote into the object.
@@ -112,7 +118,7 @@ pub(super) fn start(config: &CsiConfig, client: Client, driver: Driver, metrics:
                 leases: Api::namespaced(client.clone(), &namespace),
                 metrics: metrics.clone(),
                 term: leader.term().clone(),
-                failures: std::sync::Mutex::default(),
+                failures: Mutex::default(),
             };
             let term = leader.term().clone();
             tokio::select! {
@@ -125,12 +131,20 @@ pub(super) fn start(config: &CsiConfig, client: Client, driver: Driver, metrics:
 }
 
 async fn follow(driver: &str, context: Context) {
+    let context = Arc::new(context);
     let objects: Api<PeerpodVolume> = Api::all(context.client.clone());
     let ours = watcher::Config::default().labels(&format!("{DRIVER}={driver},{ATTACH}=driver"));
     Runtime::new(objects, ours)
         .with_config(Config::default().concurrency(CONCURRENCY))
-        .run(reconcile, again, Arc::new(context))
-        .for_each(|_| async {})
+        .run(reconcile, again, context.clone())
+        .for_each(|step| {
+            // What is not there any more is not tried again.
+            if let Err(controller::Error::ObjectNotFound(object)) = step {
+                let object = *object;
+                context.failures().remove(&(object.namespace.unwrap_or_default(), object.name));
+            }
+            std::future::ready(())
+        })
         .await;
 }
 
@@ -143,9 +157,7 @@ async fn reconcile(object: Arc<PeerpodVolume>, context: Arc<Context>) -> Result<
     } else {
         context.attach(&api, &object).await
     }?;
-    if let Ok(mut failures) = context.failures.lock() {
-        failures.remove(&object.name_any());
-    }
+    context.failures().remove(&key(&object));
     Ok(next)
 }
 
@@ -153,17 +165,28 @@ async fn reconcile(object: Arc<PeerpodVolume>, context: Arc<Context>) -> Result<
 fn again(object: Arc<PeerpodVolume>, why: &Status, context: Arc<Context>) -> Action {
     let name = object.name_any();
     context.metrics.retries.inc();
-    let count = context.failures.lock().map_or(0, |mut failures| {
-        let count = failures.entry(name.clone()).or_default();
+    let count = {
+        let mut failures = context.failures();
+        let count = failures.entry(key(&object)).or_default();
         *count = (*count + 1).min(10);
         *count
-    });
+    };
     let pause = (RETRY * 2_u32.pow(count)).min(LONGEST_RETRY);
     warn!(object = name, error = %why, ?pause, "tried again");
     Action::requeue(pause)
 }
 
+/// Namespace and name.
+fn key(object: &PeerpodVolume) -> (String, String) {
+    (object.namespace().unwrap_or_default(), object.name_any())
+}
+
 impl Context {
+    fn failures(&self) -> MutexGuard<'_, HashMap<(String, String), u32>> {
+        // Each step leaves the map whole.
+        self.failures.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     async fn attach(&self, api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<Action, Status> {
         let Some(vm) = object.spec.vm_id.as_deref().filter(|vm| !vm.is_empty()) else {
             return Ok(Action::await_change());
@@ -202,7 +225,15 @@ impl Context {
         };
         let device =
             ["devicePath", "device-path", "LUN"].iter().find_map(|key| answer.publish_context.get(*key));
-        let published = Published { vm: vm.to_owned(), publish_context: answer.publish_context.clone() };
+        let name = self.driver.name().await?;
+        let handle = object.spec.volume_id.as_deref().unwrap_or_default();
+        if drivers::identity(name, handle, &answer.publish_context).is_none() {
+            let keys: Vec<&str> = answer.publish_context.keys().map(String::as_str).collect();
+            warn!(object = object.name_any(), ?keys, "the driver does not say how its disk is recognised");
+        }
+        // Only what the node needs: the rest may be confidential, and an object is not.
+        let publish_context = drivers::telling(name, &answer.publish_context);
+        let published = Published { vm: vm.to_owned(), publish_context };
         let fields = json!({
             "devicePath": device,
             "wrapperControllerPublishVolumeRes": serde_json::to_string(&published).unwrap_or_default(),

@@ -2,12 +2,14 @@
 //! VMs. In a cluster a Lease per volume says so, else a file on this node. Given back only when the holder's VM is gone.
 //! May touch: Leases in one namespace, the records' folder.
 
+use std::io;
+
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::Api;
 use peerpod_kube::lease::{self, Owner, Taken};
 use peerpod_volume::{VolumeId, records::Pod};
 
-use super::publications::{self, Publications};
+use super::publications::Publications;
 use crate::grpc::{Code, Status};
 
 /// Where it is written.
@@ -40,21 +42,9 @@ impl Ownership {
                 }
             }
             Ownership::Node(files) => {
-                let found = files.owner(volume).map_err(|why| unknown(name, &why))?;
-                let (holder, fence) = found.map_or((None, 0), |owner| (owner.holder, owner.fence));
-                match holder {
-                    Some(holder) if holder == pod.uid => Ok(fence),
-                    Some(holder) => Err(taken_by(name, &holder)),
-                    None => {
-                        let owner = publications::Owner {
-                            version: publications::VERSION,
-                            holder: Some(pod.uid.clone()),
-                            fence: fence + 1,
-                        };
-                        files.put_owner(volume, &owner).map_err(|why| unknown(name, &why))?;
-                        Ok(fence + 1)
-                    }
-                }
+                let (files, volume, uid) = (files.clone(), volume.clone(), pod.uid.clone());
+                let taken = blocking(name, move || files.take(&volume, &uid)).await?;
+                taken.map_err(|holder| taken_by(name, &holder))
             }
         }
     }
@@ -67,17 +57,20 @@ impl Ownership {
         match self {
             Ownership::Cluster(leases) => release_lease(leases, volume, &pod.uid).await,
             Ownership::Node(files) => {
-                let found = files.owner(volume).map_err(|why| unknown(name, &why))?;
-                match found {
-                    Some(owner) if owner.holder.as_deref() == Some(&pod.uid) => {
-                        let free = publications::Owner { holder: None, ..owner };
-                        files.put_owner(volume, &free).map_err(|why| unknown(name, &why))
-                    }
-                    _ => Ok(()),
-                }
+                let (files, volume, uid) = (files.clone(), volume.clone(), pod.uid.clone());
+                blocking(name, move || files.give_back(&volume, &uid)).await
             }
         }
     }
+}
+
+/// Reads and writes where nobody else waits for it.
+async fn blocking<T: Send + 'static>(
+    name: &str,
+    work: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> Result<T, Status> {
+    let done = tokio::task::spawn_blocking(work).await.map_err(|why| unknown(name, &why))?;
+    done.map_err(|why| unknown(name, &why))
 }
 
 /// Gives back what this holder has of a volume, from wherever.

@@ -4,27 +4,74 @@
 use std::{
     collections::BTreeMap,
     path::PathBuf,
-    sync::{Mutex, PoisonError},
+    sync::{Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
+use futures_util::{StreamExt, stream};
 use peerpod_volume::{descriptor, records::Attached};
-use tokio::{sync::Notify, time::sleep};
+use tokio::{
+    sync::Notify,
+    time::{Instant, sleep, sleep_until},
+};
 use tracing::warn;
 
-use super::{Node, disk, publications::Publication};
+use super::{Node, publications::Publication};
 use crate::grpc::Status;
 
-/// A VM's id is a file that another process writes; a pod's start waits for what follows.
+/// A pod's start waits for what follows: the first look, and twice as long each time.
 const SOON: Duration = Duration::from_millis(50);
-/// A VM takes seconds to go.
+/// Seldom enough for the API server, and a VM takes seconds to go.
 const LATER: Duration = Duration::from_millis(500);
 /// After a failure.
 const AFTER_FAILURE: Duration = Duration::from_secs(2);
+/// Looked at together: each may wait for the API server.
+const TOGETHER: usize = 16;
+
+/// What a publication waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wait {
+    /// The pod's VM, whose id is a file that another process writes.
+    Vm,
+    /// The driver, which attaches.
+    Disk,
+    /// The pod's next VM, or the end of its last.
+    Change,
+}
+
+#[derive(Clone, Debug)]
+struct Waiting {
+    publication: Publication,
+    /// Which putting it was: what a look found of an earlier one is not its.
+    turn: u64,
+    wait: Option<Wait>,
+    pause: Duration,
+    due: Instant,
+}
+
+impl Waiting {
+    /// When to look again, after a look that found this.
+    fn put_off(&mut self, found: Option<Wait>) {
+        self.pause = match found {
+            None => AFTER_FAILURE,
+            Some(Wait::Change) => LATER,
+            same if same == self.wait => (self.pause * 2).min(LATER),
+            Some(_) => SOON,
+        };
+        self.wait = found;
+        self.due = Instant::now() + self.pause;
+    }
+}
+
+#[derive(Debug, Default)]
+struct All {
+    waiting: BTreeMap<PathBuf, Waiting>,
+    turns: u64,
+}
 
 #[derive(Debug, Default)]
 pub(super) struct Pending {
-    all: Mutex<BTreeMap<PathBuf, Publication>>,
+    all: Mutex<All>,
     changed: Notify,
 }
 
@@ -34,7 +81,7 @@ impl Pending {
         if publication.driver_attached {
             self.put(publication);
         } else {
-            self.all().remove(&publication.target);
+            self.all().waiting.remove(&publication.target);
         }
     }
 
@@ -44,11 +91,41 @@ impl Pending {
     }
 
     fn put(&self, publication: &Publication) {
-        self.all().insert(publication.target.clone(), publication.clone());
+        let mut all = self.all();
+        all.turns += 1;
+        let (turn, due) = (all.turns, Instant::now());
+        let waiting = Waiting { publication: publication.clone(), turn, wait: None, pause: SOON, due };
+        all.waiting.insert(publication.target.clone(), waiting);
+        drop(all);
         self.changed.notify_one();
     }
 
-    fn all(&self) -> std::sync::MutexGuard<'_, BTreeMap<PathBuf, Publication>> {
+    /// Those whose time has come.
+    fn due(&self) -> Vec<Waiting> {
+        let now = Instant::now();
+        self.all().waiting.values().filter(|waiting| waiting.due <= now).cloned().collect()
+    }
+
+    /// When the next one's time comes; none when nothing waits.
+    fn next(&self) -> Option<Instant> {
+        self.all().waiting.values().map(|waiting| waiting.due).min()
+    }
+
+    /// What a look found: nothing to wait for, something, or a failure.
+    fn looked(&self, seen: &Waiting, found: &Result<Option<Wait>, Status>) {
+        let mut all = self.all();
+        let target = &seen.publication.target;
+        let Some(waiting) = all.waiting.get_mut(target).filter(|waiting| waiting.turn == seen.turn) else {
+            return;
+        };
+        match found {
+            Ok(None) => drop(all.waiting.remove(target)),
+            Ok(wait) => waiting.put_off(*wait),
+            Err(_) => waiting.put_off(None),
+        }
+    }
+
+    fn all(&self) -> MutexGuard<'_, All> {
         // Each step leaves the map whole.
         self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -59,44 +136,35 @@ impl Node {
     pub(super) async fn follow(self) {
         self.take_up().await;
         loop {
-            let waiting: Vec<Publication> = self.0.pending.all().values().cloned().collect();
-            if waiting.is_empty() {
-                self.0.pending.changed.notified().await;
+            let pending = &self.0.pending;
+            let Some(next) = pending.next() else {
+                pending.changed.notified().await;
                 continue;
-            }
-            let mut pause = LATER;
-            for publication in waiting {
-                match self.step(&publication).await {
-                    Ok(Some(soon)) => pause = pause.min(soon),
-                    Ok(None) => {
-                        self.0.pending.all().remove(&publication.target);
-                    }
-                    Err(why) => {
-                        warn!(volume = %publication.name, error = %why, "tried again");
-                        self.0.metrics.retries.inc();
-                        pause = AFTER_FAILURE;
-                    }
-                }
-            }
+            };
             tokio::select! {
-                () = sleep(pause) => {}
-                () = self.0.pending.changed.notified() => {}
+                () = sleep_until(next) => {}
+                () = pending.changed.notified() => {}
             }
+            let looks: Vec<_> = pending.due().into_iter().map(|waiting| self.look(waiting)).collect();
+            stream::iter(looks).buffer_unordered(TOGETHER).collect::<()>().await;
         }
+    }
+
+    async fn look(&self, waiting: Waiting) {
+        let found = self.step(&waiting.publication).await;
+        if let Err(why) = &found {
+            warn!(volume = %waiting.publication.name, error = %why, "tried again");
+            self.0.metrics.retries.inc();
+        }
+        self.0.pending.looked(&waiting, &found);
     }
 
     /// What a predecessor left.
     async fn take_up(&self) {
         loop {
-            let found = match self.0.driver.name().await {
-                Ok(driver) => {
-                    self.0.files.all().map(|all| (driver.to_owned(), all)).map_err(|why| why.to_string())
-                }
-                Err(why) => Err(why.to_string()),
-            };
-            match found {
-                Ok((driver, all)) => {
-                    for publication in all.iter().filter(|publication| publication.driver == driver) {
+            match self.left_by_predecessor().await {
+                Ok(all) => {
+                    for publication in &all {
                         if !publication.leaving {
                             self.0.metrics.published.inc();
                         }
@@ -107,21 +175,33 @@ impl Node {
                     return;
                 }
                 Err(why) => {
-                    warn!(error = why, "what was published before is not known yet");
+                    warn!(error = %why, "what was published before is not known yet");
                     sleep(AFTER_FAILURE).await;
                 }
             }
         }
     }
 
-    /// One look at what waits: when to look again, none when nothing waits any more.
-    async fn step(&self, publication: &Publication) -> Result<Option<Duration>, Status> {
+    /// This driver's publications; those that cannot be read are reported, and hold up no other.
+    async fn left_by_predecessor(&self) -> Result<Vec<Publication>, Status> {
+        let driver = self.0.driver.name().await?;
+        let (mut all, bad) = self.on_disk("read what is published", |inner| inner.files.all()).await?;
+        for why in &bad {
+            warn!(error = %why, "what this is of is not given back; remove the file when its pod's VM is gone");
+        }
+        self.0.metrics.unreadable.set(i64::try_from(bad.len()).unwrap_or(i64::MAX));
+        all.retain(|publication| publication.driver == driver);
+        Ok(all)
+    }
+
+    /// One look at what waits: for what it does now; none when for nothing any more.
+    async fn step(&self, publication: &Publication) -> Result<Option<Wait>, Status> {
         let _turn = self.0.turns.turn(publication.volume.as_str()).await;
         // Another call may have been faster.
-        let now = self.0.files.get(&publication.volume, &publication.target);
-        let Some(now) = now.map_err(|why| disk("read what is published", &why))? else { return Ok(None) };
+        let now = self.at(publication.volume.clone(), publication.target.clone()).await?;
+        let Some(now) = now else { return Ok(None) };
         if now.leaving {
-            return Ok(if self.finish(&now).await? { None } else { Some(LATER) });
+            return Ok(if self.finish(&now).await? { None } else { Some(Wait::Change) });
         }
         if !now.driver_attached {
             return Ok(None);
@@ -130,21 +210,55 @@ impl Node {
     }
 
     /// Tells the cluster of the pod's VM, and the node of the attached disk.
-    async fn attach(&self, publication: &Publication) -> Result<Option<Duration>, Status> {
+    async fn attach(&self, publication: &Publication) -> Result<Option<Wait>, Status> {
         let Some(cluster) = &self.0.cluster else { return Ok(None) };
-        let (uid, volume) = (&publication.pod.uid, &publication.volume);
-        let read = |why| disk("read the pod's VM", &why);
-        let vm = self.0.records.vm(uid).map_err(read)?.filter(|vm| !vm.gone);
-        let Some(instance) = vm.and_then(|vm| vm.instance) else { return Ok(Some(SOON)) };
-        let known = self.0.records.attached(uid, volume).map_err(read)?;
+        let (uid, volume) = (publication.pod.uid.clone(), publication.volume.clone());
+        let read = self.on_disk("read the pod's VM", move |inner| {
+            let vm = inner.records.vm(&uid)?.filter(|vm| !vm.gone);
+            Ok((vm.and_then(|vm| vm.instance), inner.records.attached(&uid, &volume)?))
+        });
+        let (Some(instance), known) = read.await? else { return Ok(Some(Wait::Vm)) };
         if known.is_some_and(|known| known.instance == instance) {
             // The pod's next VM may be another one.
-            return Ok(Some(LATER));
+            return Ok(Some(Wait::Change));
         }
-        let Some(identity) = cluster.attached(publication, &instance).await? else { return Ok(Some(SOON)) };
+        let Some(identity) = cluster.attached(publication, &instance).await? else {
+            return Ok(Some(Wait::Disk));
+        };
+        let (uid, volume) = (publication.pod.uid.clone(), publication.volume.clone());
         let attached = Attached { version: descriptor::VERSION, instance, identity };
-        let done = self.0.records.put_attached(uid, volume, &attached);
-        done.map_err(|why| disk("record where the volume is attached", &why))?;
-        Ok(Some(LATER))
+        let noted = self.on_disk("record where the volume is attached", move |inner| {
+            inner.records.put_attached(&uid, &volume, &attached)
+        });
+        noted.await?;
+        Ok(Some(Wait::Change))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_longer_it_waits_the_less_often_it_is_looked_at() {
+        let publication = serde_json::from_value(serde_json::json!({
+            "version": 1, "volume": "0123456789abcdef0123456789abcdef", "driver": "d", "handle": "h", "name": "n",
+            "pod": {"uid": "u", "namespace": "n", "name": "p"}, "target": "/t", "wanted": {}, "read_only": false,
+            "marker": "m", "exclusive": true, "driver_attached": true, "leaving": false,
+        }));
+        let publication: Publication = publication.unwrap();
+        let pending = Pending::default();
+        pending.watch(&publication);
+        let mut paused = Vec::new();
+        for found in [Wait::Vm; 6].into_iter().chain([Wait::Disk; 2]).chain([Wait::Change, Wait::Disk]) {
+            let seen = pending.all().waiting.values().next().unwrap().clone();
+            pending.looked(&seen, &Ok(Some(found)));
+            paused.push(pending.all().waiting.values().next().unwrap().pause.as_millis());
+        }
+        assert_eq!(paused, [50, 100, 200, 400, 500, 500, 50, 100, 500, 50]);
+        let seen = pending.all().waiting.values().next().unwrap().clone();
+        pending.leave(&publication);
+        pending.looked(&seen, &Ok(None));
+        assert_eq!(pending.due().len(), 1, "what was put meanwhile stays");
     }
 }

@@ -4,20 +4,23 @@
 //! ```text
 //! <volumes-dir>/targets/<volume id>/<hash of the target>.json    Publication
 //! <volumes-dir>/staged/<volume id>/<hash of the staging path>    empty
+//! <volumes-dir>/devices/<volume id>-<hash of the target>         a raw device's marker
 //! <volumes-dir>/owners/<volume id>.json                          Owner, where no cluster says whose a disk is
 //! ```
 //!
 //! No secret is in them. May touch: those folders.
 
 use std::{
-    fs::{self, DirBuilder, File, OpenOptions},
-    io::{self, Read, Write},
-    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
+    fs, io,
     path::{Path, PathBuf},
 };
 
-use peerpod_volume::{VolumeId, records::Pod};
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use peerpod_volume::{
+    VolumeId,
+    files::{gone, names, read_json, sync_dir, write, write_json},
+    records::Pod,
+};
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::capability::Wanted;
@@ -28,8 +31,8 @@ pub const VERSION: u32 = 1;
 /// The namespace of those that no pod has.
 pub const NO_NAMESPACE: &str = "-";
 
-/// The largest file that is read.
-const MAX_FILE: u64 = 64 << 10;
+/// The most bytes of one file here, when it is written and when it is read.
+pub const MAX_FILE: u64 = 64 << 10;
 
 /// One target of one volume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -78,13 +81,13 @@ impl Publication {
 
 /// Whose a disk is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Owner {
+struct Owner {
     /// [`VERSION`].
-    pub version: u32,
+    version: u32,
     /// The pod's UID; none: nobody's.
-    pub holder: Option<String>,
+    holder: Option<String>,
     /// Grows with each owner.
-    pub fence: u64,
+    fence: u64,
 }
 
 /// The folders.
@@ -104,8 +107,8 @@ impl Publications {
     /// # Errors
     /// It could not be.
     pub fn put(&self, publication: &Publication) -> io::Result<()> {
-        let folder = self.targets(&publication.volume);
-        write(&folder, &format!("{}.json", hash(&publication.target)), &serde_json::to_vec(publication)?)
+        let name = format!("{}.json", hash(&publication.target));
+        write_json(&self.targets(&publication.volume), &name, publication, MAX_FILE)
     }
 
     /// The one at this target.
@@ -113,7 +116,7 @@ impl Publications {
     /// # Errors
     /// It cannot be read or understood.
     pub fn get(&self, volume: &VolumeId, target: &Path) -> io::Result<Option<Publication>> {
-        read(&self.targets(volume).join(format!("{}.json", hash(target))))
+        read_json(&self.targets(volume).join(format!("{}.json", hash(target))), MAX_FILE)
     }
 
     /// All of a volume.
@@ -124,23 +127,32 @@ impl Publications {
         let folder = self.targets(volume);
         let mut found = Vec::new();
         for name in names(&folder)? {
-            found.extend(read::<Publication>(&folder.join(name))?);
+            found.extend(read_json::<Publication>(&folder.join(name), MAX_FILE)?);
         }
         Ok(found)
     }
 
-    /// All of them: at a start.
+    /// All of them, at a start; and why some cannot be read or understood, which holds up no other.
     ///
     /// # Errors
-    /// One cannot be read or understood.
-    pub fn all(&self) -> io::Result<Vec<Publication>> {
-        let mut found = Vec::new();
-        for name in names(&self.root.join("targets"))? {
-            if let Ok(volume) = name.parse() {
-                found.extend(self.of(&volume)?);
+    /// The folder of all cannot be read.
+    pub fn all(&self) -> io::Result<(Vec<Publication>, Vec<io::Error>)> {
+        let (mut found, mut bad) = (Vec::new(), Vec::new());
+        let root = self.root.join("targets");
+        for folder in names(&root)?.into_iter().filter(|name| name.parse::<VolumeId>().is_ok()) {
+            let folder = root.join(folder);
+            let files = names(&folder).unwrap_or_else(|why| {
+                bad.push(io::Error::new(why.kind(), format!("{}: {why}", folder.display())));
+                Vec::new()
+            });
+            for file in files {
+                match read_json::<Publication>(&folder.join(file), MAX_FILE) {
+                    Ok(publication) => found.extend(publication),
+                    Err(why) => bad.push(why),
+                }
             }
         }
-        Ok(found)
+        Ok((found, bad))
     }
 
     /// Removes one. Not there is fine.
@@ -178,20 +190,47 @@ impl Publications {
         Ok(())
     }
 
-    /// Whose a disk is, where no cluster says so.
+    /// Takes a disk for a pod, where no cluster says whose it is: the fencing token, or who has it.
     ///
     /// # Errors
-    /// It cannot be read or understood.
-    pub fn owner(&self, volume: &VolumeId) -> io::Result<Option<Owner>> {
-        read(&self.root.join("owners").join(format!("{volume}.json")))
+    /// It cannot be read or understood, or not be made durable.
+    pub fn take(&self, volume: &VolumeId, uid: &str) -> io::Result<Result<u64, String>> {
+        let (holder, fence) = self.owner(volume)?.map_or((None, 0), |owner| (owner.holder, owner.fence));
+        match holder {
+            Some(holder) if holder == uid => Ok(Ok(fence)),
+            Some(holder) => Ok(Err(holder)),
+            None => {
+                let owner = Owner { version: VERSION, holder: Some(uid.to_owned()), fence: fence + 1 };
+                self.put_owner(volume, &owner)?;
+                Ok(Ok(fence + 1))
+            }
+        }
     }
 
-    /// Says so.
+    /// Gives a pod's disk back. Not its any more is fine.
     ///
     /// # Errors
-    /// It could not be made durable.
-    pub fn put_owner(&self, volume: &VolumeId, owner: &Owner) -> io::Result<()> {
-        write(&self.root.join("owners"), &format!("{volume}.json"), &serde_json::to_vec(owner)?)
+    /// As [`Publications::take`].
+    pub fn give_back(&self, volume: &VolumeId, uid: &str) -> io::Result<()> {
+        match self.owner(volume)? {
+            Some(owner) if owner.holder.as_deref() == Some(uid) => {
+                self.put_owner(volume, &Owner { holder: None, ..owner })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The file of a raw device's publication that begins with its marker: the loop device at the target is made of it.
+    pub fn device_file(&self, volume: &VolumeId, target: &Path) -> PathBuf {
+        self.root.join("devices").join(format!("{volume}-{}", hash(target)))
+    }
+
+    fn owner(&self, volume: &VolumeId) -> io::Result<Option<Owner>> {
+        read_json(&self.root.join("owners").join(format!("{volume}.json")), MAX_FILE)
+    }
+
+    fn put_owner(&self, volume: &VolumeId, owner: &Owner) -> io::Result<()> {
+        write_json(&self.root.join("owners"), &format!("{volume}.json"), owner, MAX_FILE)
     }
 
     fn targets(&self, volume: &VolumeId) -> PathBuf {
@@ -210,55 +249,65 @@ fn hash(path: &Path) -> String {
     digest.iter().take(16).map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The visible entries of a folder; none when it is not there.
-fn names(folder: &Path) -> io::Result<Vec<String>> {
-    let entries = match fs::read_dir(folder) {
-        Err(why) if why.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        entries => entries?,
-    };
-    let mut names = Vec::new();
-    for entry in entries {
-        let name = entry?.file_name();
-        names.extend(name.to_str().filter(|name| !name.starts_with('.')).map(str::to_owned));
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn publication(target: &str, handle: &str) -> Publication {
+        Publication {
+            version: VERSION,
+            volume: VolumeId::of("driver", handle),
+            driver: "driver".into(),
+            handle: handle.into(),
+            name: handle.into(),
+            pod: Pod { uid: "u-1".into(), namespace: "shop".into(), name: "web-0".into() },
+            target: target.into(),
+            wanted: Wanted::default(),
+            read_only: false,
+            marker: "m".into(),
+            exclusive: true,
+            driver_attached: false,
+            leaving: false,
+        }
     }
-    Ok(names)
-}
 
-/// Whole: a temporary file, fsync, rename, fsync of the folder and, where that is new, of the one above.
-fn write(folder: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
-    let new = !folder.exists();
-    DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-    let temporary = folder.join(format!(".{name}.new"));
-    gone(fs::remove_file(&temporary))?;
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
-    file.write_all(bytes)?;
-    file.sync_all()?;
-    fs::rename(&temporary, folder.join(name))?;
-    sync_dir(folder)?;
-    match folder.parent().filter(|_| new) {
-        Some(parent) => sync_dir(parent),
-        None => Ok(()),
+    #[test]
+    fn one_bad_file_holds_up_its_own_volume_and_no_other() {
+        let root = std::env::temp_dir().join(format!("peerpod-publications-{}", std::process::id()));
+        let files = Publications::new(root.clone());
+        let (good, bad) = (publication("/t/1", "good"), publication("/t/2", "bad"));
+        for one in [&good, &bad] {
+            files.put(one).unwrap();
+        }
+        let path = root.join("targets").join(bad.volume.as_str()).join(format!("{}.json", hash(&bad.target)));
+        for text in ["{".to_owned(), " ".repeat(MAX_FILE as usize + 1)] {
+            fs::write(&path, text).unwrap();
+            let (found, failed) = files.all().unwrap();
+            assert_eq!(found, std::slice::from_ref(&good));
+            assert!(
+                failed.len() == 1 && failed[0].to_string().contains(&*path.to_string_lossy()),
+                "{failed:?}"
+            );
+            assert!(files.of(&bad.volume).is_err() && files.of(&good.volume).is_ok());
+        }
+        let mut large = good.clone();
+        large.wanted.mount_options = vec!["x".repeat(MAX_FILE as usize)];
+        assert_eq!(files.put(&large).unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        assert_eq!(files.of(&good.volume).unwrap(), [good]);
+        fs::remove_dir_all(root).unwrap();
     }
-}
 
-fn sync_dir(folder: &Path) -> io::Result<()> {
-    gone(File::open(folder).and_then(|folder| folder.sync_all()))
-}
-
-fn read<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
-    let file = match File::open(path) {
-        Err(why) if why.kind() == io::ErrorKind::NotFound => return Ok(None),
-        file => file?,
-    };
-    let mut bytes = Vec::new();
-    file.take(MAX_FILE).read_to_end(&mut bytes)?;
-    let value = serde_json::from_slice(&bytes);
-    value.map(Some).map_err(|why| io::Error::other(format!("{}: {why}", path.display())))
-}
-
-fn gone(result: io::Result<()>) -> io::Result<()> {
-    match result {
-        Err(why) if why.kind() == io::ErrorKind::NotFound => Ok(()),
-        result => result,
+    #[test]
+    fn a_disk_has_one_owner_and_each_a_greater_token() {
+        let root = std::env::temp_dir().join(format!("peerpod-owners-{}", std::process::id()));
+        let (files, volume) = (Publications::new(root.clone()), VolumeId::of("driver", "v"));
+        assert_eq!(files.take(&volume, "u-1").unwrap(), Ok(1));
+        assert_eq!(files.take(&volume, "u-1").unwrap(), Ok(1));
+        assert_eq!(files.take(&volume, "u-2").unwrap(), Err("u-1".to_owned()));
+        files.give_back(&volume, "u-2").unwrap();
+        assert_eq!(files.take(&volume, "u-2").unwrap(), Err("u-1".to_owned()));
+        files.give_back(&volume, "u-1").unwrap();
+        assert_eq!(files.take(&volume, "u-2").unwrap(), Ok(2));
+        fs::remove_dir_all(root).unwrap();
     }
 }

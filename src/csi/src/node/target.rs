@@ -1,10 +1,11 @@
-//! What kubelet finds at a target path: for a file system a tiny tmpfs with nothing but the marker, for a raw device a file
-//! that begins with it. Made and removed any number of times; nothing is ever removed recursively. May touch: the target.
+//! What kubelet finds at a target path: for a file system a tiny tmpfs with nothing but the marker, for a raw device the
+//! node of a block device (`device`). Made and removed any number of times; nothing is ever removed recursively. May touch:
+//! the target.
 
 use std::{
     fs::{self, DirBuilder, OpenOptions},
     io::{self, Write},
-    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
+    os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt},
     path::Path,
 };
 
@@ -12,12 +13,10 @@ use nix::{
     errno::Errno,
     mount::{MntFlags, MsFlags, mount, umount2},
 };
-use peerpod_volume::records::MARKER;
+use peerpod_volume::{files::gone, records::MARKER};
 
 /// Room for the marker, and for the folders that kubelet makes in it for subPaths.
 const TMPFS: &str = "size=128k,nr_inodes=512,mode=0755";
-/// A raw device's file: kubelet makes a loop device of it, which has whole sectors.
-const BLOCK_BYTES: u64 = 4096;
 /// Nothing mounts over itself more often than that; a loop must end.
 const LAYERS: usize = 16;
 
@@ -39,10 +38,7 @@ fn at<'a, W: Into<io::Error>>(what: &'static str, path: &'a Path) -> impl Fn(W) 
 /// # Errors
 /// It cannot be made; what was begun is found again.
 pub fn publish_directory(target: &Path, marker: &str) -> Result<(), Error> {
-    if let Some(parent) = target.parent() {
-        let made = DirBuilder::new().recursive(true).mode(0o750).create(parent);
-        made.map_err(at("make the folder of the target", parent))?;
-    }
+    make_parent(target)?;
     match DirBuilder::new().mode(0o750).create(target) {
         Err(why) if why.kind() == io::ErrorKind::AlreadyExists => {}
         made => made.map_err(at("make the target", target))?,
@@ -56,19 +52,41 @@ pub fn publish_directory(target: &Path, marker: &str) -> Result<(), Error> {
     if fs::read(&file).is_ok_and(|there| there == marker.as_bytes()) {
         return Ok(());
     }
-    write(&file, marker.as_bytes(), 0).map_err(at("write", &file))
+    write(&file, marker.as_bytes()).map_err(at("write", &file))
 }
 
-/// Makes a file that begins with the marker.
+/// Makes the target a block device's node, by a bind mount of it as CSI drivers do: kubelet links a pod's device to the
+/// target itself, and the container runtime asks what it is.
 ///
 /// # Errors
 /// As [`publish_directory`].
-pub fn publish_file(target: &Path, marker: &str) -> Result<(), Error> {
-    if let Some(parent) = target.parent() {
-        let made = DirBuilder::new().recursive(true).mode(0o750).create(parent);
-        made.map_err(at("make the folder of the target", parent))?;
+pub fn publish_device(target: &Path, device: &Path) -> Result<(), Error> {
+    let wanted = fs::metadata(device).map_err(at("look at", device))?;
+    if !wanted.file_type().is_block_device() {
+        return Err(at("look at", device)(io::Error::other("it is no block device")));
     }
-    write(target, marker.as_bytes(), BLOCK_BYTES).map_err(at("write the target", target))
+    make_parent(target)?;
+    for _ in 0..LAYERS {
+        match fs::symlink_metadata(target) {
+            Err(why) if why.kind() == io::ErrorKind::NotFound => {
+                let made = OpenOptions::new().write(true).create_new(true).mode(0o640).open(target);
+                made.map_err(at("make the target", target))?;
+            }
+            Err(why) => return Err(at("look at the target", target)(why)),
+            Ok(there) if there.file_type().is_block_device() && there.rdev() == wanted.rdev() => {
+                return Ok(());
+            }
+            Ok(there) if there.is_file() => {
+                let none = None::<&str>;
+                mount(Some(device), target, none, MsFlags::MS_BIND, none)
+                    .map_err(at("mount a device's node at", target))?;
+            }
+            // Of an earlier device.
+            Ok(_) if is_mount_point(target)? => unmount(target)?,
+            Ok(_) => return Err(at("look at the target", target)(io::Error::other("it is no plain file"))),
+        }
+    }
+    Err(at("mount a device's node at", target)(io::Error::other("something else is there again and again")))
 }
 
 /// Takes away what was published, and the target with it.
@@ -80,12 +98,7 @@ pub fn unpublish(target: &Path) -> Result<(), Error> {
         match fs::symlink_metadata(target) {
             Err(why) if why.kind() == io::ErrorKind::NotFound => return Ok(()),
             Err(why) => return Err(at("look at the target", target)(why)),
-            Ok(there) if there.is_dir() && is_mount_point(target)? => {
-                match umount2(target, MntFlags::UMOUNT_NOFOLLOW) {
-                    Ok(()) | Err(Errno::EINVAL | Errno::ENOENT) => {}
-                    Err(why) => return Err(at("unmount", target)(why)),
-                }
-            }
+            Ok(_) if is_mount_point(target)? => unmount(target)?,
             Ok(there) if there.is_dir() => {
                 return gone(fs::remove_dir(target)).map_err(at("remove the folder", target));
             }
@@ -95,27 +108,29 @@ pub fn unpublish(target: &Path) -> Result<(), Error> {
     Err(at("unmount", target)(io::Error::other("it is a mount point again and again")))
 }
 
-/// Whether something is mounted there: it is on another device than its folder. A tmpfs always is.
+/// Whether something is mounted there: it is on another device than its folder. A tmpfs and a device's node always are.
 pub fn is_mount_point(target: &Path) -> Result<bool, Error> {
     let look = |path: &Path| fs::symlink_metadata(path).map_err(at("look at", path));
     let Some(parent) = target.parent() else { return Ok(true) };
     Ok(look(target)?.dev() != look(parent)?.dev())
 }
 
-fn write(path: &Path, bytes: &[u8], length: u64) -> io::Result<()> {
+fn unmount(target: &Path) -> Result<(), Error> {
+    match umount2(target, MntFlags::UMOUNT_NOFOLLOW) {
+        Ok(()) | Err(Errno::EINVAL | Errno::ENOENT) => Ok(()),
+        Err(why) => Err(at("unmount", target)(why)),
+    }
+}
+
+fn make_parent(target: &Path) -> Result<(), Error> {
+    let Some(parent) = target.parent() else { return Ok(()) };
+    let made = DirBuilder::new().recursive(true).mode(0o750).create(parent);
+    made.map_err(at("make the folder of the target", parent))
+}
+
+fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     // What is there may be half of it, after a crash.
     gone(fs::remove_file(path))?;
     let mut file = OpenOptions::new().write(true).create_new(true).mode(0o400).open(path)?;
-    file.write_all(bytes)?;
-    if length > bytes.len() as u64 {
-        file.set_len(length)?;
-    }
-    Ok(())
-}
-
-fn gone(result: io::Result<()>) -> io::Result<()> {
-    match result {
-        Err(why) if why.kind() == io::ErrorKind::NotFound => Ok(()),
-        result => result,
-    }
+    file.write_all(bytes)
 }

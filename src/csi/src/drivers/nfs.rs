@@ -1,0 +1,13 @@
+//! csi-driver-nfs: `server`, `share`, `subDir` in the volume's attributes.
+
+use peerpod_volume::Source;
+
+use super::{Family, Known, Sourced, below};
+
+pub(super) const FAMILY: Family = Family { name: "nfs.csi.k8s.io", source: Some(source), disk: None };
+
+fn source(known: &Known<'_>) -> Sourced {
+    let (server, share) = (known.need("server")?, known.need("share")?);
+    let export = below(share, known.get("subdir").unwrap_or_default());
+    Ok((Source::Nfs { server: server.to_owned(), export }, known.options("")))
+}

@@ -1,0 +1,20 @@
+//! csi-driver-smb: `source` = `//server/share`, `subDir` in the volume's attributes.
+
+use peerpod_volume::Source;
+
+use super::{Family, Known, Sourced, below};
+
+pub(super) const FAMILY: Family = Family { name: "smb.csi.k8s.io", source: Some(source), disk: None };
+
+fn source(known: &Known<'_>) -> Sourced {
+    let source = known.need("source")?;
+    let plain = source.replace('\\', "/");
+    let (server, share) = plain
+        .trim_start_matches('/')
+        .split_once('/')
+        .filter(|(server, share)| !server.is_empty() && !share.is_empty())
+        .ok_or_else(|| format!("source {source:?} is not //server/share"))?;
+    let share = below(share, known.get("subdir").unwrap_or_default());
+    let secret = known.secret.clone();
+    Ok((Source::Smb { server: server.to_owned(), share, secret }, known.options("")))
+}

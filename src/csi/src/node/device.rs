@@ -1,0 +1,119 @@
+//! The block device that stands for a raw volume on this node: a loop device of a small file that begins with the marker.
+//! Found by its file, so any crash is made up for; the file goes last. Runs util-linux's losetup, because the kernel's calls
+//! would be unsafe code here. May touch: the file, loop devices.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    process::Stdio,
+    time::Duration,
+};
+
+use peerpod_volume::files;
+use tokio::{process::Command, task::spawn_blocking, time::timeout};
+
+/// A whole number of sectors.
+const BYTES: usize = 4096;
+/// It only asks the kernel.
+const WITHIN: Duration = Duration::from_secs(20);
+
+/// Makes the file, and a loop device of it, or finds them: the device's path.
+///
+/// # Errors
+/// In words, what could not be done.
+pub(super) async fn make(file: &Path, marker: &str) -> Result<PathBuf, String> {
+    let found = of(file).await?;
+    if begins_with(file, marker).await? {
+        if let Some(device) = found.into_iter().next() {
+            return Ok(device);
+        }
+    } else {
+        // A new file is no longer that of the old device.
+        detach(&found).await?;
+        write(file, marker).await?;
+    }
+    let made = losetup(&["--find", "--show", "--nooverlap"], file).await?;
+    device(&made).ok_or_else(|| format!("make a loop device of {}: losetup said {made:?}", file.display()))
+}
+
+/// Takes the file and its loop devices away. Not there is fine.
+///
+/// # Errors
+/// As [`make`].
+pub(super) async fn remove(file: &Path) -> Result<(), String> {
+    detach(&of(file).await?).await?;
+    let path = file.to_owned();
+    let removed = spawn_blocking(move || files::gone(fs::remove_file(path)));
+    done("remove", file, removed.await)
+}
+
+/// The loop devices of a file, by what the file is and not how it is called.
+async fn of(file: &Path) -> Result<Vec<PathBuf>, String> {
+    let path = file.to_owned();
+    let there = spawn_blocking(move || path.try_exists());
+    if !done("look for", file, there.await)? {
+        return Ok(Vec::new());
+    }
+    let listed = losetup(&["--noheadings", "--output", "NAME", "--associated"], file).await?;
+    Ok(listed.lines().filter_map(device).collect())
+}
+
+async fn detach(devices: &[PathBuf]) -> Result<(), String> {
+    for device in devices {
+        losetup(&["--detach"], device).await?;
+    }
+    Ok(())
+}
+
+async fn begins_with(file: &Path, marker: &str) -> Result<bool, String> {
+    let (path, marker) = (file.to_owned(), marker.to_owned());
+    let same = spawn_blocking(move || match fs::metadata(&path) {
+        Err(why) if why.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(why) => Err(why),
+        Ok(there) if there.len() != BYTES as u64 => Ok(false),
+        Ok(_) => fs::read(&path).map(|bytes| bytes.starts_with(marker.as_bytes())),
+    });
+    done("read", file, same.await)
+}
+
+async fn write(file: &Path, marker: &str) -> Result<(), String> {
+    let mut bytes = marker.as_bytes().to_vec();
+    bytes.resize(BYTES, 0);
+    let path = file.to_owned();
+    let written = spawn_blocking(move || {
+        let name = path.file_name().and_then(|name| name.to_str());
+        let (folder, name) = path.parent().zip(name).ok_or(io::ErrorKind::InvalidInput)?;
+        files::write(folder, name, &bytes)
+    });
+    done("write", file, written.await)
+}
+
+fn done<T>(
+    what: &str,
+    file: &Path,
+    result: Result<io::Result<T>, tokio::task::JoinError>,
+) -> Result<T, String> {
+    let result = result.unwrap_or_else(|why| Err(io::Error::other(why)));
+    result.map_err(|why| format!("{what} {}: {why}", file.display()))
+}
+
+fn device(line: &str) -> Option<PathBuf> {
+    let line = line.trim();
+    line.strip_prefix("/dev/loop")?.parse::<u32>().ok()?;
+    Some(PathBuf::from(line))
+}
+
+async fn losetup(words: &[&str], path: &Path) -> Result<String, String> {
+    let what = || format!("losetup {} {}", words.join(" "), path.display());
+    let mut command = Command::new("losetup");
+    command.args(words).arg(path).stdin(Stdio::null()).kill_on_drop(true);
+    let run = timeout(WITHIN, command.output()).await;
+    let output = run.map_err(|_| format!("{}: not done within {WITHIN:?}", what()))?.map_err(|why| {
+        format!("{}: {why}; it is util-linux's, and must be there beside peerpod-csi", what())
+    })?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    let why = String::from_utf8_lossy(&output.stderr);
+    Err(format!("{}: {}; the node's /dev must be there, and the right to use it", what(), why.trim()))
+}

@@ -1,0 +1,120 @@
+//! What a NodePublishVolume says of the pod and the PersistentVolume: in the driver's pod information, and in kubelet's own
+//! paths. May touch: nothing.
+
+use std::collections::HashMap;
+
+use peerpod_proto::csi::NodePublishVolumeRequest;
+use peerpod_volume::{VolumeId, records::Pod};
+
+use super::publications;
+use crate::grpc::{Code, Status};
+
+const POD: &str = "csi.storage.k8s.io/pod.";
+
+/// For whom it is published.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Asker {
+    /// A pod that is named.
+    Pod(Pod),
+    /// A pod of which only the UID is known, by kubelet's path.
+    Unnamed(String),
+    /// No pod: the caller is not kubelet.
+    Nobody,
+}
+
+impl Asker {
+    /// The pod that the cluster can be asked for.
+    pub(super) fn named(&self) -> Option<&Pod> {
+        match self {
+            Asker::Pod(pod) => Some(pod),
+            Asker::Unnamed(_) | Asker::Nobody => None,
+        }
+    }
+
+    /// Whose record it is. Nobody's volume has one of its own.
+    pub(super) fn pod(&self, volume: &VolumeId) -> Result<Pod, Status> {
+        match self {
+            Asker::Pod(pod) => Ok(pod.clone()),
+            Asker::Unnamed(uid) => Err(Status::new(
+                Code::FailedPrecondition,
+                format!("pod {uid} is not named; set podInfoOnMount: true in the CSIDriver object"),
+            )),
+            Asker::Nobody => {
+                let uid = format!("none-{volume}");
+                Ok(Pod { name: uid.clone(), namespace: publications::NO_NAMESPACE.to_owned(), uid })
+            }
+        }
+    }
+}
+
+/// Where a volume goes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    /// To whom.
+    pub(super) asker: Asker,
+    /// The PersistentVolume, by kubelet's path.
+    pub(super) volume: Option<String>,
+}
+
+impl Place {
+    pub(super) fn of(request: &NodePublishVolumeRequest) -> Place {
+        let (volume, path_uid) = kubelet_path(&request.target_path);
+        Place { asker: asker(&request.volume_context, path_uid), volume }
+    }
+}
+
+fn asker(context: &HashMap<String, String>, path_uid: Option<String>) -> Asker {
+    let said = |key: &str| context.get(&format!("{POD}{key}")).filter(|value| !value.is_empty()).cloned();
+    match (said("uid").or(path_uid), said("namespace"), said("name")) {
+        (Some(uid), Some(namespace), Some(name)) => Asker::Pod(Pod { uid, namespace, name }),
+        (Some(uid), ..) => Asker::Unnamed(uid),
+        (None, ..) => Asker::Nobody,
+    }
+}
+
+/// The PersistentVolume and the pod's UID in kubelet's own paths, wherever its root is:
+/// `…/pods/<uid>/volumes/kubernetes.io~csi/<pv>/mount` and `…/volumeDevices/publish/<pv>/<uid>`.
+fn kubelet_path(path: &str) -> (Option<String>, Option<String>) {
+    let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).collect();
+    match parts.as_slice() {
+        [.., "pods", uid, "volumes", "kubernetes.io~csi", volume, "mount"]
+        | [.., "kubernetes.io", "csi", "volumeDevices", "publish", volume, uid] => {
+            (Some((*volume).to_owned()), Some((*uid).to_owned()))
+        }
+        _ => (None, None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pod_is_named_known_by_its_uid_or_nobody() {
+        let of = |said: &[(&str, &str)], path: Option<&str>| {
+            let said = said.iter().map(|(key, value)| (format!("{POD}{key}"), (*value).to_owned())).collect();
+            asker(&said, path.map(str::to_owned))
+        };
+        let pod = |uid: &str| Asker::Pod(Pod { uid: uid.into(), namespace: "n".into(), name: "p".into() });
+        let names = [("namespace", "n"), ("name", "p"), ("uid", "u-1")];
+        assert_eq!(of(&names, Some("u-2")), pod("u-1"));
+        assert_eq!(of(&names[..2], Some("u-2")), pod("u-2"));
+        assert_eq!(of(&names[1..], None), Asker::Unnamed("u-1".to_owned()));
+        assert_eq!(of(&[("name", ""), ("uid", "")], Some("u-2")), Asker::Unnamed("u-2".to_owned()));
+        assert_eq!(of(&names[..2], None), Asker::Nobody);
+    }
+
+    #[test]
+    fn kubelets_paths_are_known_wherever_its_root_is_and_others_are_fine() {
+        let both = |volume: &str, uid: &str| (Some(volume.to_owned()), Some(uid.to_owned()));
+        for root in ["/var/lib/kubelet", "/var/data/k", ""] {
+            let mount = format!("{root}/pods/u-1/volumes/kubernetes.io~csi/pvc-1/mount");
+            assert_eq!(kubelet_path(&mount), both("pvc-1", "u-1"));
+            let device = format!("{root}/plugins/kubernetes.io/csi/volumeDevices/publish/pvc-1/u-1");
+            assert_eq!(kubelet_path(&device), both("pvc-1", "u-1"));
+        }
+        for other in ["", "/", "a", "/tmp/target", "/pods/u/volumes/kubernetes.io~csi/mount", "/pods//x"] {
+            assert_eq!(kubelet_path(other), (None, None), "{other}");
+        }
+    }
+}

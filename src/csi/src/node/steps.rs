@@ -1,0 +1,225 @@
+//! A volume's publication and its undoing. Each step is found done or done again: intent on disk, ownership, the cluster's
+//! object, the target, the record, the answer; and back in the other order. May touch: targets, the records' folder, the API
+//! server.
+
+use peerpod_volume::records::Record;
+use tokio::task::spawn_blocking;
+
+use super::{Node, device, publications::Publication, target};
+use crate::{
+    capability::SINGLE_NODE_SINGLE_WRITER,
+    grpc::{Code, Status},
+};
+
+impl Node {
+    pub(super) async fn put_up(
+        &self,
+        mut record: Record,
+        mut publication: Publication,
+    ) -> Result<(), Status> {
+        let volume = publication.volume.clone();
+        let all = self.on_disk("read what is published", move |inner| inner.files.of(&volume)).await?;
+        let there = agreed(&all, &publication)?;
+        if let Some(there) = there {
+            publication.marker.clone_from(&there.marker);
+            record.marker.clone_from(&there.marker);
+        }
+        let (new, leaving) = (there.is_none(), there.is_some_and(|there| there.leaving));
+        // One that is leaving is so until nothing of its earlier VM is in the way: if that fails, it is still given back.
+        if !leaving {
+            self.note(&publication, new).await?;
+        }
+        record.fence = self.own(&publication, new).await?;
+        if let Some(cluster) = &self.0.cluster {
+            cluster.put_object(&publication).await?;
+        }
+        if leaving {
+            self.note(&publication, true).await?;
+        }
+        self.make_target(&publication).await?;
+        self.on_disk("record the volume", move |inner| inner.records.put(&record)).await?;
+        self.0.pending.watch(&publication);
+        tracing::info!(
+            volume = %publication.name, pod = %format!("{}/{}", publication.pod.namespace, publication.pod.name),
+            target = %publication.target.display(), "volume of a peer pod recorded"
+        );
+        Ok(())
+    }
+
+    /// Makes a publication durable; counts one that was not, or was leaving.
+    async fn note(&self, publication: &Publication, counts: bool) -> Result<(), Status> {
+        let noted = publication.clone();
+        self.on_disk("note what is published", move |inner| inner.files.put(&noted)).await?;
+        if counts {
+            self.0.metrics.published.inc();
+        }
+        Ok(())
+    }
+
+    /// The fencing token of a volume that has one pod at a time.
+    async fn own(&self, publication: &Publication, new: bool) -> Result<Option<u64>, Status> {
+        if !publication.exclusive {
+            return Ok(None);
+        }
+        let (uid, volume) = (publication.pod.uid.clone(), publication.volume.clone());
+        let known = self.on_disk("read the volume's record", move |inner| inner.records.get(&uid, &volume));
+        // One that cannot be read is written again.
+        let fence = known.await.ok().flatten().and_then(|record| record.fence);
+        if fence.is_some() {
+            return Ok(fence);
+        }
+        let owners = &self.0.owners;
+        let taken = owners.take(&publication.volume, &publication.name, &publication.pod).await;
+        if new && taken.as_ref().is_err_and(|why| why.code == Code::FailedPrecondition) {
+            let refused = publication.clone();
+            // Fails at worst to a note without a target, which the next call finds.
+            drop(self.on_disk("forget what was refused", move |inner| inner.files.remove(&refused)).await);
+            self.0.metrics.published.dec();
+        }
+        taken.map(Some)
+    }
+
+    async fn make_target(&self, publication: &Publication) -> Result<(), Status> {
+        let (target, marker) = (publication.target.clone(), publication.marker.clone());
+        let internal =
+            |why: String| Status::new(Code::Internal, format!("publish {}: {why}", publication.name));
+        let made = if publication.wanted.block {
+            let file = self.0.files.device_file(&publication.volume, &target);
+            let device = device::make(&file, &marker).await.map_err(internal)?;
+            spawn_blocking(move || target::publish_device(&target, &device)).await
+        } else {
+            spawn_blocking(move || target::publish_directory(&target, &marker)).await
+        };
+        made.map_err(|why| internal(why.to_string()))?.map_err(|why| internal(why.to_string()))
+    }
+
+    pub(super) async fn take_down(&self, mut publication: Publication) -> Result<(), Status> {
+        self.remove_target(&publication).await?;
+        if !publication.leaving {
+            publication.leaving = true;
+            self.note(&publication, false).await?;
+            self.0.metrics.published.dec();
+        }
+        match self.finish(&publication).await {
+            Ok(true) => {}
+            Ok(false) => self.0.pending.leave(&publication),
+            Err(why) => {
+                // The pod has nothing of it any more; the rest is ours to repeat.
+                tracing::warn!(volume = %publication.name, error = %why, "not given back yet");
+                self.0.metrics.retries.inc();
+                self.0.pending.leave(&publication);
+            }
+        }
+        Ok(())
+    }
+
+    async fn remove_target(&self, publication: &Publication) -> Result<(), Status> {
+        let target = publication.target.clone();
+        let internal =
+            |why: String| Status::new(Code::Internal, format!("unpublish {}: {why}", publication.name));
+        let gone = spawn_blocking(move || target::unpublish(&target)).await;
+        gone.map_err(|why| internal(why.to_string()))?.map_err(|why| internal(why.to_string()))?;
+        if publication.wanted.block {
+            let file = self.0.files.device_file(&publication.volume, &publication.target);
+            device::remove(&file).await.map_err(internal)?;
+        }
+        Ok(())
+    }
+
+    /// Gives back what a publication whose target is gone still has. False: its VM is not gone yet.
+    pub(super) async fn finish(&self, publication: &Publication) -> Result<bool, Status> {
+        if !self.has_another(publication).await? && !self.give_back(publication).await? {
+            return Ok(false);
+        }
+        let over = publication.clone();
+        self.on_disk("forget what was published", move |inner| inner.files.remove(&over)).await?;
+        Ok(true)
+    }
+
+    /// Whether the pod has the volume at another target, too.
+    async fn has_another(&self, publication: &Publication) -> Result<bool, Status> {
+        let volume = publication.volume.clone();
+        let all = self.on_disk("read what is published", move |inner| inner.files.of(&volume)).await?;
+        Ok(all.iter().any(|other| {
+            other.pod.uid == publication.pod.uid && other.target != publication.target && !other.leaving
+        }))
+    }
+
+    /// The record goes before the Lease: with a record that outlives it, the pod would be taken for the owner. False: there
+    /// is a VM.
+    async fn give_back(&self, publication: &Publication) -> Result<bool, Status> {
+        if self.has_vm(publication).await? {
+            return Ok(false);
+        }
+        let (uid, volume) = (publication.pod.uid.clone(), publication.volume.clone());
+        self.on_disk("withdraw the volume's record", move |inner| inner.records.withdraw(&uid, &volume))
+            .await?;
+        // A VM that was being asked for meanwhile is noted by now, or its maker finds no record.
+        if self.has_vm(publication).await? {
+            return Ok(false);
+        }
+        if let Some(cluster) = &self.0.cluster
+            && !cluster.finish_object(publication).await?
+        {
+            return Ok(false);
+        }
+        if publication.exclusive {
+            self.0.owners.release(&publication.volume, &publication.name, &publication.pod).await?;
+        }
+        let (pod, volume) = (publication.pod.clone(), publication.volume.clone());
+        self.on_disk("remove the volume's record", move |inner| inner.records.remove(&pod, &volume)).await?;
+        Ok(true)
+    }
+
+    /// Whether the pod's VM is there, or may still come: it is noted before it is asked for, and gone is said of it also
+    /// when nothing came. Where none is noted none was ever asked for.
+    pub(super) async fn has_vm(&self, publication: &Publication) -> Result<bool, Status> {
+        let uid = publication.pod.uid.clone();
+        let vm = self.on_disk("read the pod's VM", move |inner| inner.records.vm(&uid)).await?;
+        Ok(vm.is_some_and(|vm| !vm.gone))
+    }
+}
+
+/// The one of these that is at the wanted target, if all of them leave room for it.
+fn agreed<'a>(all: &'a [Publication], wanted: &Publication) -> Result<Option<&'a Publication>, Status> {
+    let mut there = None;
+    for other in all {
+        if other.target == wanted.target {
+            compatible(other, wanted)?;
+            there = Some(other);
+        } else if !other.leaving {
+            elsewhere(other, wanted)?;
+        }
+    }
+    Ok(there)
+}
+
+/// Published there already: the same again is fine.
+fn compatible(there: &Publication, wanted: &Publication) -> Result<(), Status> {
+    let same = there.pod.uid == wanted.pod.uid
+        && there.read_only == wanted.read_only
+        && there.wanted == wanted.wanted;
+    if same {
+        return Ok(());
+    }
+    let target = wanted.target.display();
+    let text = format!("volume {} is published at {target} for another pod or in another way", wanted.name);
+    Err(Status::new(Code::AlreadyExists, text))
+}
+
+/// Published somewhere else on this node.
+fn elsewhere(there: &Publication, wanted: &Publication) -> Result<(), Status> {
+    if [there.wanted.access_mode, wanted.wanted.access_mode].contains(&SINGLE_NODE_SINGLE_WRITER) {
+        return Err(Status::new(
+            Code::FailedPrecondition,
+            format!(
+                "volume {} has one writer (ReadWriteOncePod) and is published at {} for pod {}/{}",
+                wanted.name,
+                there.target.display(),
+                there.pod.namespace,
+                there.pod.name
+            ),
+        ));
+    }
+    Ok(())
+}
