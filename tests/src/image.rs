@@ -10,12 +10,13 @@ use peerpod_world::binary;
 use serde_json::Value;
 
 /// What busybox is called in the VM.
-const TOOLS: [&str; 20] = [
+const TOOLS: [&str; 25] = [
     "cat",
     "cp",
     "cut",
     "dd",
     "df",
+    "dirname",
     "echo",
     "grep",
     "head",
@@ -29,6 +30,7 @@ const TOOLS: [&str; 20] = [
     "sync",
     "tr",
     "umount",
+    "unshare",
     "wc",
     "wget",
 ];

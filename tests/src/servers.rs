@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use peerpod_world::{World, wait::eventually_blocking};
+use peerpod_world::{World, eventually_blocking};
 
 /// Their start, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -84,7 +84,9 @@ impl Nfs {
 }
 
 /// An iSCSI server with one target.
-pub struct Iscsi(Server);
+pub struct Iscsi {
+    _server: Server,
+}
 
 impl Iscsi {
     /// The port it listens on.
@@ -98,7 +100,7 @@ impl Iscsi {
         let ipc = format!("TGT_IPC_SOCKET={}", socket.display());
         let portal = format!("portal=0.0.0.0:{}", Iscsi::PORT);
         let arguments = [&ipc, "tgtd", "-f", "--iscsi", &portal].map(OsString::from);
-        let server = Iscsi(Server::start(world, "env", &arguments, Iscsi::PORT));
+        let server = Iscsi { _server: Server::start(world, "env", &arguments, Iscsi::PORT) };
         for words in [
             vec!["--op", "new", "--mode", "target", "--tid", "1", "-T", Iscsi::TARGET],
             vec![
@@ -126,7 +128,9 @@ impl Iscsi {
 }
 
 /// An NBD server.
-pub struct Nbd(Server);
+pub struct Nbd {
+    _server: Server,
+}
 
 impl Nbd {
     /// The port it listens on.
@@ -141,6 +145,6 @@ impl Nbd {
             ["--persistent", "--shared=0", "--format=raw", "--export-name", Nbd::EXPORT, "--port", &port];
         let mut arguments: Vec<OsString> = words.map(OsString::from).into();
         arguments.push(file.into());
-        Nbd(Server::start(world, "qemu-nbd", &arguments, Nbd::PORT))
+        Nbd { _server: Server::start(world, "qemu-nbd", &arguments, Nbd::PORT) }
     }
 }

@@ -11,6 +11,8 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
+use crate::tree::TOOLS;
+
 /// Of what.
 pub(crate) struct Of<'a> {
     pub(crate) workspace: &'a Path,
@@ -51,6 +53,14 @@ pub(crate) fn bill(of: &Of<'_>) -> Result<Value> {
             "hashes": [{"alg": "SHA-256", "content": hex(&Sha256::digest(file))}],
         }));
     }
+    for (tool, package) in TOOLS {
+        let file = std::fs::read(of.tree.join("usr/sbin").join(tool))?;
+        programs.push(json!({
+            "type": "application", "bom-ref": format!("file:/usr/sbin/{tool}"), "name": tool,
+            "version": version_of(package)?, "group": package,
+            "hashes": [{"alg": "SHA-256", "content": hex(&Sha256::digest(file))}],
+        }));
+    }
     let used = reach(roots, &edges);
     let mut components: Vec<Value> =
         used.iter().filter_map(|id| packages.get(id)).map(|about| component(about, &checksums)).collect();
@@ -76,6 +86,15 @@ pub(crate) fn bill(of: &Of<'_>) -> Result<Value> {
             "version": env!("CARGO_PKG_VERSION")}},
         "components": components, "dependencies": depends,
     }))
+}
+
+/// The installed version of a distribution's package.
+fn version_of(package: &str) -> Result<String> {
+    let mut command = Command::new("dpkg-query");
+    command.args(["--show", "--showformat=${Version}", package]);
+    let output = command.output().context("ask dpkg-query for a package's version")?;
+    ensure!(output.status.success(), "dpkg-query {package}: {}", String::from_utf8_lossy(&output.stderr).trim());
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 fn metadata(of: &Of<'_>) -> Result<Value> {

@@ -1,5 +1,5 @@
-//! The tree: programs in `/usr/bin`, whatever libraries they need (a static one needs none), a user that is not root,
-//! authorities' certificates, and the folders that are mounted over.
+//! The tree: programs in `/usr/bin`, the tools that they run in `/usr/sbin`, whatever libraries these need (a static program
+//! needs none), a user that is not root, authorities' certificates, and the folders that are mounted over.
 
 use std::{
     collections::BTreeSet,
@@ -13,6 +13,9 @@ use anyhow::{Context, Result, ensure};
 
 /// Mounted over, or written to in the roles that may.
 const FOLDERS: [&str; 6] = ["etc/peerpod", "proc", "run", "sys", "tmp", "var/lib/peerpod"];
+/// What our programs run, and the distribution's package that it is of: `peerpod-csi node` has block devices made for raw
+/// volumes, which is unsafe code without it.
+pub(crate) const TOOLS: [(&str, &str); 1] = [("losetup", "mount")];
 /// Whose programs need no root run as that one; the number is in Dockerfile and chart, too.
 const PASSWD: &str = "root:x:0:0:root:/:/sbin/nologin\npeerpod:x:65532:65532:peerpod:/:/sbin/nologin\n";
 const GROUP: &str = "root:x:0:\npeerpod:x:65532:\n";
@@ -45,6 +48,13 @@ pub(crate) fn make(
         ensure!(built.is_file(), "no {}; `make dist` builds it", built.display());
         libraries.extend(needs(&built)?);
         copies.push((built, format!("usr/bin/{program}"), 0o755));
+    }
+    for (tool, package) in TOOLS {
+        let here = ["/usr/sbin", "/sbin"].map(|folder| Path::new(folder).join(tool));
+        let here = here.into_iter().find(|path| path.is_file());
+        let here = here.with_context(|| format!("no {tool}; install package {package}"))?;
+        libraries.extend(needs(&here)?);
+        copies.push((here, format!("usr/sbin/{tool}"), 0o755));
     }
     for library in libraries {
         let inside = library.to_string_lossy().trim_start_matches('/').to_owned();

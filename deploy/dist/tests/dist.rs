@@ -71,6 +71,9 @@ fn the_tree_is_all_that_the_programs_need() {
         assert!(done.status.success(), "{program}: {}", String::from_utf8_lossy(&done.stderr));
         assert!(String::from_utf8_lossy(&inside("--version").stdout).ends_with(&version), "{program}");
     }
+    let mut losetup = Command::new("chroot");
+    losetup.arg(first.join("rootfs")).args(["/usr/sbin/losetup", "--version"]).env_clear();
+    assert!(losetup.output().unwrap().status.success(), "what peerpod-csi runs is there");
     make(&second);
     let all = [&first, &second].map(|tree| {
         let mut found = BTreeMap::new();

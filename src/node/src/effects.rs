@@ -313,8 +313,8 @@ impl Effects for Real {
         read.unwrap_or_else(|error| Err(format!("read the pod's volumes: {error}")))
     }
 
-    async fn expect_vm(&self, id: &SandboxId, uid: &str) -> Result<(), CloudError> {
-        attach::expect(&self.volumes, id, uid).await
+    async fn expect_vm(&self, id: &SandboxId, volumes: &PodVolumes) -> Result<(), CloudError> {
+        attach::expect(&self.volumes, id, volumes).await
     }
 
     async fn attach(

@@ -293,6 +293,18 @@ impl Volumes {
         self.records.put_vm(uid, &vm)
     }
 
+    /// The name of a volume that was recorded and is not any more.
+    ///
+    /// # Errors
+    /// When the records cannot be read.
+    pub fn unpublished(&self, volumes: &PodVolumes) -> io::Result<Option<String>> {
+        let there = self.records.of_pod(&volumes.uid)?;
+        // Without a marker it is another driver's, of which there is no record.
+        let recorded = volumes.volumes.iter().filter(|one| !one.marker.is_empty());
+        let gone = |one: &&PodVolume| !there.iter().any(|record| record.volume.id == one.volume.id);
+        Ok(recorded.into_iter().find(gone).map(|one| one.volume.name.clone()))
+    }
+
     /// Waits until the driver has attached a volume to this VM.
     ///
     /// # Errors

@@ -16,8 +16,22 @@ use crate::{
 const DRIVER: Duration = Duration::from_secs(60);
 
 /// See [`crate::sandbox::effects::Effects::expect_vm`].
-pub(super) async fn expect(records: &Volumes, id: &SandboxId, uid: &str) -> Result<(), CloudError> {
-    note(records, uid, id, None, false).await
+pub(super) async fn expect(
+    records: &Volumes,
+    id: &SandboxId,
+    volumes: &PodVolumes,
+) -> Result<(), CloudError> {
+    note(records, &volumes.uid, id, None, false).await?;
+    // Looked at after the note: whoever unpublishes looks for it after the record is gone.
+    let (records, volumes) = (records.clone(), volumes.clone());
+    let missing = tokio::task::spawn_blocking(move || records.unpublished(&volumes)).await;
+    let failed = |why: String| CloudError::transient(format!("look for the pod's volumes again: {why}"));
+    match missing.map_err(|error| failed(error.to_string()))?.map_err(|error| failed(error.to_string()))? {
+        Some(name) => Err(CloudError::invalid(format!(
+            "volume {name} was unpublished before the VM was asked for; the pod is not wanted any more"
+        ))),
+        None => Ok(()),
+    }
 }
 
 /// See [`crate::sandbox::effects::Effects::attach`].

@@ -201,8 +201,9 @@ pub trait Effects: Send + Sync + 'static {
         Ok(None)
     }
 
-    /// Says, durably, that a VM with the pod's volumes may be made from now on.
-    async fn expect_vm(&self, _id: &SandboxId, _uid: &str) -> Result<(), CloudError> {
+    /// Says, durably, that a VM with these volumes may be made from now on. An error: they are the pod's no more, or it
+    /// cannot be said.
+    async fn expect_vm(&self, _id: &SandboxId, _volumes: &PodVolumes) -> Result<(), CloudError> {
         Ok(())
     }
 

@@ -77,7 +77,7 @@ impl Task {
             return self.slots.cloud.start(async move {
                 // Before anything is asked for: whose disks these are must be known as long as a VM may come of it.
                 if let Some(volumes) = &record.volumes
-                    && let Err(error) = fx.expect_vm(&record.id, &volumes.uid).await
+                    && let Err(error) = fx.expect_vm(&record.id, volumes).await
                 {
                     return Outcome::Placed(Err(error));
                 }
