@@ -10,7 +10,7 @@ use peerpod_world::binary;
 use serde_json::Value;
 
 /// What busybox is called in the VM.
-const TOOLS: [&str; 25] = [
+const TOOLS: &[&str] = &[
     "cat",
     "cp",
     "cut",
@@ -23,11 +23,14 @@ const TOOLS: [&str; 25] = [
     "ls",
     "mkdir",
     "mount",
+    "nsenter",
     "ping",
+    "rm",
     "sh",
     "sha256sum",
     "sleep",
     "sync",
+    "touch",
     "tr",
     "umount",
     "unshare",

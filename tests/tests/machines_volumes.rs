@@ -13,7 +13,7 @@ use peerpod_proto::{
 use peerpod_tests::{
     PATIENCE, long,
     servers::{Iscsi, Nbd, Nfs},
-    volumes::{Disk, Node, Volume, at, run},
+    volumes::{Disk, Node, Running, Volume, at, run},
 };
 use peerpod_volume::{Mode, Source};
 
@@ -61,21 +61,27 @@ async fn disks_land_where_they_belong_grow_and_outlive_their_machine() {
     assert_eq!(volumes.expand(context(), &expand).await.unwrap().capacity_bytes, 2 << 30);
     let after = volumes.stats(context(), &ask).await.unwrap();
     assert!(after.total_bytes > before.total_bytes * 9 / 5, "{before:?} {after:?}");
-    let size = first.shell("main", "df -m /empty | grep /empty").await;
-    let mib: u64 = size.split_whitespace().nth(1).unwrap().parse().unwrap();
-    assert!(mib > 1800, "{size}");
+    assert!(mebibytes(&first, "/empty").await > 1800);
     node.stop(first).await;
     clean(&node);
 
-    // Another machine has them in another order, and finds what was written.
+    // Another machine has them in another order, and finds what was written. One was made larger in between.
+    full.write(128 << 20, b"\0");
     let volumes = vec![raw.volume().block(), full.volume(), empty.volume()];
     let second = node.run(node.pod("data-0", volumes)).await;
     second.create("main", &[at(1, "/full"), at(2, "/empty")]).await;
     assert_eq!(second.shell("main", "sha256sum < /empty/file").await, sum);
     assert_eq!(second.shell("main", "cat /full/hello").await, "from the disk\n");
+    assert!(mebibytes(&second, "/full").await > 100);
     node.stop(second).await;
     assert_eq!(&raw.read()[..12], b"from outside");
     clean(&node);
+}
+
+/// How large a file system is, seen from its container.
+async fn mebibytes(pod: &Running, place: &str) -> u64 {
+    let size = pod.shell("main", &format!("df -m {place} | grep -v Filesystem")).await;
+    size.split_whitespace().nth(1).unwrap().parse().unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -93,7 +93,11 @@ fn version_of(package: &str) -> Result<String> {
     let mut command = Command::new("dpkg-query");
     command.args(["--show", "--showformat=${Version}", package]);
     let output = command.output().context("ask dpkg-query for a package's version")?;
-    ensure!(output.status.success(), "dpkg-query {package}: {}", String::from_utf8_lossy(&output.stderr).trim());
+    ensure!(
+        output.status.success(),
+        "dpkg-query {package}: {}",
+        String::from_utf8_lossy(&output.stderr).trim()
+    );
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 

@@ -308,8 +308,8 @@ async fn limited(cluster: &Cluster, asker: &Asker) {
     let token = node_token(cluster, "n2").await;
     let identity = asker.enrol(&token).await.unwrap();
     let mut seen = BTreeSet::new();
-    for _ in 0..20 {
-        let asked = (0..64).map(|_| asker.post(Some(&identity), &token, "/v1/pull-secrets", "{}"));
+    for _ in 0..40 {
+        let asked = (0..32).map(|_| asker.post(Some(&identity), &token, "/v1/pull-secrets", "{}"));
         for answer in futures_util::future::join_all(asked).await {
             seen.insert(answer.unwrap().0.as_u16());
         }
