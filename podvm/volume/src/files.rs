@@ -85,6 +85,24 @@ pub fn names(folder: &Path) -> io::Result<Vec<String>> {
     Ok(names)
 }
 
+/// Removes a folder in which nothing is any more but what a writer left that was killed. Not there is fine.
+///
+/// # Errors
+/// It is still there; `DirectoryNotEmpty`: something is in it.
+pub fn remove_emptied(folder: &Path) -> io::Result<()> {
+    match fs::remove_dir(folder) {
+        Err(why) if why.kind() == io::ErrorKind::DirectoryNotEmpty => {}
+        done => return gone(done),
+    }
+    for entry in fs::read_dir(folder)? {
+        let name = entry?.file_name();
+        if name.to_str().is_some_and(|name| name.starts_with('.') && name.ends_with(".new")) {
+            gone(fs::remove_file(folder.join(name)))?;
+        }
+    }
+    gone(fs::remove_dir(folder))
+}
+
 /// Makes a folder's entries durable. Not there is fine.
 ///
 /// # Errors
@@ -124,6 +142,14 @@ mod tests {
         assert_eq!(refused.kind(), io::ErrorKind::InvalidData);
         assert_eq!(read_json::<String>(&folder.join("b"), 3).unwrap(), None);
         assert_eq!(names(&folder).unwrap(), ["a"]);
-        fs::remove_dir_all(folder).unwrap();
+        // A writer was killed here.
+        fs::write(folder.join(".a.new"), "half").unwrap();
+        let kept = remove_emptied(&folder).unwrap_err();
+        assert_eq!(kept.kind(), io::ErrorKind::DirectoryNotEmpty);
+        fs::remove_file(folder.join("a")).unwrap();
+        fs::write(folder.join(".a.new"), "half").unwrap();
+        remove_emptied(&folder).unwrap();
+        assert!(!folder.exists());
+        remove_emptied(&folder).unwrap();
     }
 }

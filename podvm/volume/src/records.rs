@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     descriptor::{GuestVolume, Identity, VERSION, VolumeId},
-    files::{gone, make_dir, names, read_json, sync_dir, unusable, write_json},
+    files::{gone, make_dir, names, read_json, remove_emptied, sync_dir, unusable, write_json},
 };
 
 /// The largest file that is written or read.
@@ -183,9 +183,9 @@ impl Records {
         let names = self.names(&pod.namespace, &pod.name)?;
         gone(fs::remove_file(names.join(&pod.uid)))?;
         // Another pod of the name may have its entry there; the next record makes it again.
-        drop(fs::remove_dir(names));
+        drop(remove_emptied(&names));
         gone(fs::remove_file(folder.join("vm.json")))?;
-        gone(fs::remove_dir(folder))
+        remove_emptied(&folder)
     }
 
     /// Notes where the driver attached a volume.

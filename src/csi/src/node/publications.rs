@@ -17,7 +17,7 @@ use std::{
 
 use peerpod_volume::{
     VolumeId,
-    files::{gone, names, read_json, sync_dir, write, write_json},
+    files::{gone, names, read_json, remove_emptied, sync_dir, write, write_json},
     records::Pod,
 };
 use serde::{Deserialize, Serialize};
@@ -163,7 +163,7 @@ impl Publications {
         let folder = self.targets(&publication.volume);
         gone(fs::remove_file(folder.join(format!("{}.json", hash(&publication.target)))))?;
         // Another target of the volume may be there.
-        drop(fs::remove_dir(&folder));
+        drop(remove_emptied(&folder));
         sync_dir(&self.root.join("targets"))
     }
 
@@ -186,7 +186,7 @@ impl Publications {
     /// It is still there.
     pub fn remove_staged(&self, volume: &VolumeId, path: &Path) -> io::Result<()> {
         gone(fs::remove_file(self.staged(volume).join(hash(path))))?;
-        drop(fs::remove_dir(self.staged(volume)));
+        drop(remove_emptied(&self.staged(volume)));
         Ok(())
     }
 
