@@ -112,6 +112,10 @@ spec:
               mountPath: {{ $v.paths.netns }}
               mountPropagation: HostToContainer
               readOnly: true
+            # Where CSI drivers that know Kata describe volumes; the path is Kata's own.
+            - name: direct-volumes
+              mountPath: /run/kata-containers/shared/direct-volumes
+              readOnly: true
             {{- include "peerpod.podFolderMounts" . | nindent 12 }}
             - name: tmp
               mountPath: /tmp
@@ -137,6 +141,8 @@ spec:
           hostPath: {path: {{ $v.paths.state }}, type: DirectoryOrCreate}
         - name: netns
           hostPath: {path: {{ $v.paths.netns }}, type: DirectoryOrCreate}
+        - name: direct-volumes
+          hostPath: {path: /run/kata-containers/shared/direct-volumes, type: DirectoryOrCreate}
         {{- include "peerpod.podFolderVolumes" . | nindent 8 }}
         - name: tmp
           emptyDir: {sizeLimit: 64Mi}
