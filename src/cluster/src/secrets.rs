@@ -1,7 +1,7 @@
 //! Gives nodes the pull secrets of their own peer pods, and nothing else.
 //!
 //! A node has no right on secrets. It asks here, over mutual TLS, with its service account's bound token, and is answered
-//! for pods that are bound to it and are peer pods. Who asks is told twice: by the token ([`caller`], the API server's
+//! for pods that are bound to it and are peer pods. Who asks is told twice: by the token (`caller.rs`, the API server's
 //! TokenReview) and by a certificate that was issued for such a token; both must name the same node.
 //!
 //! Runs in every replica of the controller, led or not: it keeps nothing but a CA ([`crate::authority`]). May touch: its

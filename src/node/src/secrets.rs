@@ -1,7 +1,7 @@
 //! Pull secrets of this node's pods, asked of the cluster's service: the node itself has no right on secrets.
 //!
 //! Who we are is shown twice: by our service account's bound token, which kubelet rotates in its file, and by a
-//! certificate that the service gave for such a token ([`identity`]); its key is made here and is in memory only. Every
+//! certificate that the service gave for such a token (`identity.rs`); its key is made here and is in memory only. Every
 //! question has a deadline, and so many are asked at once as the service lets one node. Secrets are never written down
 //! and never logged. May touch: the token's and the CA's file, the service.
 

@@ -455,7 +455,7 @@ impl Connection {
     }
 
     /// Has libvirtd look what is in the pool's folder. Its time grows with the pool. While a disk is made or removed there
-    /// libvirtd refuses; that is waited for, [`BUSY_POOL`] at the most.
+    /// libvirtd refuses; that is waited for, `BUSY_POOL` at the most.
     pub async fn refresh(&self, pool: &Named) -> Result<(), RpcError> {
         let since = Instant::now();
         loop {

@@ -2,7 +2,7 @@
 //! are pending, so that they can be answered when the guest is gone, and keeps the bounds. Pure; bytes in, bytes out.
 //!
 //! Requests pass as they come, header first; in a pod with volumes those are read whole that make a container or copy a
-//! small file (see [`crate::volumes`]). Answers of the guest up to `HOLD` bytes are handed on whole, larger
+//! small file (see `volumes.rs`). Answers of the guest up to `HOLD` bytes are handed on whole, larger
 //! ones as they come: a guest that is lost in the middle of a held one costs that call an error; in the middle of a
 //! larger one it costs the connection, because bytes that were never sent cannot be made up.
 
