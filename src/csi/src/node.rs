@@ -190,7 +190,9 @@ impl Node {
         }
         let volume = self.volume(&request.volume_id).await?;
         let turn = self.0.turns.turn(volume.as_str()).await;
-        let Some(publication) = self.at(volume, request.target_path.into()).await? else {
+        let Some(publication) = self.at(volume.clone(), request.target_path.into()).await? else {
+            // A predecessor that was killed may have left its folder.
+            self.on_disk("tidy up", move |inner| inner.files.tidy(&volume)).await?;
             drop(turn);
             return call.pass(None).await;
         };

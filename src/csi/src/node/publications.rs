@@ -167,6 +167,17 @@ impl Publications {
         sync_dir(&self.root.join("targets"))
     }
 
+    /// Removes the volume's folder if nothing is published any more. The volume's turn must be held.
+    ///
+    /// # Errors
+    /// It cannot be removed.
+    pub fn tidy(&self, volume: &VolumeId) -> io::Result<()> {
+        match remove_emptied(&self.targets(volume)) {
+            Err(why) if why.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
+            done => done,
+        }
+    }
+
     /// Notes that a volume was staged there, which for a peer pod's means nothing else.
     ///
     /// # Errors
