@@ -453,3 +453,18 @@ impl Running {
         words(&output.stdout)
     }
 }
+
+/// A pod with three volumes writes a canary to each, or finds it there; the volumes see no other pod's.
+pub async fn lives_once(node: &Node, pod: usize, disks: &[Disk], again: bool) {
+    let volumes = disks.iter().map(Disk::volume).collect();
+    let running = node.run(node.pod(&format!("pod-{pod}"), volumes)).await;
+    running.create("main", &[at(0, "/v0"), at(1, "/v1"), at(2, "/v2")]).await;
+    for n in 0..disks.len() {
+        let canary = format!("canary {pod} {n}");
+        let write = format!("ls -A /v{n}; echo '{canary}' > /v{n}/canary; sync");
+        let script = if again { format!("cat /v{n}/canary") } else { write };
+        let seen = running.shell("main", &script).await;
+        assert_eq!(seen.trim(), if again { canary.as_str() } else { "lost+found" });
+    }
+    node.stop(running).await;
+}

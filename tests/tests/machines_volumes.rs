@@ -13,7 +13,7 @@ use peerpod_proto::{
 use peerpod_tests::{
     PATIENCE, long,
     servers::{Iscsi, Nbd, Nfs},
-    volumes::{Disk, Node, Running, Volume, at, run},
+    volumes::{Disk, Node, Running, Volume, at, lives_once, run},
 };
 use peerpod_volume::{Mode, Source};
 
@@ -135,21 +135,6 @@ async fn machines_at_once_each_see_their_own_disks() {
         join_all(all.iter().enumerate().map(|(pod, disks)| lives_once(&node, pod, disks, again))).await;
     }
     clean(&node);
-}
-
-/// Writes a canary to each volume, or finds it there.
-async fn lives_once(node: &Node, pod: usize, disks: &[Disk], again: bool) {
-    let volumes = disks.iter().map(Disk::volume).collect();
-    let running = node.run(node.pod(&format!("pod-{pod}"), volumes)).await;
-    running.create("main", &[at(0, "/v0"), at(1, "/v1"), at(2, "/v2")]).await;
-    for n in 0..disks.len() {
-        let canary = format!("canary {pod} {n}");
-        let write = format!("ls -A /v{n}; echo '{canary}' > /v{n}/canary; sync");
-        let script = if again { format!("cat /v{n}/canary") } else { write };
-        let seen = running.shell("main", &script).await;
-        assert_eq!(seen.trim(), if again { canary.as_str() } else { "lost+found" });
-    }
-    node.stop(running).await;
 }
 
 async fn volumes_client(node: &Node) -> VolumesClient {

@@ -13,7 +13,7 @@ use peerpod_proto::{
 };
 use peerpod_tests::{
     PATIENCE, long, stop_in_time,
-    volumes::{At, By, Disk, Node, at, run},
+    volumes::{At, By, Disk, Node, at, lives_once, run},
 };
 use peerpod_volume::{FsGroupPolicy, Identity, Source, descriptor::Attach, records::Attached};
 use peerpod_world::{Sight, eventually};
@@ -76,24 +76,6 @@ async fn many_pods_at_once_each_see_their_own_and_no_others() {
         join_all(all.iter().enumerate().map(|(pod, disks)| lives_once(&node, pod, disks, again))).await;
     }
     assert_eq!(node.loops(), [""; 0]);
-}
-
-/// Writes a canary to each volume, or finds it there.
-async fn lives_once(node: &Node, pod: usize, disks: &[Disk], again: bool) {
-    let volumes = disks.iter().map(Disk::volume).collect();
-    let running = node.run(node.pod(&format!("pod-{pod}"), volumes)).await;
-    running.create("main", &[at(0, "/v0"), at(1, "/v1"), at(2, "/v2")]).await;
-    for n in 0..disks.len() {
-        let canary = format!("canary {pod} {n}");
-        let script = if again {
-            format!("cat /v{n}/canary")
-        } else {
-            format!("ls -A /v{n}; echo '{canary}' > /v{n}/canary")
-        };
-        let seen = running.shell("main", &script).await;
-        assert_eq!(seen.trim(), if again { canary.as_str() } else { "lost+found" });
-    }
-    node.stop(running).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
