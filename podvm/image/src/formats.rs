@@ -127,22 +127,45 @@ fn geometry(sectors: u64) -> [u8; 4] {
     [high, low, heads as u8, per_track as u8]
 }
 
-/// Replaces the identifier that the converter drew, in the descriptor's text.
+/// Replaces the identifier that the converter drew, in the descriptor's text. It draws a number and writes it without
+/// leading zeros, so the text behind it can begin sooner in one build than in the next; what follows the text in its
+/// sectors is zeros, which give or take the difference.
 fn with_content_id(mut vmdk: Vec<u8>, identity: &str) -> anyhow::Result<Vec<u8>> {
     const KEY: &[u8] = b"\nCID=";
+    const DIGITS: usize = 8;
+    let id = identity.get(..DIGITS).context("the disk's identity is too short for a VMDK's CID")?;
     let head = &vmdk[..vmdk.len().min(MIB as usize)];
     let at =
         head.windows(KEY.len()).position(|window| window == KEY).context("the VMDK has no CID")? + KEY.len();
-    let end =
-        at + vmdk[at..].iter().position(|byte| *byte == b'\n').context("the VMDK's CID does not end")?;
-    let id = identity.get(..end - at).context("the VMDK's CID is too long")?.to_owned();
-    vmdk[at..end].copy_from_slice(id.as_bytes());
+    let find = |wanted: u8| head[at..].iter().position(|byte| *byte == wanted).map(|found| at + found);
+    let end = find(b'\n').filter(|end| *end <= at + DIGITS).context("the VMDK's CID does not end")?;
+    let missing = at + DIGITS - end;
+    let padding = find(0).context("the VMDK's descriptor does not end")?;
+    ensure!(head.len() >= padding + missing, "the VMDK's descriptor fills its place");
+    ensure!(head[padding..padding + missing].iter().all(|byte| *byte == 0), "the VMDK's descriptor has no end");
+    vmdk.copy_within(end..padding, end + missing);
+    vmdk[at..at + DIGITS].copy_from_slice(id.as_bytes());
     Ok(vmdk)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_identifier_of_any_length_gives_the_same_descriptor() {
+        let vmdk = |id: &str, zeros: usize| {
+            format!("KDMV\nversion=1\nCID={id}\nparentCID=ffffffff\n{}clusters", "\0".repeat(zeros)).into_bytes()
+        };
+        let told = vmdk("0a1b2c3d", 20);
+        for (id, zeros) in [("89abcdef", 20), ("9abcdef", 21), ("1", 27)] {
+            assert_eq!(with_content_id(vmdk(id, zeros), "0a1b2c3d99").unwrap(), told, "{id}");
+        }
+        for (id, zeros) in [("9abcdef", 0), ("123456789", 20)] {
+            assert!(with_content_id(vmdk(id, zeros), "0a1b2c3d99").is_err(), "{id}");
+        }
+        assert!(with_content_id(b"no disk".to_vec(), "0a1b2c3d99").is_err());
+    }
 
     #[test]
     fn qemu_reads_our_vhd() {

@@ -17,13 +17,14 @@ impl Spy {
     /// Starts to count; one spy per namespace.
     pub fn start(namespace: &Namespace, interface: &str, ports: &[u16]) -> anyhow::Result<Spy> {
         let (mut counters, mut coming, mut going) = (String::new(), String::new(), String::new());
+        let any = ports.iter().map(u16::to_string).collect::<Vec<_>>().join(", ");
         for port in ports {
             counters.push_str(&format!("counter port{port} {{ }}\n"));
             for (rules, direction) in [(&mut coming, "iifname"), (&mut going, "oifname")] {
-                // Each packet once, although both of its ports may be this one.
+                // Each packet once, and by where it goes: VXLAN draws the port that it comes from, of all there are.
                 rules.push_str(&format!(
                     "{direction} {interface} udp dport {port} counter name port{port}\n\
-                     {direction} {interface} udp sport {port} udp dport != {port} counter name port{port}\n"
+                     {direction} {interface} udp sport {port} udp dport != {{ {any} }} counter name port{port}\n"
                 ));
             }
         }
