@@ -260,6 +260,65 @@ async fn a_machine_that_is_destroyed_from_outside_is_known_at_once_and_by_its_po
     place.assert_clean();
 }
 
+/// The power button (ACPI), by which an administrator asks a machine to end: it writes back and unmounts first. What is in
+/// the middle of being written is whole on the disk then, whose journal has nothing left to do.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machine_whose_power_button_is_pressed_ends_in_order() {
+    let place = Place::new();
+    let daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
+    let machine = Machine::start(&place.world, &daemons, "button").await;
+    let machine =
+        machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()));
+    let [(serial, disk), _] = disks(place.world.folder());
+    let domain = place.libvirtd.domains().unwrap().remove(0);
+    let how = ["--serial", serial, "--subdriver", "raw", "--targetbus", "virtio", "--live"];
+    place.libvirtd.virsh(&[&["attach-disk", &domain, &disk, "vdx"], &how[..]].concat()).unwrap();
+    let script = format!(
+        "{FIND}mkdir -p /run/full\n\
+         until disk=$(find {serial}); do sleep 0.1; done\n\
+         mount -t ext4 $disk /run/full && dd if=/dev/zero of=/run/full/late bs=65536 count=48 2>/dev/null\n\
+         echo written\n"
+    );
+    assert_eq!(machine.shell(&script).await.unwrap(), "written\n");
+    let before = filesystem(&disk);
+    assert!(before.contains("needs_recovery"), "it is mounted: {before}");
+
+    place.libvirtd.virsh(&["shutdown", &domain, "--mode", "acpi"]).unwrap();
+    let off = eventually("the machine is off", PATIENCE, async || {
+        let running = place.libvirtd.virsh(&["list", "--name"]).ok()?;
+        (!running.contains(&domain)).then_some(())
+    });
+    off.await.unwrap_or_else(|error| panic!("{error:#}\n{}", place.consoles()));
+    let after = filesystem(&disk);
+    assert!(!after.contains("needs_recovery"), "{after}");
+    let state = after.lines().find(|line| line.starts_with("Filesystem state:")).unwrap();
+    assert!(state.ends_with(" clean"), "{state}");
+    let late = run("debugfs", &["-R", "stat late", &disk]);
+    assert!(late.contains(&format!("Size: {}", 48 * 65536)), "{late}");
+
+    // The pod is as dead as with any other end of its VM, and the node says which end it was.
+    let cause = eventually("StartVM says what became of it", PATIENCE, async || {
+        machine.shim.start_vm(&machine.id).await.err().map(|error| error.to_string())
+    });
+    let cause = cause.await.unwrap();
+    assert!(cause.contains("has ended: it was shut down or powered itself off"), "{cause}");
+    stop_promptly(&machine.shim, &machine.id).await.unwrap();
+    daemons.gone(&machine.id, PATIENCE).await.unwrap();
+    place.assert_clean();
+}
+
+/// What e2fsprogs says of a disk's file system.
+fn filesystem(disk: &str) -> String {
+    run("dumpe2fs", &["-h", disk])
+}
+
+fn run(program: &str, arguments: &[&str]) -> String {
+    let output = std::process::Command::new(program).args(arguments).output();
+    let output = output.unwrap_or_else(|error| panic!("{program}: {error}; scripts/setup installs it"));
+    assert!(output.status.success(), "{program} {arguments:?}: {output:?}");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_machine_that_never_calls_home_is_given_up_with_the_end_of_its_console() {
     let place = Place::new();
