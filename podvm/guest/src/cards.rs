@@ -258,6 +258,7 @@ impl Shared {
             self.status.done(stage.unwrap_or_else(|| self.status.begin("uplink")));
         }
         self.status.note("uplink-address", None);
+        self.status.has_address();
         true
     }
 
