@@ -45,6 +45,8 @@ use wanted::{Wanted, addresses, bring_up, is_permanent, is_tentative, local};
 const RESOLV_CONF: &str = "/etc/resolv.conf";
 /// A card's news come in bursts.
 const QUIET: Duration = Duration::from_millis(10);
+/// Until one has an address: then the first news are what is waited for.
+const FIRST_QUIET: Duration = Duration::from_millis(1);
 const AT_MOST: Duration = Duration::from_millis(100);
 /// Should an event be lost.
 const LOOK: Duration = Duration::from_secs(10);
@@ -121,9 +123,10 @@ pub(crate) async fn keep(status: Arc<Status>) {
             }
             Err(error) => tracing::error!(error, "cannot look at the cards"),
         }
+        let quiet = if keeper.shared.addressed.load(Relaxed) { QUIET } else { FIRST_QUIET };
         let heard = async {
             match &mut events {
-                Some(events) => events.settled(QUIET, AT_MOST).await,
+                Some(events) => events.settled(quiet, AT_MOST).await,
                 None => std::future::pending().await,
             }
         };
@@ -153,6 +156,9 @@ impl Keeper {
             stays && !task.is_finished()
         });
         while self.tasks.try_join_next().is_some() {}
+        if cards.iter().all(|card| card.given.0) {
+            self.shared.status.asks(); // nobody is to be asked
+        }
         for card in cards {
             let next = self.seen.len() as u32;
             let known = self.seen.get(&card.index).copied();
@@ -259,6 +265,7 @@ impl Shared {
         }
         self.status.note("uplink-address", None);
         self.status.has_address();
+        self.status.asks();
         true
     }
 
@@ -284,6 +291,17 @@ impl Shared {
         }
     }
 
+    /// Lets a client run; others go on when it waits for an answer.
+    async fn asking<T>(&self, run: impl Future<Output = T>) -> T {
+        let mut run = std::pin::pin!(run);
+        std::future::poll_fn(|cx| {
+            let polled = run.as_mut().poll(cx);
+            self.status.asks();
+            polled
+        })
+        .await
+    }
+
     /// One client's life. It ends for want of an answer, or with an error.
     async fn lease_v4(
         &self,
@@ -297,7 +315,7 @@ impl Shared {
         let mut client = DhcpV4Client::init(config.clone(), lease.take()).await.map_err(failed)?;
         let (mut limit, mut offered) = (patience.first.next(), false);
         loop {
-            let run = client.run();
+            let run = self.asking(client.run());
             let state = match limit {
                 Some(limit) => match timeout(limit, run).await {
                     Ok(state) => state,

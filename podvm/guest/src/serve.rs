@@ -40,6 +40,8 @@ const FIRST_WORD: Duration = Duration::from_secs(3);
 /// And so long for what pid 1 has yet to mount.
 const MOUNTED: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(10);
+/// All else waits so long for the cards to be asking for their addresses: it can be done while they wait for an answer.
+const ASKED: Duration = Duration::from_millis(150);
 
 /// Runs the guest.
 pub(crate) fn run(settings: &Settings, ring: &Ring) -> anyhow::Result<ExitCode> {
@@ -86,6 +88,15 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
             "the guest program was restarted: connections to the agent that were open ended".to_owned(),
         );
     }
+    let keeps_cards = match settings.uplink {
+        Uplink::On => true,
+        Uplink::Off => false,
+        Uplink::Auto => init::is_ours(),
+    };
+    let cards_task = keeps_cards.then(|| tokio::spawn(cards::keep(status.clone())));
+    if keeps_cards {
+        status.asked(ASKED).await;
+    }
     let identity = Arc::new(Mutex::new(identity));
     let lease = Arc::new(Lease::load(&settings.state_dir));
     let agent = Arc::new(Agent::new(settings, status.clone(), ring.clone()));
@@ -98,12 +109,6 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     let flushing = tokio::sync::Mutex::new(());
     let control = Arc::new(Control { identity: identity.clone(), status: status.clone(), person, flushing });
 
-    let keeps_cards = match settings.uplink {
-        Uplink::On => true,
-        Uplink::Off => false,
-        Uplink::Auto => init::is_ours(),
-    };
-    let cards_task = keeps_cards.then(|| tokio::spawn(cards::keep(status.clone())));
     let agent_task = tokio::spawn({
         let (agent, status) = (agent.clone(), status.clone());
         async move {

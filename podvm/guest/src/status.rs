@@ -14,7 +14,10 @@ use nix::time::{ClockId, clock_gettime};
 use peerpod_proto::guest;
 
 use serde::{Deserialize, Serialize};
-use tokio::sync::Notify;
+use tokio::{
+    sync::{Notify, watch},
+    time::timeout,
+};
 
 use crate::{files, proc};
 
@@ -71,7 +74,9 @@ pub(crate) struct Status {
     /// What is to be said about each subject.
     notes: Mutex<BTreeMap<&'static str, String>>,
     /// Whether home was called.
-    called: tokio::sync::watch::Sender<bool>,
+    called: watch::Sender<bool>,
+    /// Whether nothing but an answer is missing for the cards' addresses.
+    asked: watch::Sender<bool>,
     /// Told when a card was given an address.
     addressed: Arc<Notify>,
 }
@@ -82,6 +87,11 @@ pub(crate) struct Stage {
     began: Duration,
 }
 
+/// Late is fine, too.
+async fn happened(what: &watch::Sender<bool>, limit: Duration) {
+    drop(timeout(limit, what.subscribe().wait_for(|happened| *happened)).await);
+}
+
 impl Status {
     /// Home is being called, or may call: what was put off for that may begin.
     pub(crate) fn calls(&self) {
@@ -90,9 +100,17 @@ impl Status {
 
     /// Waits for that, but not for ever: a home that cannot be reached holds up nothing.
     pub(crate) async fn called(&self, limit: Duration) {
-        let mut called = self.called.subscribe();
-        let called = tokio::time::timeout(limit, called.wait_for(|called| *called)).await;
-        drop(called); // late is fine, too
+        happened(&self.called, limit).await;
+    }
+
+    /// The cards' addresses are asked for, or there: others may have the processor.
+    pub(crate) fn asks(&self) {
+        self.asked.send_replace(true);
+    }
+
+    /// Waits for that, but not for longer than this.
+    pub(crate) async fn asked(&self, limit: Duration) {
+        happened(&self.asked, limit).await;
     }
 
     /// A card was given an address: what could not be reached a moment ago can be now.
@@ -113,12 +131,13 @@ impl Status {
         inner.boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
             .map(|id| id.trim().to_owned())
             .unwrap_or_default();
-        let called = tokio::sync::watch::Sender::new(restarted);
+        let (called, asked) = (watch::Sender::new(restarted), watch::Sender::new(restarted));
         let status = Status {
             zero,
             inner: Mutex::new(inner),
             notes: Mutex::default(),
             called,
+            asked,
             addressed: Arc::default(),
         };
         let own_start = || proc::started(std::process::id()).unwrap_or_else(since_boot);
