@@ -7,7 +7,12 @@ mod machine;
 #[expect(dead_code, reason = "shared with life.rs, which uses all of it")]
 mod relay;
 
-use std::fs;
+use std::{
+    fs,
+    io::{BufRead, BufReader, Write},
+    net::TcpListener,
+    sync::{Arc, Mutex},
+};
 
 use machine::{Folder, Vm, Wanted, run};
 use peerpod_link::birth::{BirthData, BirthNode, BirthTicket, TicketSecret};
@@ -72,7 +77,7 @@ impl Home {
     fn new() -> Home {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().enable_all().worker_threads(2).build().unwrap();
-        let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let relay = runtime.block_on(Relay::new(SANDBOX).listen(&free.to_string()));
         Home { runtime, relay, port: free.port() }
     }
@@ -169,6 +174,70 @@ fn user_data_is_found_on_disks_of_each_kind() {
         home.relay.up(&home.runtime);
         assert!(said.contains("found user-data"), "{said}");
     }
+}
+
+const TOKEN: &str = "bm90aGluZw==";
+
+/// EC2's metadata service (version 2, which wants a token) with these user-data, each answer in a connection of its own;
+/// its port on this machine, and what it was asked and said.
+fn metadata_service(user_data: String) -> (u16, Arc<Mutex<Vec<String>>>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let asked = Arc::<Mutex<Vec<String>>>::default();
+    let heard = asked.clone();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let Ok(mut stream) = stream else { return };
+            let lines = BufReader::new(&stream).lines().map_while(Result::ok);
+            let request: Vec<String> = lines.take_while(|line| !line.is_empty()).collect();
+            let has = |header: &str| request.iter().any(|line| line.eq_ignore_ascii_case(header));
+            let line = request.first().cloned().unwrap_or_default();
+            let (status, body) = match line.as_str() {
+                "PUT /latest/api/token HTTP/1.1" if has("x-aws-ec2-metadata-token-ttl-seconds: 60") => {
+                    ("200 OK", TOKEN)
+                }
+                "GET /latest/user-data HTTP/1.1" if has(&format!("x-aws-ec2-metadata-token: {TOKEN}")) => {
+                    ("200 OK", user_data.as_str())
+                }
+                _ => ("401 Unauthorized", ""),
+            };
+            heard.lock().unwrap().push(format!("{line}: {status}"));
+            let head = format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\n", body.len());
+            // Whoever does not wait for the answer will ask again.
+            drop(write!(stream, "{head}Connection: close\r\n\r\n{body}"));
+        }
+    });
+    (port, asked)
+}
+
+/// By the provider's own line of the table: what the firmware says, the address, the token. Nothing else can be reached
+/// from this network, a metadata service of the machine that the test runs on least of all.
+#[test]
+fn a_machine_of_ec2_has_its_user_data_from_the_metadata_service() {
+    let folder = Folder::new("ec2");
+    let mut home = Home::new();
+    let mut birth = birth(&home.relay, home.port, 300);
+    birth.node.addresses = vec![format!("169.254.169.100:{}", home.port).parse().unwrap()];
+    let (port, asked) = metadata_service(birth.to_json());
+    let forward = |to: &str, port: u16| format!(",guestfwd=tcp:{to}-cmd:/bin/busybox nc 127.0.0.1 {port}");
+    let network = "user,id=n,restrict=on,net=169.254.169.0/24".to_owned()
+        + &forward("169.254.169.254:80", port)
+        + &forward(&format!("169.254.169.100:{}", home.port), home.port);
+    let qemu = words(&[
+        "-netdev",
+        &network,
+        "-device",
+        "virtio-net-pci,netdev=n",
+        "-smbios",
+        "type=1,manufacturer=Amazon EC2",
+    ]);
+    let vm = Vm::boot(&folder, Wanted { qemu, ..Wanted::default() });
+    let said = vm.says("the link is up");
+    home.relay.up(&home.runtime);
+    assert!(said.contains("found user-data"), "{said}");
+    let asked = asked.lock().unwrap();
+    assert!(asked.iter().all(|line| line.ends_with(": 200 OK")), "{asked:?}");
+    assert!(asked.len() >= 2 && asked[0].starts_with("PUT ") && asked[1].starts_with("GET "), "{asked:?}");
 }
 
 /// `ip=` of the kernel's line.
