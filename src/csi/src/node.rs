@@ -9,6 +9,7 @@ mod pending;
 mod place;
 pub mod publications;
 mod publish;
+mod secrets;
 mod steps;
 pub mod target;
 
@@ -154,10 +155,13 @@ impl Node {
         {
             return Err(missing("volume_id, staging_target_path and volume_capability"));
         }
+        let given = self.staged_with(&mut request).await?;
         let volume = self.volume(&request.volume_id).await?;
         let path = PathBuf::from(request.staging_target_path);
-        let noted =
-            self.on_disk("note that a volume is staged", move |inner| inner.files.put_staged(&volume, &path));
+        let noted = self.on_disk("note that a volume is staged", move |inner| {
+            inner.files.put_staged(&volume, &path)?;
+            inner.files.put_staged_secret(&volume, &path, given.as_ref())
+        });
         noted.await?;
         empty()
     }

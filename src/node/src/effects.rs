@@ -313,6 +313,12 @@ impl Effects for Real {
         read.unwrap_or_else(|error| Err(format!("read the pod's volumes: {error}")))
     }
 
+    async fn credentials(&self, volumes: &PodVolumes) -> Result<Vec<Option<Zeroizing<Vec<u8>>>>, String> {
+        let (records, volumes) = (self.volumes.clone(), volumes.clone());
+        let read = spawn_blocking(move || records.credentials(&volumes)).await;
+        read.unwrap_or_else(|error| Err(format!("read who the pod's shares are mounted as: {error}")))
+    }
+
     async fn expect_vm(&self, id: &SandboxId, volumes: &PodVolumes) -> Result<(), CloudError> {
         attach::expect(&self.volumes, id, volumes).await
     }

@@ -201,6 +201,12 @@ pub trait Effects: Send + Sync + 'static {
         Ok(None)
     }
 
+    /// Who the pod's shares are mounted as, in the volumes' order and as the guest reads it: none for those that ask nobody,
+    /// or when they are being unpublished. An error has nothing of it.
+    async fn credentials(&self, volumes: &PodVolumes) -> Result<Vec<Option<Zeroizing<Vec<u8>>>>, String> {
+        Ok(vec![None; volumes.volumes.len()])
+    }
+
     /// Says, durably, that a VM with these volumes may be made from now on. An error: they are the pod's no more, or it
     /// cannot be said.
     async fn expect_vm(&self, _id: &SandboxId, _volumes: &PodVolumes) -> Result<(), CloudError> {
