@@ -233,16 +233,9 @@ impl Disk {
         fs::read(&self.file).unwrap()
     }
 
-    /// As the cloud makes one larger: the file, and what the VM sees of it.
+    /// As its driver makes one larger: who shows that to the VM is the node's matter.
     pub fn grow(&self, mib: u64) {
         fs::OpenOptions::new().write(true).open(&self.file).unwrap().set_len(mib << 20).unwrap();
-        let listed = run(
-            "losetup",
-            &["--associated", self.file.to_str().unwrap(), "--output", "NAME", "--noheadings"],
-        );
-        for device in listed.lines() {
-            run("losetup", &["--set-capacity", device.trim()]);
-        }
     }
 
     /// A volume of it.

@@ -53,9 +53,7 @@ async fn disks_land_where_they_belong_grow_and_outlive_their_machine() {
     let context = || ttrpc::context::with_duration(PATIENCE);
     let before = volumes.stats(context(), &ask).await.unwrap();
     assert!(before.used_bytes >= 8 << 20 && before.total_bytes < 1 << 30, "{before:?}");
-    let libvirtd = &node.machines.as_ref().unwrap().libvirtd;
-    let domain = libvirtd.domains().unwrap().remove(0);
-    libvirtd.virsh(&["blockresize", &domain, empty.file.to_str().unwrap(), "2GiB"]).unwrap();
+    empty.grow(2 << 10);
     let expand = ExpandRequest {
         pod_uid: ask.pod_uid.clone(),
         volume_id: id,

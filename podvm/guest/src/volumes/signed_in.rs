@@ -206,15 +206,13 @@ fn attributes(flags: MsFlags) -> MountAttrFlags {
 
 #[cfg(test)]
 mod tests {
-    use zeroize::Zeroizing;
-
     use super::*;
 
     fn share() -> Share {
         let credentials = Credentials {
             version: 1,
-            username: Zeroizing::new("joe".into()),
-            password: Zeroizing::new("hidden, word".into()),
+            username: "joe".to_owned().into(),
+            password: "hidden, word".to_owned().into(),
             domain: None,
         };
         let secret = SecretRef { namespace: "shop".into(), name: "files".into() };

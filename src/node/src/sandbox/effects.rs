@@ -11,7 +11,9 @@ use peerpod_proto::{
     guest::{Images, NetworkPlan, Reply, Request},
     relay::{PutSandboxRequest, TunnelPeer},
 };
-use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, Placement, ProviderEvent};
+use peerpod_provider_api::{
+    CreateRequest, DiskRequest, IdempotencyKey, InstanceId, Owned, Placement, ProviderEvent,
+};
 use tokio::sync::watch;
 use zeroize::Zeroizing;
 
@@ -221,6 +223,11 @@ pub trait Effects: Send + Sync + 'static {
         volumes: PodVolumes,
     ) -> Result<PodVolumes, CloudError> {
         Ok(volumes)
+    }
+
+    /// Has the VM shown that a disk of it was made larger, to at least so many bytes, where it does not see that by itself.
+    async fn disk_grown(&self, _vm: &InstanceId, _disk: &DiskRequest, _bytes: u64) -> Result<(), CloudError> {
+        Ok(())
     }
 
     /// Says that what was attached to the VM is free, once the VM is gone for sure.
