@@ -142,7 +142,10 @@ impl Node {
             return call.pass(None).await;
         };
         match whose(&request.volume_context, &request.publish_context)? {
-            Whose::Drivers => return call.pass(None).await,
+            Whose::Drivers => {
+                self.keep_in_case(&request).await?;
+                return call.pass(None).await;
+            }
             Whose::DriversSaidSo => {
                 request.volume_context.remove(optin::KEY);
                 return call.pass(Some(grpc::encode(&request)?)).await;
@@ -177,9 +180,8 @@ impl Node {
         let path = PathBuf::from(request.staging_target_path);
         let forgotten = self.on_disk("forget that a volume is staged", move |inner| {
             let ours = inner.files.is_staged(&volume, &path);
-            if ours {
-                inner.files.remove_staged(&volume, &path)?;
-            }
+            // Of a driver's volume, too, something may have been kept.
+            inner.files.remove_staged(&volume, &path)?;
             Ok(ours)
         });
         if forgotten.await? { empty() } else { call.pass(None).await }

@@ -193,7 +193,7 @@ impl Publications {
     }
 
     /// Keeps what was given of a secret when a volume was staged, until it is unstaged; or, with none, forgets it. After
-    /// [`Publications::put_staged`], by which it is found again.
+    /// [`Publications::put_staged`], where the staging is ours.
     ///
     /// # Errors
     /// It could not be made durable.

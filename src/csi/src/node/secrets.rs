@@ -34,6 +34,25 @@ impl Node {
         Ok(given)
     }
 
+    /// A volume that the driver stages may turn out a peer pod's by its pod's class, when it is published; kubelet gives
+    /// what it was staged with only once.
+    pub(super) async fn keep_in_case(&self, request: &NodeStageVolumeRequest) -> Result<(), Status> {
+        let named = !request.volume_id.is_empty() && !request.staging_target_path.is_empty();
+        if self.0.classes.is_empty() || request.secrets.is_empty() || !named {
+            return Ok(());
+        }
+        let driver = self.0.driver.name().await?;
+        let given = Given::take(&mut request.secrets.clone(), drivers::login(driver));
+        // What no guest could use may be right for the driver.
+        let Some(given) = given.filter(|given| given.check(None).is_ok()) else { return Ok(()) };
+        let volume = VolumeId::of(driver, &request.volume_id);
+        let path = PathBuf::from(&request.staging_target_path);
+        self.on_disk("keep what a volume is staged with", move |inner| {
+            inner.files.put_staged_secret(&volume, &path, Some(&given))
+        })
+        .await
+    }
+
     /// What was given with this call, else when the volume was staged.
     pub(super) async fn given(&self, request: &NodePublishVolumeRequest) -> Result<Option<Given>, Status> {
         let driver = self.0.driver.name().await?;
