@@ -84,7 +84,11 @@ impl Shared {
         let there = Disks::of(&libvirt, &domain).await.map_err(fail)?;
         let Some(target) = there.target_of(&disk.serial) else { return Ok(()) };
         let size = self.size_of(&libvirt, &disk, bytes).await.map_err(fail)?;
-        let seen = libvirt.disk_capacity(&domain, target).await.map_err(fail)?;
+        let seen = match libvirt.disk_capacity(&domain, target).await {
+            // A driver that does not tell runs nothing that could see it.
+            Err(error) if error.code() == Some(code::NO_SUPPORT) => return Ok(()),
+            seen => seen.map_err(fail)?,
+        };
         if size <= seen {
             return Ok(());
         }
