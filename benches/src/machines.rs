@@ -21,6 +21,7 @@ use peerpod_world::{
 use crate::{
     load::quantile,
     report::{Goal, Report},
+    stages,
 };
 
 const ROUNDS: usize = 5;
@@ -47,6 +48,7 @@ pub(crate) async fn run(folder: &Path, report: &mut Report) -> anyhow::Result<()
     let image = target.join("image/minimal");
     sizes(&image, report)?;
     boots(folder, &image, report)?;
+    stages::run(&image, report).await?;
     memory(&target, report).await
 }
 

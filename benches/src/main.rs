@@ -13,6 +13,7 @@ mod net;
 mod ready;
 mod relay;
 mod report;
+mod stages;
 mod thousand;
 
 use std::path::{Path, PathBuf};

@@ -72,6 +72,12 @@ impl Report {
         self.lines.push(line);
     }
 
+    /// A line for people alone.
+    pub(crate) fn row(&mut self, line: String) {
+        eprintln!("  {line}");
+        self.lines.push(line);
+    }
+
     /// Prints the table and writes the file. A run of some parts keeps what earlier ones found of the others.
     ///
     /// # Errors

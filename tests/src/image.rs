@@ -47,8 +47,9 @@ pub fn minimal() -> anyhow::Result<PathBuf> {
     Ok(node.ancestors().nth(2).context("a target folder")?.join("image/minimal"))
 }
 
-/// A copy of the image in this folder, with busybox behind its initramfs: the kernel unpacks one archive after the other.
-pub fn with_tools(folder: &Path) -> anyhow::Result<PathBuf> {
+/// A copy of the image in this folder, with busybox and these files (paths from the root, in folders that the image has)
+/// behind its initramfs: the kernel unpacks one archive after the other, and what comes later is what is there.
+pub fn with_tools(folder: &Path, files: &[(&str, &[u8])]) -> anyhow::Result<PathBuf> {
     let (image, copy) = (minimal()?, folder.join("image"));
     fs::create_dir_all(&copy)?;
     let read = |name: &str| {
@@ -67,6 +68,9 @@ pub fn with_tools(folder: &Path) -> anyhow::Result<PathBuf> {
     add(&mut archive, "bin/busybox", 0o100_755, &busybox);
     for tool in TOOLS {
         add(&mut archive, &format!("bin/{tool}"), 0o120_777, b"busybox");
+    }
+    for (path, content) in files {
+        add(&mut archive, path, 0o100_644, content);
     }
     add(&mut archive, "TRAILER!!!", 0, b"");
     bytes.extend(archive);

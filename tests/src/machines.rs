@@ -23,9 +23,14 @@ impl Place {
     /// With machines of 512 MiB and one processor.
     #[expect(clippy::new_without_default, reason = "it starts programs")]
     pub fn new() -> Place {
+        Place::with(&[])
+    }
+
+    /// The same, with these files in the image: paths from its root, contents.
+    pub fn with(files: &[(&str, &[u8])]) -> Place {
         let world = World::new().unwrap();
         let libvirtd = Libvirtd::start(&world).unwrap();
-        let image = image::with_tools(world.folder()).unwrap();
+        let image = image::with_tools(world.folder(), files).unwrap();
         let settings =
             Settings::none().set("provider.libvirt.memory-mib", 512).set("provider.libvirt.vcpus", 1);
         let settings = libvirtd.settings(&image, settings).unwrap();

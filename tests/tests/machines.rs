@@ -12,7 +12,12 @@ use std::{
 use peerpod_client::{AgentClient, Annotations, ContainerSpec, exec_request};
 use peerpod_proto::agent::CreateSandboxRequest;
 use peerpod_tests::{fresh_id, machines::Place, report, stop_promptly};
-use peerpod_world::{Daemons, Pod, World, eventually, page::PageServer, ping::ping, road};
+use peerpod_world::{
+    Daemons, Pod, World, eventually,
+    page::{PageServer, page_for},
+    ping::ping,
+    road,
+};
 
 /// An emulated machine on a busy one.
 const BOOT: Duration = Duration::from_secs(180);
@@ -52,6 +57,49 @@ impl Machine {
         anyhow::ensure!(output.status == 0, "{command:?}: {output:?}");
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
+}
+
+/// A cloud's metadata service as clouds have it: beyond the VMs' gateway, which is the node here, and so in reach of the
+/// node, too. It has an ordinary address besides.
+fn metadata_service(world: &World) -> PageServer {
+    let place = world.namespace("metadata").unwrap();
+    world
+        .node()
+        .ip(&format!(
+            "link add metadata0 type veth peer name eth0 netns {}\n\
+             addr add 203.0.113.1/24 dev metadata0\n\
+             link set metadata0 up\n\
+             route add {METADATA} via {ORDINARY}\n",
+            place.name()
+        ))
+        .unwrap();
+    place
+        .ip(&format!(
+            "addr add {ORDINARY}/24 dev eth0\n\
+             addr add {METADATA}/32 dev lo\n\
+             link set eth0 up\n\
+             route add default via 203.0.113.1\n"
+        ))
+        .unwrap();
+    PageServer::start(&place).unwrap()
+}
+
+const METADATA: &str = "169.254.169.254";
+const ORDINARY: &str = "203.0.113.2";
+
+/// What the VM itself gets from there, beside its pod.
+async fn page_of_the_vm(machine: &Machine, port: u16) -> String {
+    let ask = format!("nsenter -t 1 -n wget -q -T 10 -O - http://{METADATA}:{port}/");
+    machine.shell(&ask).await.unwrap()
+}
+
+/// What the pod gets from an address, or why it does not.
+async fn page_of_the_pod(machine: &Machine, address: &str, port: u16) -> Result<String, String> {
+    let address = format!("{address}:{port}");
+    let command = ["peerpod-test-tool", "fetch", address.as_str()];
+    let output = machine.agent.exec(&exec_request("main", &fresh_id("exec"), &command)).await.unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    if output.status == 0 { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -108,6 +156,16 @@ async fn a_node_that_is_killed_leaves_pod_exec_and_disks_in_peace() {
         assert!(page.contains(&to.to_string()), "{page}");
     }
     drop(server);
+    // The cloud's metadata service is the VM's and not the pod's, by whatever way the pod has to where it stands.
+    let service = metadata_service(&place.world);
+    assert!(page_of_the_vm(&machine, service.port()).await.contains("a page for 10.97.0."));
+    let ordinary = page_of_the_pod(&machine, ORDINARY, service.port()).await;
+    assert_eq!(ordinary, Ok(page_for(machine.pod.v4())));
+    let refused = page_of_the_pod(&machine, METADATA, service.port()).await.unwrap_err();
+    assert!(refused.contains("Permission denied"), "{refused}");
+    let peers = service.peers();
+    assert_eq!(peers.len(), 2, "{peers:?}");
+    drop(service);
     // Two disks, attached in the other order than they are used in, each found by what it says it is.
     let [full, empty] = disks(place.world.folder());
     for ((serial, file), target) in [&empty, &full].into_iter().zip(["vdx", "vdy"]) {
@@ -155,6 +213,30 @@ async fn a_node_that_is_killed_leaves_pod_exec_and_disks_in_peace() {
     place.assert_clean();
 }
 
+/// A provider whose author gives pods the cloud's metadata service, of a pod that leaves by its VM: the pod asks as the VM.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_provider_may_open_its_metadata_service_to_pods() {
+    let line = include_str!("../../providers/libvirt/guest.toml");
+    let line = format!("{line}\n[metadata]\naddresses = [\"{METADATA}\"]\nopen-to-pods = true\n");
+    let place = Place::with(&[("etc/peerpod/sources/libvirt.toml", line.as_bytes())]);
+    let settings = place
+        .settings
+        .clone()
+        .set("tunnel.external", "vm")
+        .set("tunnel.cluster-cidrs", vec!["10.244.0.0/16", "fd10:244::/32"]);
+    let daemons = Daemons::start(&place.world, settings).await.unwrap();
+    let service = metadata_service(&place.world);
+    let machine = Machine::start(&place.world, &daemons, "open").await;
+    let machine =
+        machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()));
+    let of_the_vm = page_of_the_vm(&machine, service.port()).await;
+    assert!(of_the_vm.contains("a page for 10.97.0."), "{of_the_vm}");
+    assert_eq!(page_of_the_pod(&machine, METADATA, service.port()).await, Ok(of_the_vm));
+    stop_promptly(&machine.shim, &machine.id).await.unwrap();
+    daemons.gone(&machine.id, PATIENCE).await.unwrap();
+    place.assert_clean();
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_machine_that_is_destroyed_from_outside_is_known_at_once_and_by_its_pods_name() {
     let place = Place::new();
@@ -176,6 +258,65 @@ async fn a_machine_that_is_destroyed_from_outside_is_known_at_once_and_by_its_po
     stop_promptly(&machine.shim, &machine.id).await.unwrap();
     daemons.gone(&machine.id, PATIENCE).await.unwrap();
     place.assert_clean();
+}
+
+/// The power button (ACPI), by which an administrator asks a machine to end: it writes back and unmounts first. What is in
+/// the middle of being written is whole on the disk then, whose journal has nothing left to do.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machine_whose_power_button_is_pressed_ends_in_order() {
+    let place = Place::new();
+    let daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
+    let machine = Machine::start(&place.world, &daemons, "button").await;
+    let machine =
+        machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()));
+    let [(serial, disk), _] = disks(place.world.folder());
+    let domain = place.libvirtd.domains().unwrap().remove(0);
+    let how = ["--serial", serial, "--subdriver", "raw", "--targetbus", "virtio", "--live"];
+    place.libvirtd.virsh(&[&["attach-disk", &domain, &disk, "vdx"], &how[..]].concat()).unwrap();
+    let script = format!(
+        "{FIND}mkdir -p /run/full\n\
+         until disk=$(find {serial}); do sleep 0.1; done\n\
+         mount -t ext4 $disk /run/full && dd if=/dev/zero of=/run/full/late bs=65536 count=48 2>/dev/null\n\
+         echo written\n"
+    );
+    assert_eq!(machine.shell(&script).await.unwrap(), "written\n");
+    let before = filesystem(&disk);
+    assert!(before.contains("needs_recovery"), "it is mounted: {before}");
+
+    place.libvirtd.virsh(&["shutdown", &domain, "--mode", "acpi"]).unwrap();
+    let off = eventually("the machine is off", PATIENCE, async || {
+        let running = place.libvirtd.virsh(&["list", "--name"]).ok()?;
+        (!running.contains(&domain)).then_some(())
+    });
+    off.await.unwrap_or_else(|error| panic!("{error:#}\n{}", place.consoles()));
+    let after = filesystem(&disk);
+    assert!(!after.contains("needs_recovery"), "{after}");
+    let state = after.lines().find(|line| line.starts_with("Filesystem state:")).unwrap();
+    assert!(state.ends_with(" clean"), "{state}");
+    let late = run("debugfs", &["-R", "stat late", &disk]);
+    assert!(late.contains(&format!("Size: {}", 48 * 65536)), "{late}");
+
+    // The pod is as dead as with any other end of its VM, and the node says which end it was.
+    let cause = eventually("StartVM says what became of it", PATIENCE, async || {
+        machine.shim.start_vm(&machine.id).await.err().map(|error| error.to_string())
+    });
+    let cause = cause.await.unwrap();
+    assert!(cause.contains("has ended: it was shut down or powered itself off"), "{cause}");
+    stop_promptly(&machine.shim, &machine.id).await.unwrap();
+    daemons.gone(&machine.id, PATIENCE).await.unwrap();
+    place.assert_clean();
+}
+
+/// What e2fsprogs says of a disk's file system.
+fn filesystem(disk: &str) -> String {
+    run("dumpe2fs", &["-h", disk])
+}
+
+fn run(program: &str, arguments: &[&str]) -> String {
+    let output = std::process::Command::new(program).args(arguments).output();
+    let output = output.unwrap_or_else(|error| panic!("{program}: {error}; scripts/setup installs it"));
+    assert!(output.status.success(), "{program} {arguments:?}: {output:?}");
+    String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
 #[tokio::test(flavor = "multi_thread")]

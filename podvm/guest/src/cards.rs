@@ -14,7 +14,7 @@ use std::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use mozim::{
@@ -34,10 +34,12 @@ use crate::status::{self, Stage, Status};
 
 mod line;
 mod names;
+mod silence;
 mod wanted;
 
 use line::Line;
 use names::Names;
+use silence::Silence;
 use wanted::{Wanted, addresses, bring_up, is_permanent, is_tentative, local};
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
@@ -52,6 +54,9 @@ const FIRST_TRIES: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(
 /// To a request the server that offered, or granted before, answers at once or not at all. The client does not hear a
 /// refusal then; the server is asked by a new one whether the lease still holds, and that hears it.
 const REQUEST: Duration = Duration::from_secs(4);
+/// A slow server, which still has our earlier questions before it, is given twice the time after each offer that came to
+/// nothing: a client that begins anew each time would never get further.
+const LONGEST_REQUEST: Duration = Duration::from_secs(32);
 const AGAIN: Duration = Duration::from_secs(1);
 
 /// A card as the kernel has it.
@@ -67,6 +72,8 @@ struct Card {
     /// Somebody else gave it an address of IPv4, of IPv6.
     given: (bool, bool),
     link_local: Option<Ipv6Addr>,
+    /// It has an address, whoever gave it, that reaches beyond its wire.
+    addressed: bool,
 }
 
 /// What all tasks share.
@@ -103,9 +110,15 @@ pub(crate) async fn keep(status: Arc<Status>) {
     let events = Netns::current().and_then(|netns| Events::of_underlay(&netns));
     let mut events = events.inspect_err(|error| tracing::error!(%error, "cannot watch the cards")).ok();
     let mut keeper = Keeper { shared, tasks: JoinSet::new(), of: BTreeMap::new(), seen: BTreeMap::new() };
+    let mut silence = Silence::new(Instant::now());
     loop {
         match blocking(look).await {
-            Ok(cards) => keeper.follow(&cards, &mut line).await,
+            Ok(cards) => {
+                if let Some(why) = silence.look(&cards, Instant::now()) {
+                    tracing::error!("{why}");
+                }
+                keeper.follow(&cards, &mut line).await;
+            }
             Err(error) => tracing::error!(error, "cannot look at the cards"),
         }
         let heard = async {
@@ -214,6 +227,14 @@ impl Keeper {
     }
 }
 
+/// How long the next client waits.
+struct Patience {
+    /// Of the first ones, for an offer.
+    first: std::array::IntoIter<Duration, 2>,
+    /// For what follows an offer.
+    request: Duration,
+}
+
 impl Shared {
     fn begins(&self) {
         let mut stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner);
@@ -237,6 +258,7 @@ impl Shared {
             self.status.done(stage.unwrap_or_else(|| self.status.begin("uplink")));
         }
         self.status.note("uplink-address", None);
+        self.status.has_address();
         true
     }
 
@@ -248,9 +270,10 @@ impl Shared {
             tracing::error!(card = card.name, %error, "DHCP");
             return;
         }
-        let (mut lease, mut first) = (None, FIRST_TRIES.into_iter());
+        let mut lease = None;
+        let mut patience = Patience { first: FIRST_TRIES.into_iter(), request: REQUEST };
         loop {
-            match self.lease_v4(card, rank, &config, &mut lease, &mut first).await {
+            match self.lease_v4(card, rank, &config, &mut lease, &mut patience).await {
                 Ok(never) => match never {},
                 Err(Some(error)) => {
                     tracing::warn!(card = card.name, error, "DHCP");
@@ -268,18 +291,28 @@ impl Shared {
         rank: u32,
         config: &DhcpV4Config,
         lease: &mut Option<DhcpV4Lease>,
-        first: &mut impl Iterator<Item = Duration>,
+        patience: &mut Patience,
     ) -> Result<std::convert::Infallible, Option<String>> {
         let failed = |error: mozim::DhcpError| Some(error.to_string());
         let mut client = DhcpV4Client::init(config.clone(), lease.take()).await.map_err(failed)?;
-        let mut limit = first.next();
+        let (mut limit, mut offered) = (patience.first.next(), false);
         loop {
             let run = client.run();
             let state = match limit {
-                Some(limit) => timeout(limit, run).await.map_err(|_| None)?,
+                Some(limit) => match timeout(limit, run).await {
+                    Ok(state) => state,
+                    Err(_) => {
+                        if offered {
+                            patience.request = (patience.request * 2).min(LONGEST_REQUEST);
+                        }
+                        return Err(None);
+                    }
+                },
                 None => run.await,
             };
-            limit = match state.map_err(failed)? {
+            let state = state.map_err(failed)?;
+            offered = matches!(state, DhcpV4State::Selecting);
+            limit = match state {
                 DhcpV4State::Done(granted) => {
                     let wanted = Wanted::of_v4(&granted);
                     tracing::info!(
@@ -293,10 +326,12 @@ impl Shared {
                     // What the kernel refused now it may take the next time.
                     self.give(card, rank, wanted).await;
                     *lease = Some(*granted);
+                    patience.request = REQUEST;
                     None
                 }
                 DhcpV4State::InitReboot => None,
-                DhcpV4State::Selecting | DhcpV4State::Renewing | DhcpV4State::Rebinding => Some(REQUEST),
+                DhcpV4State::Selecting => Some(patience.request),
+                DhcpV4State::Renewing | DhcpV4State::Rebinding => Some(REQUEST),
             };
         }
     }
@@ -364,8 +399,10 @@ fn look(client: &mut Client) -> Result<Vec<Card>, String> {
             managed: ra_flags(&link).contains(Inet6IfaceFlags::RaManaged),
             given: (false, false),
             link_local: None,
+            addressed: false,
         };
         for address in addresses(client, card.index)? {
+            card.addressed |= !is_tentative(&address) && local(&address).is_some_and(reaches_far);
             match local(&address) {
                 Some(IpAddr::V6(own)) if own.is_unicast_link_local() => {
                     card.link_local = Some(own).filter(|_| !is_tentative(&address)).or(card.link_local);
@@ -383,6 +420,13 @@ fn look(client: &mut Client) -> Result<Vec<Card>, String> {
         cards.push(card);
     }
     Ok(cards)
+}
+
+fn reaches_far(address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(own) => !own.is_link_local(),
+        IpAddr::V6(own) => !own.is_unicast_link_local(),
+    }
 }
 
 fn ra_flags(link: &LinkMessage) -> Inet6IfaceFlags {

@@ -4,11 +4,12 @@
 //! retransmissions loses seconds. So a new attempt begins at every beat and the old ones may still win; the time lost
 //! after the network is there is a fraction of one beat.
 
-use std::{io, net::SocketAddr, time::Duration};
+use std::{future::pending, io, net::SocketAddr, sync::Arc, time::Duration};
 
 use peerpod_link::{endpoint, tls};
 use tokio::{
     net::TcpStream,
+    sync::Notify,
     task::JoinSet,
     time::{sleep, timeout},
 };
@@ -34,12 +35,20 @@ pub(crate) fn beat() -> Duration {
 /// Where home is.
 pub(crate) struct Dialler {
     addresses: Vec<SocketAddr>,
+    /// Begins the next beat.
+    woken: Option<Arc<Notify>>,
 }
 
 impl Dialler {
     /// `addresses` must not be empty; birth data checks that.
     pub(crate) fn new(addresses: Vec<SocketAddr>) -> Dialler {
-        Dialler { addresses }
+        Dialler { addresses, woken: None }
+    }
+
+    /// With what tells that the network is another now, so that no beat is waited for.
+    pub(crate) fn woken_by(mut self, notify: Arc<Notify>) -> Dialler {
+        self.woken = Some(notify);
+        self
     }
 
     /// Adds addresses that the node was heard of at since, behind those that are known.
@@ -65,7 +74,19 @@ impl Dialler {
             if self.addresses.len() > AT_ONCE {
                 self.addresses.rotate_left(AT_ONCE);
             }
-            let beat = sleep(beat());
+            let woken = self.woken.clone();
+            let beat = async {
+                let woken = async {
+                    match &woken {
+                        Some(notify) => notify.notified().await,
+                        None => pending().await,
+                    }
+                };
+                tokio::select! {
+                    () = sleep(beat()) => {}
+                    () = woken => {}
+                }
+            };
             tokio::pin!(beat);
             loop {
                 tokio::select! {
@@ -86,7 +107,7 @@ impl Dialler {
     /// byte is sent; whoever waits for it runs after.
     pub(crate) async fn secure(
         &mut self,
-        config: std::sync::Arc<rustls::ClientConfig>,
+        config: Arc<rustls::ClientConfig>,
         connected: impl FnOnce(),
     ) -> Result<TlsStream<TcpStream>, Error> {
         let (tcp, address) = self.connect().await;
@@ -159,6 +180,25 @@ mod tests {
             drop(listener);
         }
         assert!(worst < Duration::from_millis(300), "{worst:?}");
+    }
+
+    /// Time stands still but for the runtime, which moves it to the next timer when nobody has anything to do: so the
+    /// attempt comes by the word, or not before the beat.
+    #[tokio::test(start_paused = true)]
+    async fn a_new_address_is_not_waited_for_by_a_beat() {
+        let (later, address) = held();
+        let notify = Arc::new(Notify::new());
+        let mut dialler = Dialler::new(vec![address]).woken_by(notify.clone());
+        let began = tokio::time::Instant::now();
+        let dialling = dialler.connect();
+        tokio::pin!(dialling);
+        // Refused, and no beat is over.
+        let refused = timeout(Duration::from_millis(50), &mut dialling).await;
+        assert!(refused.is_err());
+        let _listener = later.listen(16).unwrap();
+        notify.notify_one();
+        dialling.await;
+        assert!(began.elapsed() < Duration::from_millis(100), "{:?}", began.elapsed());
     }
 
     #[tokio::test]

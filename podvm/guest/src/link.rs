@@ -236,7 +236,8 @@ impl Keeper {
     }
 
     async fn keep_dialling(&self, handle: &EndpointHandle, mut links: mpsc::UnboundedReceiver<LinkEvent>) {
-        let mut way = Way::Dial(Dialler::new(self.birth.node.addresses.clone()));
+        let mut way =
+            Way::Dial(Dialler::new(self.birth.node.addresses.clone()).woken_by(self.status.addressed()));
         let mut said = Said::default();
         if !self.identity().is_granted() {
             self.claim(&mut way, &mut said).await;

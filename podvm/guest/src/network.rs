@@ -222,7 +222,11 @@ fn make(
     metadata: &Metadata,
 ) -> Result<Made, Error> {
     net::netns::create_named(podns)?;
-    let external = external::read(&plan)?;
+    let mut external = external::read(&plan)?;
+    if let Some(external) = &mut external {
+        // The wall around the VM's network is not to close what the cloud's author opened.
+        external.allow.extend(metadata.open.iter().map(|address| (*address, bits(*address))));
+    }
     let mut external_note = None;
     match &external {
         None => external::undo()?,

@@ -194,12 +194,18 @@ impl Source {
             version: u32,
         }
         let wrong = |why: String| Error::Read { file: file.to_owned(), why };
-        let found =
-            basic_toml::from_slice::<Versioned>(text).map_err(|error| wrong(error.to_string()))?.version;
-        if found != VERSION {
-            return Err(Error::Version { file: file.to_owned(), found });
+        let of = |found| Error::Version { file: file.to_owned(), found };
+        // Once, where all is well: this is on a machine's way home.
+        let mut source: Source =
+            basic_toml::from_slice(text).map_err(|error| {
+                match basic_toml::from_slice::<Versioned>(text) {
+                    Ok(Versioned { version }) if version != VERSION => of(version),
+                    _ => wrong(error.to_string()),
+                }
+            })?;
+        if source.version != VERSION {
+            return Err(of(source.version));
         }
-        let mut source: Source = basic_toml::from_slice(text).map_err(|error| wrong(error.to_string()))?;
         source.name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         if source.when.iter().any(|when| *when == When::default()) {
             return Err(wrong("an empty [[when]] is true everywhere: leave it out".to_owned()));

@@ -6,7 +6,7 @@
 use std::{
     collections::BTreeMap,
     path::Path,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
@@ -14,6 +14,7 @@ use nix::time::{ClockId, clock_gettime};
 use peerpod_proto::guest;
 
 use serde::{Deserialize, Serialize};
+use tokio::sync::Notify;
 
 use crate::{files, proc};
 
@@ -71,6 +72,8 @@ pub(crate) struct Status {
     notes: Mutex<BTreeMap<&'static str, String>>,
     /// Whether home was called.
     called: tokio::sync::watch::Sender<bool>,
+    /// Told when a card was given an address.
+    addressed: Arc<Notify>,
 }
 
 /// A stage under way.
@@ -92,6 +95,16 @@ impl Status {
         drop(called); // late is fine, too
     }
 
+    /// A card was given an address: what could not be reached a moment ago can be now.
+    pub(crate) fn has_address(&self) {
+        self.addressed.notify_one();
+    }
+
+    /// Hears of that, once each; for one listener.
+    pub(crate) fn addressed(&self) -> Arc<Notify> {
+        self.addressed.clone()
+    }
+
     /// With the stages that lie behind us: the time before this program, if it is the first of its kind.
     pub(crate) fn new(state_dir: &Path, restarted: bool) -> Status {
         let zero = birth_of_vm();
@@ -101,7 +114,13 @@ impl Status {
             .map(|id| id.trim().to_owned())
             .unwrap_or_default();
         let called = tokio::sync::watch::Sender::new(restarted);
-        let status = Status { zero, inner: Mutex::new(inner), notes: Mutex::default(), called };
+        let status = Status {
+            zero,
+            inner: Mutex::new(inner),
+            notes: Mutex::default(),
+            called,
+            addressed: Arc::default(),
+        };
         let own_start = || proc::started(std::process::id()).unwrap_or_else(since_boot);
         status.done(match restarted {
             false => Stage { name: "boot", began: zero },

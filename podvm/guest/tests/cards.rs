@@ -1,5 +1,5 @@
 //! The VM's cards against a real DHCP server (dnsmasq) in network namespaces: leases and what comes with them, renewal,
-//! refusal, servers that are away, slow, or of IPv6.
+//! refusal, servers that are away, slow, deaf at first, silent for ever, or of IPv6.
 //!
 //! Each test starts itself again in fresh namespaces (`inner`), so that nothing of it can stay behind. Needs root.
 
@@ -15,6 +15,8 @@ use std::{
 const INNER: &str = "PEERPOD_CARDS_TEST_INNER";
 const PATIENCE: Duration = Duration::from_secs(60);
 const LOG: &str = "/run/dnsmasq.log";
+/// What the guest program says.
+const SAYS: &str = "/run/guest.log";
 const VERY_SHORT: &str = "--dhcp-option=option:T1,4 --dhcp-option=option:T2,60";
 
 #[test]
@@ -30,6 +32,21 @@ fn an_address_that_the_server_does_not_grant_any_more_is_left() {
 #[test]
 fn a_server_that_comes_late_and_a_card_that_loses_its_cable_are_no_trouble() {
     in_namespaces("away");
+}
+
+#[test]
+fn a_server_that_takes_seconds_for_each_offer_gives_an_address_all_the_same() {
+    in_namespaces("slow");
+}
+
+#[test]
+fn questions_that_get_lost_are_asked_again() {
+    in_namespaces("deaf");
+}
+
+#[test]
+fn where_no_server_answers_the_console_says_what_to_do() {
+    in_namespaces("silent");
 }
 
 #[test]
@@ -67,7 +84,9 @@ fn sh(script: &str) -> String {
 fn until(what: &str, is: impl Fn() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !is() {
-        let seen = sh(&format!("ip -n vm addr; ip -n vm route; ip -n vm -6 route; cat {LOG} || true"));
+        let seen = sh(&format!(
+            "ip -n vm addr; ip -n vm route; ip -n vm -6 route; cat {LOG} || true; cat {SAYS} || true"
+        ));
         assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}\n{seen}");
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -106,6 +125,7 @@ fn guest() -> Ends {
         .env("SETTINGS", settings)
         .env("GUEST", env!("CARGO_BIN_EXE_peerpod-guest"))
         .stdin(Stdio::null())
+        .stderr(fs::File::options().create(true).append(true).open(SAYS).unwrap())
         .spawn();
     Ends(started.unwrap())
 }
@@ -148,6 +168,9 @@ fn inner() {
         "lease" => lease(),
         "refused" => refused(),
         "away" => away(),
+        "slow" => slow(),
+        "deaf" => deaf(),
+        "silent" => silent(),
         "v6" => v6(),
         "given" => given(),
         _ => unreachable!(),
@@ -229,6 +252,49 @@ fn away() {
     let _guest = self::guest();
     until("its own lease", || count("DHCPACK") > again);
     until("one address", || vm("addr show eth0").matches("inet ").count() == 1);
+}
+
+/// Each question keeps it busy for longer than the guest's first patience, and than a request may take.
+fn slow() {
+    let _server = server(&format!(
+        "--dhcp-range=10.97.0.50,10.97.0.60,255.255.255.0,2m --dhcp-reply-delay=5 {VERY_SHORT}"
+    ));
+    let _guest = guest();
+    until("the lease", || vm("addr show eth0").contains("inet 10.97.0."));
+    assert!(count("DHCPDISCOVER") > 1, "it was not slow: {}", fs::read_to_string(LOG).unwrap());
+    assert_eq!(vm("addr show eth0").matches("inet 10.97").count(), 1);
+}
+
+/// The network swallows the first two questions.
+fn deaf() {
+    sh("nft add table inet deaf
+        nft add chain inet deaf input '{ type filter hook input priority 0; }'
+        nft add rule inet deaf input udp dport 67 limit rate 1/day burst 2 packets counter drop");
+    let _server = server(&format!("--dhcp-range=10.97.0.50,10.97.0.60,255.255.255.0,2m {VERY_SHORT}"));
+    let _guest = guest();
+    until("the lease", || vm("addr show eth0").contains("inet 10.97.0."));
+    let rules = sh("nft list table inet deaf");
+    assert!(rules.contains("counter packets 2 "), "{rules}");
+}
+
+fn silent() {
+    let _guest = guest();
+    let said = || fs::read_to_string(SAYS).unwrap_or_default();
+    until("words for a card without an address", || said().contains("no DHCP server answers"));
+    let mac = vm("-o link show eth0").split("link/ether ").nth(1).unwrap()[..17].to_owned();
+    let said = said();
+    for words in [
+        "ERROR",
+        "home cannot be called",
+        &format!("eth0 ({mac})"),
+        "UDP ports 67 and 68",
+        "ip=ADDRESS::GATEWAY:NETMASK::eth0",
+    ] {
+        assert!(said.contains(words), "{words}: {said}");
+    }
+    // It was right to ask on.
+    let _server = server(&format!("--dhcp-range=10.97.0.50,10.97.0.60,255.255.255.0,2m {VERY_SHORT}"));
+    until("the lease", || vm("addr show eth0").contains("inet 10.97.0."));
 }
 
 fn v6() {

@@ -142,7 +142,10 @@ fn with_content_id(mut vmdk: Vec<u8>, identity: &str) -> anyhow::Result<Vec<u8>>
     let missing = at + DIGITS - end;
     let padding = find(0).context("the VMDK's descriptor does not end")?;
     ensure!(head.len() >= padding + missing, "the VMDK's descriptor fills its place");
-    ensure!(head[padding..padding + missing].iter().all(|byte| *byte == 0), "the VMDK's descriptor has no end");
+    ensure!(
+        head[padding..padding + missing].iter().all(|byte| *byte == 0),
+        "the VMDK's descriptor has no end"
+    );
     vmdk.copy_within(end..padding, end + missing);
     vmdk[at..at + DIGITS].copy_from_slice(id.as_bytes());
     Ok(vmdk)
@@ -155,7 +158,8 @@ mod tests {
     #[test]
     fn an_identifier_of_any_length_gives_the_same_descriptor() {
         let vmdk = |id: &str, zeros: usize| {
-            format!("KDMV\nversion=1\nCID={id}\nparentCID=ffffffff\n{}clusters", "\0".repeat(zeros)).into_bytes()
+            format!("KDMV\nversion=1\nCID={id}\nparentCID=ffffffff\n{}clusters", "\0".repeat(zeros))
+                .into_bytes()
         };
         let told = vmdk("0a1b2c3d", 20);
         for (id, zeros) in [("89abcdef", 20), ("9abcdef", 21), ("1", 27)] {

@@ -125,7 +125,8 @@ impl Shared {
                 let now = libvirt.state(&domain).await.map_err(fail)?;
                 // Somebody else did it.
                 if !now.is_on() {
-                    return Err(fail(error));
+                    let (_, memory) = self.size(request);
+                    return Err(refuse(&format!("{attempt}: start it with {memory} MiB"), error));
                 }
                 domain
             }

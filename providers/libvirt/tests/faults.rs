@@ -89,6 +89,33 @@ async fn wrong_settings_and_images_are_told_with_what_to_do_and_leave_nothing() 
     place.assert_clean();
 }
 
+/// The host has so much and QEMU does not get it, as when others have taken it. Nothing of the VM is in the way when there
+/// is memory again.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_without_free_memory_is_told_with_how_much_was_asked_for() {
+    let place = Place::new();
+    let known = fs::read_to_string("/proc/meminfo").unwrap();
+    let total = known.lines().find_map(|line| line.strip_prefix("MemTotal:")).unwrap();
+    let total: u64 = total.trim().trim_end_matches(" kB").parse().unwrap();
+    let asked = (total >> 10) / 2;
+    let mut big = request("pod");
+    big.size.memory_mib = asked;
+    let provider = place.provider();
+    place.libvirtd.limit_memory(Some(asked / 4 * 3)).unwrap();
+    let text = text_of(provider.create(&big, &key(1)).await, "capacity");
+    let how_much = format!("start it with {asked} MiB");
+    for part in ["create of pod (", &how_much, "Cannot allocate memory", "stop VMs, or ask for smaller ones"]
+    {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    assert_eq!(place.machines(), Vec::<u32>::new());
+    place.libvirtd.limit_memory(None).unwrap();
+    let made = provider.create(&big, &key(1)).await.unwrap();
+    assert_eq!(place.machines().len(), 1);
+    provider.delete(&made.id).await.unwrap();
+    place.assert_clean();
+}
+
 /// A file system with no room for an overlay, let alone a disk.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pool_that_is_full_says_so() {

@@ -114,6 +114,10 @@ async fn a_peer_pod_config_becomes_what_its_nodes_run() {
     let set = ["--set", "rollout.mode=config", "-f", values.to_str().unwrap()];
     cluster.install(OWN, &set).unwrap();
     assert!(get(&cluster, "daemonset", "peerpod-node").unwrap().is_null(), "the controller makes them");
+    let class = || get(&cluster, "runtimeclass", "kata-remote").unwrap();
+    let hooks =
+        || get(&cluster, "mutatingwebhookconfiguration", "peerpod-webhook").unwrap()["webhooks"].clone();
+    assert_eq!((class(), hooks()), (Value::Null, Value::Null), "nobody wants peer pods");
     let who = cluster.kubeconfig_of(OWN, "peerpod-controller", None).await.unwrap();
     let mut controller = start(&cluster, &who).await;
     let config = |name: &str, spec: Value| {
@@ -140,8 +144,10 @@ async fn a_peer_pod_config_becomes_what_its_nodes_run() {
     };
     assert!(has(&node, "PEERPOD_CLUSTER_CAPACITY", "20"), "{}", env(&node));
     assert_eq!(node["metadata"]["ownerReferences"][0]["name"], "gold");
-    let class = object(&cluster, "runtimeclass", "kata-remote").await;
-    assert_eq!(class["scheduling"]["nodeSelector"], json!({"pool": "gold"}));
+    let made = object(&cluster, "runtimeclass", "kata-remote").await;
+    assert_eq!(made["scheduling"]["nodeSelector"], json!({"pool": "gold"}));
+    let condition = hooks()[0]["matchConditions"][0]["expression"].clone();
+    assert!(condition.as_str().unwrap_or_default().contains("'kata-remote'"), "{}", hooks());
 
     until(&cluster, "gold", "NodesNotReady", &controller).await;
     run_pods(&cluster, "node", 1).await;
@@ -164,15 +170,30 @@ async fn a_peer_pod_config_becomes_what_its_nodes_run() {
 
     others_fields_survive(&cluster, &config, &has).await;
     what_cannot_be_is_said(&cluster, &config, &controller).await;
+    assert!(hooks()[0]["clientConfig"]["caBundle"].is_string(), "somebody else's, and it survives");
+
     cluster.kubectl(&["delete", "peerpodconfig", "-n", OWN, "gold"]).unwrap();
     wait_for("what it owned to go", LIMIT, async || {
         let left = cluster.kubectl(&["get", "daemonset", "-n", OWN, "-o", "name"])?;
-        Ok((!left.contains("gold")).then_some(()))
+        Ok((!left.contains("gold") && class().is_null() && hooks().as_array().is_none_or(Vec::is_empty))
+            .then_some(()))
     })
     .await
     .unwrap();
+    let refused = pod_of_the_class(&cluster).unwrap_err().to_string();
+    assert!(refused.contains(r#"RuntimeClass "kata-remote" not found"#), "{refused}");
+    config("gold", json!({"nodeSelector": {"pool": "gold"}}));
+    object(&cluster, "runtimeclass", "kata-remote").await;
+    // The webhook is nowhere here: a pod of the class is not admitted without it.
+    let refused = pod_of_the_class(&cluster).unwrap_err().to_string();
+    assert!(refused.contains("mwebhook.peerpods.io"), "{refused}");
     controller.check().unwrap();
     assert!(!controller.said().contains("forbidden"), "{}", controller.said());
+}
+
+fn pod_of_the_class(cluster: &Cluster) -> anyhow::Result<String> {
+    let overrides = r#"--overrides={"spec":{"runtimeClassName":"kata-remote"}}"#;
+    cluster.kubectl(&["run", "-n", "default", "pod", "--image=none", "--dry-run=server", overrides])
 }
 
 /// Another one sets a variable and an annotation of its own; a changed limit, and time, leave them alone. Ours come back.

@@ -115,6 +115,15 @@ impl Libvirtd {
         Ok(())
     }
 
+    /// VMs that it starts from now on can have no more address space than this, whatever the host has free; `None`: as much
+    /// as they want.
+    pub fn limit_memory(&self, mib: Option<u64>) -> anyhow::Result<()> {
+        let pid = fs::read_to_string(self.folder.join("libvirtd.pid"))?;
+        // The soft limit, which a child inherits and nobody needs a right to lift again.
+        let bytes = mib.map_or("unlimited".to_owned(), |mib| (mib << 20).to_string());
+        run("prlimit", &["--pid", pid.trim(), &format!("--as={bytes}:")], "").map(drop)
+    }
+
     /// Makes and starts a pool of files.
     pub fn make_pool(&self, name: &str) -> anyhow::Result<PathBuf> {
         let folder = self.pool_folder(name);

@@ -4,7 +4,6 @@
 //! Reads `/lib/modules/<release>`, made when the image is built, and asks the kernel. [`Index`] is pure.
 
 use std::{
-    collections::HashMap,
     ffi::CString,
     fs::{self, File},
     io,
@@ -27,18 +26,17 @@ const MAX_NEEDS: usize = 256;
 /// `MODULE_INIT_COMPRESSED_FILE`: the kernel unpacks the file.
 const COMPRESSED: i32 = 4;
 const MAX_LIST: u64 = 64 << 10;
-/// Where patterns are kept that fit several buses; no bus is called so.
-const ANY: &str = "*";
 
-/// What `depmod` wrote.
+/// What `depmod` wrote, as it wrote it: a machine asks of it a dozen times before it calls home, and to read through the
+/// text each time takes less than to make tables of all of it once.
 #[derive(Debug, Default)]
 pub(crate) struct Index {
-    /// By name: the file, and what it needs, the last to be loaded first.
-    files: HashMap<String, (String, Vec<String>)>,
-    /// By what comes before the first `:` of an alias: pattern, and module.
-    aliases: HashMap<String, Vec<(String, String)>>,
-    /// By name: what is to be loaded before.
-    soft: HashMap<String, Vec<String>>,
+    /// Of each line a file, and behind a `:` what it needs, the last to be loaded first.
+    dep: String,
+    /// `alias PATTERN MODULE`
+    alias: String,
+    /// `softdep MODULE pre: MODULE… post: MODULE…`
+    soft: String,
 }
 
 /// The modules of the running kernel.
@@ -59,48 +57,30 @@ pub(crate) enum Error {
 
 impl Index {
     /// From the texts of `modules.dep`, `modules.alias` and `modules.softdep`. What cannot be understood is left out.
-    pub(crate) fn parse(dep: &str, alias: &str, softdep: &str) -> Index {
-        let mut index = Index::default();
-        for (file, needs) in dep.lines().filter_map(|line| line.split_once(':')) {
-            let needs = needs.split_whitespace().take(MAX_NEEDS).map(str::to_owned).collect();
-            index.files.insert(name_of(file), (file.to_owned(), needs));
-        }
-        for line in alias.lines() {
-            let mut words = line.split_whitespace();
-            if let (Some("alias"), Some(pattern), Some(module)) = (words.next(), words.next(), words.next()) {
-                let entry = (pattern.to_owned(), normal(module));
-                // `acpi*:QEMU0002:*`: the bus itself is a pattern.
-                let bus = Some(bus(pattern)).filter(|bus| !bus.contains(['*', '?', '['])).unwrap_or(ANY);
-                index.aliases.entry(bus.to_owned()).or_default().push(entry);
-            }
-        }
-        for line in softdep.lines() {
-            let mut words = line.split_whitespace();
-            let (Some("softdep"), Some(module)) = (words.next(), words.next()) else { continue };
-            let before = words.skip_while(|word| *word != "pre:").skip(1);
-            let before = before.take_while(|word| *word != "post:").map(normal).collect();
-            index.soft.insert(normal(module), before);
-        }
-        index
+    pub(crate) fn new(dep: String, alias: String, soft: String) -> Index {
+        Index { dep, alias, soft }
     }
 
     /// The modules that a name or an alias means; none is one that the image has not, or the kernel itself.
-    pub(crate) fn find(&self, wanted: &str) -> Vec<&str> {
-        let name = normal(wanted);
-        if let Some((known, _)) = self.files.get_key_value(&name) {
-            return vec![known];
+    pub(crate) fn find<'a>(&'a self, wanted: &'a str) -> Vec<&'a str> {
+        if self.file(wanted).is_some() {
+            return vec![wanted];
         }
-        let fit = |(pattern, module): &'_ &(String, String)| {
-            matches(pattern, wanted) && self.files.contains_key(module)
-        };
-        let mut found: Vec<&str> = Vec::new();
-        let of = |bus: &str| self.aliases.get(bus).into_iter().flatten();
-        for (_, module) in of(bus(wanted)).chain(of(ANY)).filter(fit) {
-            if !found.contains(&module.as_str()) {
-                found.push(module);
+        let mut found: Vec<(bool, &str)> = Vec::new();
+        for line in self.alias.lines() {
+            let Some((pattern, module)) = alias_of(line) else { continue };
+            // `acpi*:QEMU0002:*`: the bus itself is a pattern. Those come last.
+            let any_bus = bus(pattern).contains(['*', '?', '[']);
+            if (any_bus || bus(pattern) == bus(wanted))
+                && !found.iter().any(|(_, known)| *known == module)
+                && matches(pattern, wanted)
+                && self.file(module).is_some()
+            {
+                found.push((any_bus, module));
             }
         }
-        found
+        found.sort_by_key(|(any_bus, _)| *any_bus);
+        found.into_iter().map(|(_, module)| module).collect()
     }
 
     /// The files of a module and of all that it needs, in the order in which they are to be loaded.
@@ -110,23 +90,46 @@ impl Index {
         order
     }
 
+    /// A module's file, and what it needs.
+    fn file(&self, module: &str) -> Option<(&str, &str)> {
+        self.dep
+            .lines()
+            .filter_map(|line| line.split_once(':'))
+            .find(|(file, _)| is_same(name_of(file), module))
+    }
+
+    /// What is to be loaded before it.
+    fn soft(&self, module: &str) -> impl Iterator<Item = &str> {
+        let of = self.soft.lines().filter_map(|line| line.strip_prefix("softdep ")).filter_map(|line| {
+            let mut words = line.split_whitespace();
+            words.next().filter(|name| is_same(name, module)).map(|_| words)
+        });
+        of.flat_map(|words| {
+            words.skip_while(|word| *word != "pre:").skip(1).take_while(|word| *word != "post:")
+        })
+    }
+
     fn add<'a>(&'a self, module: &str, order: &mut Vec<&'a str>, depth: usize) {
-        let Some((file, needs)) = self.files.get(module) else { return };
-        if depth > 8 || order.len() > MAX_NEEDS || order.contains(&file.as_str()) {
+        let Some((file, needs)) = self.file(module) else { return };
+        if depth > 8 || order.len() > MAX_NEEDS || order.contains(&file) {
             return;
         }
-        for soft in self.soft.get(module).into_iter().flatten() {
+        for soft in self.soft(module) {
             self.add(soft, order, depth + 1);
         }
-        for need in needs.iter().rev() {
-            if !order.contains(&need.as_str()) {
+        let needs: Vec<&str> = needs.split_whitespace().take(MAX_NEEDS).collect();
+        for need in needs.into_iter().rev().chain([file]) {
+            if !order.contains(&need) {
                 order.push(need);
             }
         }
-        if !order.contains(&file.as_str()) {
-            order.push(file);
-        }
     }
+}
+
+/// Pattern and module of an alias.
+fn alias_of(line: &str) -> Option<(&str, &str)> {
+    let (pattern, module) = line.strip_prefix("alias ")?.split_once(' ')?;
+    Some((pattern, module.trim()))
 }
 
 impl Modules {
@@ -139,14 +142,14 @@ impl Modules {
             let content = crate::files::read_bounded(&folder.join(name), MAX_INDEX).ok().flatten();
             String::from_utf8(content.unwrap_or_default()).unwrap_or_default()
         };
-        let index = Index::parse(&read("modules.dep"), &read("modules.alias"), &read("modules.softdep"));
+        let index = Index::new(read("modules.dep"), read("modules.alias"), read("modules.softdep"));
         let command_line = fs::read_to_string("/proc/cmdline").unwrap_or_default();
         Modules { folder, index, command_line }
     }
 
     /// Whether the image has any.
     pub(crate) fn is_empty(&self) -> bool {
-        self.index.files.is_empty()
+        self.index.dep.is_empty()
     }
 
     /// Loads what a name or an alias means. A module that is there already, or that the machine does not want, is fine.
@@ -175,12 +178,12 @@ impl Modules {
     }
 
     fn insert(&self, file: &str) -> Result<(), Error> {
-        if is_loaded(&name_of(file)) {
+        if is_loaded(name_of(file)) {
             return Ok(()); // its file need not be read again
         }
         let path = self.folder.join(file);
         let failed = |source| Error::Load { path: path.clone(), source };
-        let options = options(&self.command_line, &name_of(file));
+        let options = options(&self.command_line, name_of(file));
         let options = CString::new(options).map_err(|_| failed(io::ErrorKind::InvalidInput.into()))?;
         let flags = if file.ends_with(".ko") { 0 } else { COMPRESSED };
         let opened = File::open(&path).map_err(failed)?;
@@ -281,7 +284,7 @@ fn can_wait(alias: &str) -> bool {
 }
 
 fn is_loaded(name: &str) -> bool {
-    Path::new("/sys/module").join(normal(name)).exists()
+    Path::new("/sys/module").join(name.replace('-', "_")).exists()
 }
 
 fn collect_aliases(folder: &Path, depth: u32, into: &mut Vec<String>) {
@@ -299,21 +302,23 @@ fn collect_aliases(folder: &Path, depth: u32, into: &mut Vec<String>) {
 
 /// `a.b=c` of the kernel's command line is the option `b=c` of module `a`.
 fn options(command_line: &str, module: &str) -> String {
-    let own = |word: &&str| word.split_once('.').is_some_and(|(name, _)| normal(name) == module);
+    let own = |word: &&str| word.split_once('.').is_some_and(|(name, _)| is_same(name, module));
     let words = command_line.split_whitespace().filter(own);
     let options: Vec<&str> =
         words.filter_map(|word| word.split_once('.').map(|(_, option)| option)).collect();
     options.join(" ")
 }
 
-/// `kernel/net/foo-bar.ko.xz` is `foo_bar`.
-fn name_of(file: &str) -> String {
+/// `kernel/net/foo-bar.ko.xz` is `foo-bar`.
+fn name_of(file: &str) -> &str {
     let name = file.rsplit('/').next().unwrap_or(file);
-    normal(name.split(".ko").next().unwrap_or(name))
+    name.split(".ko").next().unwrap_or(name)
 }
 
-fn normal(name: &str) -> String {
-    name.replace('-', "_")
+/// Modules' names are written with `-` or `_`, as it comes.
+fn is_same(name: &str, other: &str) -> bool {
+    let plain = |byte: u8| if byte == b'-' { b'_' } else { byte };
+    name.len() == other.len() && name.bytes().map(plain).eq(other.bytes().map(plain))
 }
 
 fn bus(alias: &str) -> &str {
@@ -394,7 +399,7 @@ alias acpi*:QEMU000[0-2]:* btrfs
 ";
 
     fn index() -> Index {
-        Index::parse(DEP, ALIAS, "softdep btrfs pre: crc32c post: virtio_net\n")
+        Index::new(DEP.into(), ALIAS.into(), "softdep btrfs pre: crc32c post: virtio_net\n".into())
     }
 
     #[test]
@@ -412,7 +417,7 @@ alias acpi*:QEMU000[0-2]:* btrfs
             ]
         );
         assert_eq!(index.find("net_failover"), ["net_failover"], "by name, however it is written");
-        assert_eq!(index.find("net-failover"), ["net_failover"]);
+        assert_eq!(index.find("net-failover"), ["net-failover"]);
         assert_eq!(index.find("acpi:QEMU0002:"), ["btrfs"], "a bus that is a pattern");
         assert_eq!(index.find("fs-btrfs"), ["btrfs"], "what the kernel asks for");
         assert_eq!(index.order("btrfs"), ["kernel/crypto/crc32c.ko", "kernel/fs/btrfs/btrfs.ko"]);
@@ -453,7 +458,7 @@ alias acpi*:QEMU000[0-2]:* btrfs
     proptest! {
         #[test]
         fn any_text_is_survived(dep in ".{0,200}", alias in ".{0,200}", soft in ".{0,200}", wanted in ".{0,40}") {
-            let index = Index::parse(&dep, &format!("alias {alias}"), &format!("softdep {soft}"));
+            let index = Index::new(dep, format!("alias {alias}"), format!("softdep {soft}"));
             for found in index.find(&wanted) {
                 prop_assert!(!index.order(found).is_empty());
             }
@@ -472,7 +477,7 @@ alias acpi*:QEMU000[0-2]:* btrfs
         fn cycles_end(a in "[a-c]", b in "[a-c]", c in "[a-c]") {
             let dep = format!("a.ko: {a}.ko\nb.ko: {b}.ko\nc.ko: {c}.ko");
             let soft = format!("softdep a pre: {b}\nsoftdep b pre: {c}\nsoftdep c pre: {a}");
-            let index = Index::parse(&dep, "", &soft);
+            let index = Index::new(dep, String::new(), soft);
             prop_assert!(index.order("a").len() <= 3);
         }
     }

@@ -5,10 +5,8 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use futures_util::StreamExt;
 use k8s_openapi::{
     api::{
-        admissionregistration::v1::MutatingWebhookConfiguration,
-        apps::v1::{DaemonSet, Deployment},
+        apps::v1::DaemonSet,
         core::v1::{ConfigMap, Node, Secret},
-        node::v1::RuntimeClass,
     },
     jiff::Timestamp,
 };
@@ -29,6 +27,10 @@ use peerpod_kube::{
 };
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
+use tokio::{
+    select,
+    time::{MissedTickBehavior, interval},
+};
 use tracing::{info, warn};
 
 use super::{
@@ -48,16 +50,16 @@ const WATCH: u32 = 60;
 const TOGETHER: Duration = Duration::from_millis(200);
 
 #[derive(Debug, thiserror::Error)]
-enum Error {
+pub(super) enum Error {
     #[error(transparent)]
     Api(#[from] client::Error),
     #[error(transparent)]
     NotHeld(#[from] NotHeld),
 }
 
-struct Work {
-    config: RolloutConfig,
-    context: Context,
+pub(super) struct Work {
+    pub(super) config: RolloutConfig,
+    pub(super) context: Context,
 }
 
 /// The part of the controller.
@@ -76,19 +78,31 @@ async fn run(config: RolloutConfig, context: Context) -> anyhow::Result<()> {
         Controller::new(configs, watcher::Config::default().timeout(WATCH))
             .owns(sets, of_ours)
             .with_config(controller::Config::default().debounce(TOGETHER))
-            .run(reconcile, again, work)
+            .run(reconcile, again, Arc::clone(&work))
     );
-    while let Some(one) = done.next().await {
+    // Nobody reconciles the last one when it is gone.
+    let mut look = interval(AGAIN);
+    look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        let one = select! {
+            one = done.next() => one,
+            _ = look.tick() => {
+                if let Err(error) = work.withdraw_if_none().await {
+                    warn!(%error, "what no PeerPodConfig wants may still be there; trying again");
+                }
+                continue;
+            }
+        };
         match one {
-            Err(controller::Error::QueueError(error)) => {
+            None => return Ok(()),
+            Some(Err(controller::Error::QueueError(error))) => {
                 warn!(%error, "PeerPodConfigs cannot be followed");
                 ready.not_ready("rollout", &format!("PeerPodConfigs cannot be followed: {error}"));
             }
             // Its own failures are in its status.
-            Ok(_) | Err(_) => ready.ready("rollout"),
+            Some(Ok(_) | Err(_)) => ready.ready("rollout"),
         }
     }
-    Ok(())
 }
 
 fn again(config: Arc<PeerPodConfig>, error: &Error, _: Arc<Work>) -> Action {
@@ -112,14 +126,14 @@ async fn reconcile(config: Arc<PeerPodConfig>, work: Arc<Work>) -> Result<Action
 }
 
 impl Work {
-    fn ours<K>(&self) -> Api<K>
+    pub(super) fn ours<K>(&self) -> Api<K>
     where
         K: Resource<Scope = k8s_openapi::NamespaceResourceScope, DynamicType = ()>,
     {
         Api::namespaced(self.client(), &self.context.namespace)
     }
 
-    fn client(&self) -> Client {
+    pub(super) fn client(&self) -> Client {
         self.context.client.clone()
     }
 
@@ -144,18 +158,16 @@ impl Work {
         };
         let live: Vec<&PeerPodConfig> =
             all.iter().filter(|one| one.metadata.deletion_timestamp.is_none()).collect();
-        if let Some(class) = manifests.runtime_class(&live) {
-            self.put::<RuntimeClass>(None, &class).await?;
-        }
+        let webhook = self.offer(&manifests, &live).await?;
         let [node, relay] = sets;
         // The relay first: the node is not ready without it.
         let relay = self.put::<DaemonSet>(config.namespace(), &relay).await?;
         let node = self.put::<DaemonSet>(config.namespace(), &node).await?;
-        Ok(Facts::Applied { node: progress(&node), relay: progress(&relay), webhook: self.webhook().await? })
+        Ok(Facts::Applied { node: progress(&node), relay: progress(&relay), webhook })
     }
 
     /// The chart's manifests, or why there are none.
-    async fn manifests(&self) -> Result<Result<Manifests, String>, Error> {
+    pub(super) async fn manifests(&self) -> Result<Result<Manifests, String>, Error> {
         let name = &self.config.config_map;
         let maps: Api<ConfigMap> = self.ours();
         Ok(match within(format!("get ConfigMap {name}"), maps.get_opt(name)).await? {
@@ -216,7 +228,11 @@ impl Work {
     }
 
     /// Server-side apply; what comes back.
-    async fn put<K>(&self, namespace: Option<String>, object: &Value) -> Result<DynamicObject, Error>
+    pub(super) async fn put<K>(
+        &self,
+        namespace: Option<String>,
+        object: &Value,
+    ) -> Result<DynamicObject, Error>
     where
         K: Resource<DynamicType = ()>,
     {
@@ -230,35 +246,6 @@ impl Work {
         let apply = PatchParams::apply(MANAGER).force();
         let what = format!("apply {} {name}", resource.kind);
         Ok(within(what, api.patch(name, &apply, &Patch::Apply(object))).await?)
-    }
-
-    /// Why no pod is admitted, if so.
-    async fn webhook(&self) -> Result<Option<String>, Error> {
-        let name = &self.config.webhook;
-        if name.is_empty() {
-            return Ok(None);
-        }
-        let registrations: Api<MutatingWebhookConfiguration> = Api::all(self.client());
-        let found = within(format!("get webhook registration {name}"), registrations.get_opt(name)).await?;
-        let Some(found) = found else {
-            return Ok(Some(format!(
-                "there is no MutatingWebhookConfiguration {name}; install the chart with it"
-            )));
-        };
-        let trusted = |hook: &k8s_openapi::api::admissionregistration::v1::MutatingWebhook| {
-            hook.client_config.ca_bundle.as_ref().is_some_and(|bundle| !bundle.0.is_empty())
-        };
-        if !found.webhooks.unwrap_or_default().iter().all(trusted) {
-            let why = format!(
-                "MutatingWebhookConfiguration {name} has no caBundle yet: its certificate's issuer puts it there"
-            );
-            return Ok(Some(why));
-        }
-        let deployments: Api<Deployment> = self.ours();
-        let found = within(format!("get Deployment {name}"), deployments.get_opt(name)).await?;
-        let available = found.and_then(|one| one.status).and_then(|status| status.available_replicas);
-        let none = || format!("no replica of Deployment {name} is available: no peer pod is admitted");
-        Ok((available.unwrap_or(0) < 1).then(none))
     }
 
     async fn say(&self, config: &PeerPodConfig, facts: &Facts) -> Result<(), Error> {

@@ -21,6 +21,7 @@ pub struct Manifests {
     node: Value,
     relay: Value,
     runtime_class: Option<Value>,
+    registration: Option<Value>,
 }
 
 /// Why there is nothing to apply.
@@ -69,15 +70,24 @@ impl Manifests {
             }
             Ok(set)
         };
-        let class = "runtimeclass.yaml";
-        let runtime_class = data.contains_key(class).then(|| one(class, "RuntimeClass")).transpose()?;
-        Ok(Manifests { node: set("node.yaml")?, relay: set("relay.yaml")?, runtime_class })
+        let maybe = |key, kind| data.contains_key(key).then(|| one(key, kind)).transpose();
+        Ok(Manifests {
+            node: set("node.yaml")?,
+            relay: set("relay.yaml")?,
+            runtime_class: maybe("runtimeclass.yaml", "RuntimeClass")?,
+            registration: maybe("webhook.yaml", "MutatingWebhookConfiguration")?,
+        })
     }
 
     /// The names of the DaemonSets of this PeerPodConfig: node and relay.
     pub fn names(&self, config: &str) -> [String; 2] {
         [&self.node, &self.relay]
             .map(|set| format!("{}-{config}", set["metadata"]["name"].as_str().unwrap_or("")))
+    }
+
+    /// The webhook's registration, if pods are to go by it.
+    pub fn registration(&self) -> Option<&Value> {
+        self.registration.as_ref()
     }
 
     /// The RuntimeClass, for the nodes of these PeerPodConfigs. Several have no selector in common; then the extended

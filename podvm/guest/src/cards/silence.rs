@@ -1,0 +1,99 @@
+//! What is said when no card of the VM has an address. Home cannot be asked or told then: the console is all there is, and
+//! it is what a node shows of a VM that never calls.
+
+use std::time::{Duration, Instant};
+
+use super::Card;
+
+/// Servers may be slow for so long without a word of ours.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Said again, so that it is among the last words of a VM that is given up.
+const AGAIN: Duration = Duration::from_secs(60);
+
+/// When it is to be said next.
+pub(super) struct Silence {
+    due: Instant,
+}
+
+impl Silence {
+    /// The cards are being asked for from now on.
+    pub(super) fn new(now: Instant) -> Silence {
+        Silence { due: now + PATIENCE }
+    }
+
+    /// What is to be said of the cards as they are now, if it is time.
+    pub(super) fn look(&mut self, cards: &[Card], now: Instant) -> Option<String> {
+        if cards.iter().any(|card| card.addressed) {
+            self.due = now + PATIENCE;
+            return None;
+        }
+        if now < self.due {
+            return None;
+        }
+        self.due = now + AGAIN;
+        Some(words(cards))
+    }
+}
+
+fn words(cards: &[Card]) -> String {
+    if cards.is_empty() {
+        return "the VM has no network card that this kernel has a driver for, so home cannot be called: give it one, or \
+                build the image with its driver"
+            .to_owned();
+    }
+    let all: Vec<String> = cards.iter().map(one).collect();
+    format!("no network card has an address, so home cannot be called: {}", all.join("; "))
+}
+
+fn one(card: &Card) -> String {
+    let (name, mac) = (&card.name, card.mac.map(|byte| format!("{byte:02x}")).join(":"));
+    if !card.carrier {
+        return format!("{name} ({mac}) has no carrier: connect the VM's card to a network");
+    }
+    format!(
+        "{name} ({mac}): no DHCP server answers, and no router announces an IPv6 network; they are asked on. See that the \
+         VM's network has one of the two and lets UDP ports 67 and 68 through, or give the address on the kernel's command \
+         line: ip=ADDRESS::GATEWAY:NETMASK::{name}"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn card(carrier: bool, addressed: bool) -> Card {
+        Card {
+            name: "eth0".into(),
+            index: 2,
+            mac: [2, 0, 0, 0, 0, 0xfe],
+            up: true,
+            carrier,
+            managed: false,
+            given: (false, false),
+            link_local: None,
+            addressed,
+        }
+    }
+
+    #[test]
+    fn it_is_said_when_it_is_time_and_again_and_not_with_an_address() {
+        let now = Instant::now();
+        let mut silence = Silence::new(now);
+        let silent = [card(true, false)];
+        assert_eq!(silence.look(&silent, now), None, "a server may take its time");
+        let said = silence.look(&silent, now + PATIENCE).unwrap();
+        assert!(said.contains("eth0 (02:00:00:00:00:fe): no DHCP server answers"), "{said}");
+        assert!(said.contains("ip=ADDRESS::GATEWAY:NETMASK::eth0"), "{said}");
+        assert_eq!(silence.look(&silent, now + PATIENCE * 2), None, "once");
+        assert!(silence.look(&silent, now + PATIENCE + AGAIN).is_some(), "and again");
+        let one_is_enough = [card(true, false), card(true, true)];
+        assert_eq!(silence.look(&one_is_enough, now + AGAIN * 9), None);
+    }
+
+    #[test]
+    fn no_card_and_no_cable_have_words_of_their_own() {
+        assert!(words(&[]).contains("no network card that this kernel has a driver for"));
+        let said = words(&[card(false, false)]);
+        assert!(said.contains("eth0 (02:00:00:00:00:fe) has no carrier"), "{said}");
+    }
+}
