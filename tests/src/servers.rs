@@ -1,14 +1,15 @@
-//! Real storage servers for tests, in the node's network: NFS (nfs-ganesha, which needs nothing of the kernel), iSCSI
-//! (tgt) and NBD (qemu-nbd). Killed when dropped.
+//! Real storage servers for tests, in the node's network: NFS (nfs-ganesha, which needs nothing of the kernel), SMB
+//! (Samba, with accounts of its own), iSCSI (tgt) and NBD (qemu-nbd). Killed when dropped.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
 use std::{
     ffi::{OsStr, OsString},
     fs,
+    io::Write,
     net::SocketAddr,
     path::{Path, PathBuf},
-    process::{Child, Command},
+    process::{Child, Command, Stdio},
     time::Duration,
 };
 
@@ -80,6 +81,66 @@ impl Nfs {
         arguments.extend([file.into(), "-L".into(), base.join("log").into()]);
         arguments.extend(["-p".into(), base.join("pid").into()]);
         Nfs { _server: Server::start(world, "ganesha.nfsd", &arguments, Nfs::PORT), folder }
+    }
+}
+
+/// An SMB server with one share and one user.
+pub struct Smb {
+    _server: Server,
+    /// What it shares as `files`.
+    pub folder: PathBuf,
+}
+
+impl Smb {
+    /// The port it listens on: the usual one may be taken.
+    pub const PORT: u16 = 10445;
+    /// Its user: one that the system has, under which nobody logs in.
+    pub const USER: &str = "daemon";
+
+    /// Starts one whose user has this password.
+    pub fn start(world: &World, password: &str) -> Smb {
+        let base = world.folder().join("smb");
+        let folder = base.join("export");
+        for name in ["export", "private", "lock", "state", "cache", "pid", "ncalrpc"] {
+            fs::create_dir_all(base.join(name)).unwrap();
+        }
+        let at = |name: &str| base.join(name).display().to_string();
+        let configuration = format!(
+            "[global]\nserver role = standalone server\nworkgroup = PEERPOD\nsmb ports = {}\ndisable netbios = yes\n\
+             server min protocol = SMB3\nmap to guest = never\nload printers = no\nprinting = bsd\n\
+             printcap name = /dev/null\ndisable spoolss = yes\nusershare max shares = 0\nobey pam restrictions = no\n\
+             passdb backend = tdbsam:{}/passdb.tdb\nprivate dir = {}\nlock directory = {}\nstate directory = {}\n\
+             cache directory = {}\npid directory = {}\nncalrpc dir = {}\nlog file = {}\nlog level = 1\n\
+             [files]\npath = {}\nread only = no\nvalid users = {}\nforce user = root\n",
+            Smb::PORT,
+            at("private"),
+            at("private"),
+            at("lock"),
+            at("state"),
+            at("cache"),
+            at("pid"),
+            at("ncalrpc"),
+            at("log"),
+            folder.display(),
+            Smb::USER,
+        );
+        let file = base.join("smb.conf");
+        fs::write(&file, configuration).unwrap();
+        let file = format!("--configfile={}", file.display());
+        let mut add = Command::new("pdbedit")
+            .arg(&file)
+            .args(["-a", "-u", Smb::USER, "-t"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        write!(add.stdin.take().unwrap(), "{password}\n{password}\n").unwrap();
+        let output = add.wait_with_output().unwrap();
+        assert!(output.status.success(), "pdbedit: {}", String::from_utf8_lossy(&output.stderr));
+        let arguments =
+            ["--foreground", "--no-process-group", "--debug-stdout", file.as_str()].map(OsString::from);
+        Smb { _server: Server::start(world, "smbd", &arguments, Smb::PORT), folder }
     }
 }
 

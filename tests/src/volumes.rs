@@ -16,7 +16,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use peerpod_client::{AgentClient, Annotations, ContainerSpec, Output, ShimClient, copy_file, exec_request};
 use peerpod_proto::agent::{CopyFileRequest, CreateContainerRequest, CreateSandboxRequest};
 use peerpod_volume::{
-    FsGroup, FsGroupPolicy, GuestVolume, Mode, Source, VolumeId,
+    Credentials, FsGroup, FsGroupPolicy, GuestVolume, Mode, Source, VolumeId,
     descriptor::{Attach, VERSION},
     records::{self, Record, Records},
 };
@@ -106,6 +106,7 @@ impl Node {
             marker,
             fence: Some(1),
         };
+        self.records.put_credentials(uid, &record.volume.id, volume.credentials.as_ref()).unwrap();
         self.records.put(&record).unwrap();
         record
     }
@@ -232,16 +233,9 @@ impl Disk {
         fs::read(&self.file).unwrap()
     }
 
-    /// As the cloud makes one larger: the file, and what the VM sees of it.
+    /// As its driver makes one larger: who shows that to the VM is the node's matter.
     pub fn grow(&self, mib: u64) {
         fs::OpenOptions::new().write(true).open(&self.file).unwrap().set_len(mib << 20).unwrap();
-        let listed = run(
-            "losetup",
-            &["--associated", self.file.to_str().unwrap(), "--output", "NAME", "--noheadings"],
-        );
-        for device in listed.lines() {
-            run("losetup", &["--set-capacity", device.trim()]);
-        }
     }
 
     /// A volume of it.
@@ -256,6 +250,7 @@ impl Disk {
             mode: Mode::Filesystem { fs_type: None, mount_options: Vec::new(), fs_group: None },
             read_only: false,
             tmpfs: false,
+            credentials: None,
         }
     }
 }
@@ -279,6 +274,8 @@ pub struct Volume {
     pub read_only: bool,
     /// The published target is a tmpfs of its own.
     pub tmpfs: bool,
+    /// Who it is mounted as.
+    pub credentials: Option<Credentials>,
 }
 
 impl Volume {

@@ -1,9 +1,13 @@
-//! Persistent volumes in machines that boot: virtio disks of files, iSCSI and NBD, and NFS from the VM's own uplink. Needs
-//! root and `make image`.
+//! Persistent volumes in machines that boot: virtio disks of files, iSCSI and NBD, and NFS and SMB from the VM's own
+//! uplink. Needs root and `make image`.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
-use std::fs;
+use std::{
+    fs,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+};
 
 use futures_util::future::join_all;
 use peerpod_proto::{
@@ -12,10 +16,10 @@ use peerpod_proto::{
 };
 use peerpod_tests::{
     PATIENCE, long,
-    servers::{Iscsi, Nbd, Nfs},
-    volumes::{Disk, Node, Running, Volume, at, lives_once, run},
+    servers::{Iscsi, Nbd, Nfs, Smb},
+    volumes::{By, Disk, Node, Running, Volume, at, lives_once, run},
 };
-use peerpod_volume::{Mode, Source};
+use peerpod_volume::{Credentials, Mode, SecretRef, Source, credentials};
 
 /// The node, as the VMs' network has it.
 const NODE: &str = "10.97.0.1";
@@ -49,9 +53,7 @@ async fn disks_land_where_they_belong_grow_and_outlive_their_machine() {
     let context = || ttrpc::context::with_duration(PATIENCE);
     let before = volumes.stats(context(), &ask).await.unwrap();
     assert!(before.used_bytes >= 8 << 20 && before.total_bytes < 1 << 30, "{before:?}");
-    let libvirtd = &node.machines.as_ref().unwrap().libvirtd;
-    let domain = libvirtd.domains().unwrap().remove(0);
-    libvirtd.virsh(&["blockresize", &domain, empty.file.to_str().unwrap(), "2GiB"]).unwrap();
+    empty.grow(2 << 10);
     let expand = ExpandRequest {
         pod_uid: ask.pod_uid.clone(),
         volume_id: id,
@@ -121,6 +123,80 @@ async fn network_disks_are_connected_by_the_hypervisor_and_shares_by_the_machine
     assert_eq!(second.shell("main", "cat /iscsi/name /nbd/name /nfs/name").await, "iscsi\nnbd\nnfs\n");
     node.stop(second).await;
     clean(&node);
+}
+
+/// With what an option of mount(8) could not have in it, and a shell would part.
+const PASSWORD: &str = "pass,word of \\ 'files'";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_share_is_mounted_with_its_secret_which_stands_nowhere_else() {
+    let node = Node::start_in_machines().await;
+    let smb = Smb::start(&node.world, PASSWORD);
+    fs::write(smb.folder.join("notice"), "for members\n").unwrap();
+    let disk = node.disk("unused", 1);
+    let share = |handle: &str, password: &str| {
+        let secret = Some(SecretRef { namespace: "default".into(), name: handle.into() });
+        let source = Source::Smb { server: NODE.into(), share: "files".into(), secret };
+        let mount_options = vec![format!("port={}", Smb::PORT)];
+        let mode = Mode::Filesystem { fs_type: None, mount_options, fs_group: None };
+        let credentials = Some(Credentials {
+            version: credentials::VERSION,
+            username: Smb::USER.to_owned().into(),
+            password: password.to_owned().into(),
+            domain: None,
+        });
+        Volume { handle: handle.into(), source, mode, credentials, ..disk.volume() }
+    };
+    let volumes = vec![share("right", PASSWORD), share("wrong", "pass"), share("read", PASSWORD).read_only()];
+    let pod = node.run(node.pod("smb-0", volumes)).await;
+    pod.create("main", &[at(0, "/files"), at(2, "/read")]).await;
+    let script = "cat /files/notice; echo mine > /files/name; sync; cat /read/name; ! echo x > /read/name";
+    assert_eq!(pod.shell("main", &format!("{{ {script}; }} 2>/dev/null")).await, "for members\nmine\n");
+    assert_eq!(fs::read_to_string(smb.folder.join("name")).unwrap(), "mine\n");
+    let mounts = pod.shell("main", "grep -c ' cifs ' /proc/mounts; cat /proc/mounts").await;
+    assert!(mounts.starts_with("2\n") && mounts.contains(&format!("username={}", Smb::USER)), "{mounts}");
+    assert!(!mounts.contains("pass,word"), "{mounts}");
+    // Another container of it, and one that is not let in, which takes nothing from the others.
+    pod.create("second", &[at(0, "/files")]).await;
+    assert_eq!(pod.shell("second", "cat /files/name").await, "mine\n");
+    let refused = pod.try_create("third", &[at(1, "/files")], By::Bundle).await.unwrap_err().to_string();
+    for part in ["pvc-wrong", &format!("//{NODE}/files"), "secret default/wrong", "does not let in"] {
+        assert!(refused.contains(part), "no {part}: {refused}");
+    }
+    pod.remove("second").await;
+    assert_eq!(pod.shell("main", "cat /files/name").await, "mine\n");
+
+    let known = holding_password(node.world.folder());
+    assert_eq!(known.len(), 2, "the right one's and the reader's: {known:?}");
+    for file in known {
+        assert!(file.to_string_lossy().ends_with(".secret.json"), "{}", file.display());
+        assert_eq!(fs::metadata(&file).unwrap().mode() & 0o7777, 0o600, "{}", file.display());
+    }
+    node.stop(pod).await;
+    assert_eq!(holding_password(node.world.folder()), Vec::<PathBuf>::new());
+    let consoles = node.machines.as_ref().unwrap().consoles();
+    assert!(!consoles.contains("pass,word"), "{consoles}");
+    clean(&node);
+}
+
+/// Files below this folder in which the password is, by a part of it that nothing escapes: records, ledger, logs, what a
+/// machine was made of.
+fn holding_password(folder: &Path) -> Vec<PathBuf> {
+    let (mut left, mut found) = (vec![folder.to_owned()], Vec::new());
+    while let Some(path) = left.pop() {
+        let Ok(there) = fs::symlink_metadata(&path) else { continue };
+        if there.is_dir() {
+            left.extend(
+                fs::read_dir(&path).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path())),
+            );
+        } else if there.is_file() && there.len() < 64 << 20 {
+            let content = fs::read(&path).unwrap_or_default();
+            if content.windows(9).any(|part| part == b"pass,word") {
+                found.push(path);
+            }
+        }
+    }
+    found
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -267,7 +267,8 @@ impl Person {
     }
 }
 
-/// A node that does not know the pod's pull secrets at present takes none away.
+/// A node that does not know the pod's pull secrets at present takes none away; nor one that has not what a share is
+/// mounted with any more, because it is being unpublished.
 fn with_secret_of(mut plan: Personalise, before: Option<&Personalise>) -> Personalise {
     if plan.images.keep_pull_secret
         && let Some(images) = plan.images.as_mut()
@@ -275,6 +276,12 @@ fn with_secret_of(mut plan: Personalise, before: Option<&Personalise>) -> Person
         images.keep_pull_secret = false;
         if let Some(before) = before {
             images.pull_secret.clone_from(&before.images.pull_secret);
+        }
+    }
+    for volume in plan.volumes.iter_mut().filter(|volume| volume.credentials.is_empty()) {
+        let mut known = before.iter().flat_map(|before| &before.volumes);
+        if let Some(known) = known.find(|known| known.descriptor == volume.descriptor) {
+            volume.credentials.clone_from(&known.credentials);
         }
     }
     plan
@@ -381,6 +388,22 @@ mod tests {
         assert_eq!(with_secret_of(of("", true), Some(&before)), before);
         assert_eq!(with_secret_of(of("node's", true), None), of("node's", false));
         assert_eq!(with_secret_of(plan("a"), Some(&before)), plan("a"));
+    }
+
+    #[test]
+    fn a_share_keeps_who_it_is_mounted_as_until_another_is_told() {
+        let of = |descriptor: &[u8], credentials: &[u8]| {
+            let mut plan = plan("a");
+            let mut volume = peerpod_proto::guest::Volume::new();
+            (volume.descriptor, volume.credentials) = (descriptor.to_vec(), credentials.to_vec());
+            plan.volumes.push(volume);
+            plan
+        };
+        let before = of(b"v", b"old");
+        assert_eq!(with_secret_of(of(b"v", b""), Some(&before)), before);
+        assert_eq!(with_secret_of(of(b"v", b"new"), Some(&before)), of(b"v", b"new"));
+        assert_eq!(with_secret_of(of(b"w", b""), Some(&before)), of(b"w", b""), "another volume");
+        assert_eq!(with_secret_of(of(b"v", b""), None), of(b"v", b""));
     }
 
     #[test]

@@ -34,8 +34,12 @@ const TICK: Duration = Duration::from_secs(5);
 pub(crate) const FILE: &str = "lease.json";
 /// What is mounted below is data that outlives the VM. (Not the agent's own `/run/kata-containers`: its scratch space
 /// dies with the VM.)
-const VOLUMES: &[&str] =
-    &["/run/peerpod/volumes/", "/run/peerpod/volumes-moment/", "/run/kata-containers/sandbox/storage/"];
+const VOLUMES: &[&str] = &[
+    "/run/peerpod/volumes/",
+    "/run/peerpod/volumes-moment/",
+    "/run/peerpod/shares/",
+    "/run/kata-containers/sandbox/storage/",
+];
 
 /// On disk, so that a program that crashes over and over does not renew it.
 #[derive(Clone, Copy, Serialize, Deserialize)]
@@ -332,11 +336,13 @@ mod tests {
 32 22 0:5 / /run/peerpod/guest rw - tmpfs tmpfs rw
 33 22 0:5 / /run/peerpod/volumes rw - tmpfs tmpfs rw
 34 22 0:5 / /run/kata-containers/sandbox/storage/eA== rw - ext4 /dev/vdd rw
+35 22 0:40 / /run/peerpod/shares/v1 rw - cifs //s/x rw
 ";
         let expected = [
             "/run/peerpod/volumes/v0",
             "/run/peerpod/volumes/a b\\",
             "/run/kata-containers/sandbox/storage/eA==",
+            "/run/peerpod/shares/v1",
         ];
         assert_eq!(volumes_in(mountinfo), expected.map(PathBuf::from));
         assert_eq!(unescape("a\\9b\\"), "a\\9b\\");

@@ -1,19 +1,20 @@
 //! The pod's volumes: which there are (told by the node when the VM becomes the pod's), and what the kata-agent needs to
 //! mount one, found out at the moment when a container is made. The agent mounts, counts and unmounts; here the disk is
-//! found by its identity, made ready once, and the names are filled in that only this kernel knows.
+//! found by its identity, made ready once, and the names are filled in that only this kernel knows. A share that asks who
+//! mounts it is mounted here, below [`SHARES`], and the agent is told of a folder: it writes down what it is told.
 //!
-//! May look at disks, run the makers of file systems on a disk that is provably empty, and mount a volume for a moment
-//! below [`MOMENT`].
+//! May look at disks, run the makers of file systems on a disk that is provably empty, mount a volume for a moment below
+//! [`MOMENT`], and such shares below [`SHARES`].
 
 use std::{
     collections::BTreeMap,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError, atomic::AtomicBool},
     time::Duration,
 };
 
 use peerpod_proto::guest::{Volume, VolumeFault};
-use peerpod_volume::{FsGroup, GuestVolume, Identity, Mode, Source, VolumeId};
+use peerpod_volume::{Credentials, FsGroup, GuestVolume, Identity, Mode, Source, VolumeId};
 use tokio::{task::spawn_blocking, time::timeout};
 
 use self::find::{Disk, Places};
@@ -25,9 +26,12 @@ mod find;
 mod make;
 mod moment;
 mod shares;
+mod signed_in;
 
 /// Where one is mounted for a moment.
 const MOMENT: &str = "/run/peerpod/volumes-moment";
+/// Where shares are mounted that ask who mounts them, until the VM ends.
+const SHARES: &str = "/run/peerpod/shares";
 /// A disk that was attached before the pod started is there in milliseconds; shims wait a minute for a container.
 const WAIT: Duration = Duration::from_secs(40);
 /// Files are there in milliseconds, or their server is away.
@@ -61,6 +65,10 @@ impl Fault {
 struct Known {
     volume: GuestVolume,
     identity: Option<Identity>,
+    /// Who it is mounted as, where its server asks.
+    credentials: Option<Credentials>,
+    /// Whether what is mounted below [`SHARES`] was mounted as that, by this run of the program.
+    signed_in: AtomicBool,
     /// Held while it is made ready or looked at: its file system is made once.
     turn: tokio::sync::Mutex<()>,
     /// Shared with whoever looks at its files: a server that is away keeps them in the kernel for as long as it likes.
@@ -117,11 +125,22 @@ impl Volumes {
                         .map_err(|error| format!("identity of volume {}: {error}", volume.name))?,
                 ),
             };
-            let same = known.get(&volume.id).filter(|old| old.volume == volume && old.identity == identity);
+            let credentials = match &one.credentials[..] {
+                [] => None,
+                json => Some(
+                    Credentials::read(json)
+                        .map_err(|why| format!("who volume {} is mounted as: {why}", volume.name))?,
+                ),
+            };
+            let same = known.get(&volume.id).filter(|old| {
+                old.volume == volume && old.identity == identity && old.credentials == credentials
+            });
             let entry = same.cloned().unwrap_or_else(|| {
                 Arc::new(Known {
                     volume: volume.clone(),
                     identity,
+                    credentials,
+                    signed_in: AtomicBool::new(false),
                     turn: tokio::sync::Mutex::default(),
                     looks: Arc::default(),
                 })
@@ -155,7 +174,14 @@ impl Volumes {
                 shares::nfs(server, export, mount_options).await?
             }
             (Source::Smb { server, share, secret }, Mode::Filesystem { mount_options, .. }) => {
-                shares::smb(server, share, secret.as_ref(), mount_options).await?
+                match &known.credentials {
+                    Some(credentials) => {
+                        let told = shares::smb_options(server, mount_options).await?;
+                        let unc = shares::unc(server, share);
+                        signed_in::mounted(known, unc, secret.as_ref(), told, credentials.clone()).await?
+                    }
+                    None => shares::smb(server, share, secret.as_ref(), mount_options).await?,
+                }
             }
             (_, Mode::Block) => {
                 let disk = self.disk(known).await?;
@@ -284,6 +310,10 @@ mod tests {
         assert!(error.contains("pvc-1") && error.contains("was not attached"), "{error}");
 
         assert!(volumes.learn(&[Volume { descriptor: b"{".to_vec(), ..Volume::default() }]).is_err());
+        let hidden = br#"{"version":1,"username":"joe","password":["hidden"]}"#.to_vec();
+        let wrong = Volume { credentials: hidden, ..told(&ours) };
+        let error = volumes.learn(&[wrong]).unwrap_err();
+        assert!(error.contains("who volume pvc-1 is mounted as") && !error.contains("hidden"), "{error}");
         let wrong = Volume { identity: b"{\"kind\":1}".to_vec(), ..told(&ours) };
         assert!(volumes.learn(&[wrong]).unwrap_err().contains("identity of volume pvc-1"));
     }

@@ -4,25 +4,29 @@
 //! ```text
 //! <volumes-dir>/pods/<pod uid>/<volume id>.json            Record     written by the CSI wrapper at NodePublishVolume
 //! <volumes-dir>/pods/<pod uid>/<volume id>.attached.json   Attached   written by the wrapper: the driver attached it
+//! <volumes-dir>/pods/<pod uid>/<volume id>.secret.json     Credentials, written by the wrapper before the record
 //! <volumes-dir>/pods/<pod uid>/vm.json                     Vm         written by the node: the pod's VM
 //! <volumes-dir>/names/<namespace>/<pod>/<pod uid>          empty      finds the UID, which no shim sends
 //! ```
 //!
-//! Each file is written whole (temporary file, fsync, rename, fsync of the folder), 0600 in folders of 0700, and holds no
-//! secret. What is asked for one pod costs the same however many pods there are.
+//! Each file is written whole (temporary file, fsync, rename, fsync of the folder), 0600 in folders of 0700. None but
+//! `….secret.json` holds a secret; that goes with the record. What is asked for one pod costs the same however many pods
+//! there are.
 
 use std::{
     fs::{self, File, OpenOptions},
-    io,
+    io::{self, Read},
     os::unix::fs::OpenOptionsExt,
     path::PathBuf,
 };
 
 use serde::{Deserialize, Serialize};
+use zeroize::Zeroizing;
 
 use crate::{
+    credentials::{self, Credentials},
     descriptor::{GuestVolume, Identity, VERSION, VolumeId},
-    files::{gone, make_dir, names, read_json, remove_emptied, sync_dir, unusable, write_json},
+    files::{gone, make_dir, names, read_json, remove_emptied, sync_dir, unusable, write, write_json},
 };
 
 /// The largest file that is written or read.
@@ -165,6 +169,7 @@ impl Records {
     /// When it is still there.
     pub fn withdraw(&self, uid: &str, id: &VolumeId) -> io::Result<()> {
         let folder = self.pod(uid)?;
+        self.put_credentials(uid, id, None)?;
         gone(fs::remove_file(folder.join(format!("{id}.attached.json"))))?;
         gone(fs::remove_file(folder.join(format!("{id}.json"))))?;
         sync_dir(&folder)
@@ -186,6 +191,44 @@ impl Records {
         drop(remove_emptied(&names));
         gone(fs::remove_file(folder.join("vm.json")))?;
         remove_emptied(&folder)
+    }
+
+    /// Keeps who a volume is mounted as, or, with none, forgets it for good. Before the record is put, which says that all
+    /// of the volume is there.
+    ///
+    /// # Errors
+    /// When it could not be made durable.
+    pub fn put_credentials(
+        &self,
+        uid: &str,
+        id: &VolumeId,
+        credentials: Option<&Credentials>,
+    ) -> io::Result<()> {
+        let (folder, name) = (self.pod(uid)?, format!("{id}.secret.json"));
+        match credentials {
+            Some(credentials) => write(&folder, &name, &credentials.to_bytes()),
+            None => {
+                // Also what a writer left that was killed.
+                gone(fs::remove_file(folder.join(format!(".{name}.new"))))?;
+                gone(fs::remove_file(folder.join(name)))?;
+                sync_dir(&folder)
+            }
+        }
+    }
+
+    /// Who a volume is mounted as; none: nobody said.
+    ///
+    /// # Errors
+    /// When it is there and cannot be read or understood; nothing of it is in the error.
+    pub fn credentials(&self, uid: &str, id: &VolumeId) -> io::Result<Option<Credentials>> {
+        let path = self.pod(uid)?.join(format!("{id}.secret.json"));
+        let file = match File::open(&path) {
+            Err(why) if why.kind() == io::ErrorKind::NotFound => return Ok(None),
+            file => file?,
+        };
+        let mut bytes = Zeroizing::new(Vec::with_capacity(credentials::MAX_BYTES + 2));
+        file.take(credentials::MAX_BYTES as u64 + 1).read_to_end(&mut bytes)?;
+        Credentials::read(&bytes).map(Some).map_err(|why| unusable(&path, &why.to_string()))
     }
 
     /// Notes where the driver attached a volume.
@@ -324,6 +367,46 @@ mod tests {
             assert!(records.of_pod(name).is_err(), "{name}");
         }
         fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn who_a_volume_is_mounted_as_is_in_a_file_of_its_own_and_goes_with_the_record() {
+        use std::os::unix::fs::MetadataExt;
+        let root = std::env::temp_dir().join(format!("peerpod-records-secret-{}", std::process::id()));
+        let records = Records::new(&root);
+        let (a, b) = (record("u-1", "a"), record("u-1", "b"));
+        let id = &a.volume.id;
+        let credentials = Credentials {
+            version: credentials::VERSION,
+            username: Zeroizing::new("joe".into()),
+            password: Zeroizing::new("hidden, word".into()),
+            domain: None,
+        };
+        assert!(records.credentials("u-1", id).unwrap().is_none());
+        records.put_credentials("u-1", id, Some(&credentials)).unwrap();
+        for record in [&a, &b] {
+            records.put(record).unwrap();
+        }
+        assert!(records.credentials("u-1", id).unwrap() == Some(credentials.clone()));
+        assert!(records.credentials("u-1", &b.volume.id).unwrap().is_none());
+        assert_eq!(records.of_pod("u-1").unwrap().len(), 2, "it is no record");
+        let folder = records.pod("u-1").unwrap();
+        let file = folder.join(format!("{id}.secret.json"));
+        assert_eq!(fs::metadata(&file).unwrap().mode() & 0o7777, 0o600);
+        for entry in fs::read_dir(&folder).unwrap() {
+            let path = entry.unwrap().path();
+            assert_eq!(fs::read_to_string(&path).unwrap().contains("hidden"), path == file, "{path:?}");
+        }
+        fs::write(&file, r#"{"version":1,"username":"joe","password":["hidden"]}"#).unwrap();
+        let why = records.credentials("u-1", id).unwrap_err().to_string();
+        assert!(why.contains(&*file.to_string_lossy()) && !why.contains("hidden"), "{why}");
+        // A writer was killed here.
+        fs::write(folder.join(format!(".{id}.secret.json.new")), "hidden").unwrap();
+        records.withdraw("u-1", id).unwrap();
+        assert!(records.credentials("u-1", id).unwrap().is_none());
+        let left: Vec<_> = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left, [std::ffi::OsString::from(format!("{}.json", b.volume.id))]);
+        fs::remove_dir_all(root).unwrap();
     }
 
     #[test]

@@ -68,11 +68,12 @@ enum Call {
     List,
     Attach,
     Detach,
+    Grown,
     Console,
 }
 
 impl Call {
-    const COUNT: usize = 10;
+    const COUNT: usize = 11;
 
     fn name(self) -> &'static str {
         match self {
@@ -85,6 +86,7 @@ impl Call {
             Call::List => "list",
             Call::Attach => "attach",
             Call::Detach => "detach",
+            Call::Grown => "grown",
             Call::Console => "console",
         }
     }
@@ -276,6 +278,11 @@ impl Volumes for Decorated {
     async fn detach(&self, id: &InstanceId, volume: &str) -> Result<(), Error> {
         let Some(volumes) = self.inner.volumes() else { return Err(lost("volumes")) };
         self.call(Call::Detach, id.as_str(), || volumes.detach(id, volume)).await
+    }
+
+    async fn grown(&self, id: &InstanceId, disk: &DiskRequest, bytes: u64) -> Result<(), Error> {
+        let Some(volumes) = self.inner.volumes() else { return Err(lost("volumes")) };
+        self.call(Call::Grown, id.as_str(), || volumes.grown(id, disk, bytes)).await
     }
 }
 

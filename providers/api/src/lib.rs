@@ -168,6 +168,8 @@ pub trait Batch: Send + Sync {
 }
 
 /// Attach and detach on a running VM.
+///
+/// What has grown is shown by [`Volumes::grown`], where the cloud does not do that by itself.
 #[async_trait]
 pub trait Volumes: Send + Sync {
     /// Attaches the disk, or finds it attached. Returns how the guest will recognise it.
@@ -181,6 +183,16 @@ pub trait Volumes: Send + Sync {
     /// # Errors
     /// When the cloud has not accepted it; the caller repeats the call.
     async fn detach(&self, id: &InstanceId, volume: &str) -> Result<(), Error>;
+
+    /// An attached disk was made larger, to at least `bytes` (0: not said): shows the VM its new size, which need not be
+    /// there when this returns. Not attached, VM gone, or shown already is `Ok`; never makes what the VM sees smaller, and
+    /// makes no disk larger that others do. Nothing is to be done where a VM sees it by itself, as in most clouds.
+    ///
+    /// # Errors
+    /// By class; the caller goes on, and asks the VM whether it sees it.
+    async fn grown(&self, _id: &InstanceId, _disk: &DiskRequest, _bytes: u64) -> Result<(), Error> {
+        Ok(())
+    }
 }
 
 /// The VM's console, for the message that says why a boot failed.

@@ -41,6 +41,7 @@ pub(crate) struct Known {
     pub(crate) name: String,
     pub(crate) capabilities: Capabilities,
     pub(crate) places: bool,
+    pub(crate) grows: bool,
 }
 
 #[derive(Clone)]
@@ -233,7 +234,7 @@ impl Connection {
         let capabilities = convert::capabilities_from(&who, &can)?;
         let program = convert::clipped(&answer.program, convert::WORD);
         tracing::info!(provider = answer.name, program, ?capabilities, "external provider answers");
-        self.is_the_same(Known { name: answer.name, capabilities, places: can.places })
+        self.is_the_same(Known { name: answer.name, capabilities, places: can.places, grows: can.growth })
     }
 
     /// Refuses a provider that has become another one: what was decided by the first one's words would be wrong.

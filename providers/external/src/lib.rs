@@ -69,6 +69,7 @@ pub struct External {
     connection: Arc<Connection>,
     capabilities: Capabilities,
     places: bool,
+    grows: bool,
     keeper: AbortHandle,
 }
 
@@ -86,6 +87,7 @@ impl External {
             connection: Arc::clone(&connection),
             capabilities: Capabilities::minimal(0),
             places: false,
+            grows: false,
             keeper,
         };
         connection.first().await?;
@@ -94,6 +96,7 @@ impl External {
         };
         external.capabilities = known.capabilities.clone();
         external.places = known.places;
+        external.grows = known.grows;
         Ok(external)
     }
 }
@@ -129,6 +132,7 @@ answers!(
     ListOwnedResponse,
     AttachResponse,
     DetachResponse,
+    GrownResponse,
     ConsoleResponse,
     EventsResponse,
 );
@@ -371,6 +375,26 @@ impl Volumes for External {
         let answer: Result<proto::DetachResponse, Error> = self
             .connection
             .ask(call, |stub, context| async move { stub.detach(context, &request).await })
+            .await;
+        gone_is_fine(answer.map(drop))
+    }
+
+    async fn grown(&self, id: &InstanceId, disk: &DiskRequest, bytes: u64) -> Result<(), Error> {
+        if !self.grows {
+            return Ok(());
+        }
+        let what = format!("growth of {} of {id}", disk.volume);
+        let request = proto::GrownRequest {
+            owner: self.connection.owner(),
+            id: id.to_string(),
+            disk: MessageField::some(wire::disk_to(disk)),
+            bytes,
+            ..Default::default()
+        };
+        let call = self.call(&what);
+        let answer: Result<proto::GrownResponse, Error> = self
+            .connection
+            .ask(call, |stub, context| async move { stub.grown(context, &request).await })
             .await;
         gone_is_fine(answer.map(drop))
     }

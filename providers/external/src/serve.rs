@@ -121,6 +121,7 @@ refusable!(
     ListOwnedResponse,
     AttachResponse,
     DetachResponse,
+    GrownResponse,
     ConsoleResponse,
     EventsResponse,
 );
@@ -345,6 +346,20 @@ impl Service for Served {
             let volumes = provider.volumes().ok_or_else(|| without("volumes"))?;
             volumes.detach(&id(request.id)?, &request.volume).await?;
             Ok(proto::DetachResponse::default())
+        })
+        .await
+    }
+
+    async fn grown(
+        &self,
+        context: &TtrpcContext,
+        request: proto::GrownRequest,
+    ) -> ttrpc::Result<proto::GrownResponse> {
+        self.answer(context, request.owner, |provider, _| async move {
+            let disk = wire::disk_from(request.disk.into_option().unwrap_or_default())?;
+            let volumes = provider.volumes().ok_or_else(|| without("volumes"))?;
+            volumes.grown(&id(request.id)?, &disk, request.bytes).await?;
+            Ok(proto::GrownResponse::default())
         })
         .await
     }

@@ -7,9 +7,11 @@ use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId, Volumes
 use tokio::sync::broadcast;
 use tokio::time::{Instant, timeout};
 
+use crate::disks::Source;
 use crate::refusal::refuse;
 use crate::rpc::calls::Domain;
 use crate::rpc::{Connection, Event, RpcError, code};
+use crate::xml::Disk;
 use crate::{LibvirtProvider, Shared, disks};
 
 /// How long a guest may take to let go of a disk.
@@ -27,6 +29,14 @@ impl Volumes for LibvirtProvider {
     async fn detach(&self, id: &InstanceId, volume: &str) -> Result<(), Error> {
         let attempt = format!("detach of disk {volume} from VM {id}");
         match self.shared.detach(id, volume, &attempt).await {
+            Err(Error::NotFound { .. }) => Ok(()),
+            other => other,
+        }
+    }
+
+    async fn grown(&self, id: &InstanceId, disk: &DiskRequest, bytes: u64) -> Result<(), Error> {
+        let attempt = format!("growth of disk {} of VM {id}", disk.volume);
+        match self.shared.grown(id, disk, bytes, &attempt).await {
             Err(Error::NotFound { .. }) => Ok(()),
             other => other,
         }
@@ -55,6 +65,55 @@ impl Shared {
         })?;
         libvirt.attach(&domain, &disk.xml(false)).await.map_err(fail)?;
         Ok(identity)
+    }
+
+    /// QEMU looks at a disk's size once. It is told of the new one, and that is never less than what the VM sees: a file
+    /// would be cut.
+    async fn grown(
+        &self,
+        id: &InstanceId,
+        request: &DiskRequest,
+        bytes: u64,
+        attempt: &str,
+    ) -> Result<(), Error> {
+        let fail = |error: RpcError| refuse(attempt, error);
+        let libvirt = self.link.get().await.map_err(fail)?;
+        let domain = self.find(&libvirt, id, attempt).await?;
+        let _turn = self.turn(domain.uuid).await;
+        let disk = self.disk(&libvirt, request, attempt).await?;
+        let there = Disks::of(&libvirt, &domain).await.map_err(fail)?;
+        let Some(target) = there.target_of(&disk.serial) else { return Ok(()) };
+        let size = self.size_of(&libvirt, &disk, bytes).await.map_err(fail)?;
+        let seen = match libvirt.disk_capacity(&domain, target).await {
+            // A driver that does not tell runs nothing that could see it.
+            Err(error) if error.code() == Some(code::NO_SUPPORT) => return Ok(()),
+            seen => seen.map_err(fail)?,
+        };
+        if size <= seen {
+            return Ok(());
+        }
+        libvirt.resize_disk(&domain, target, size).await.map_err(fail)
+    }
+
+    /// How large a disk is by now, where that can be seen; else what was asked for. A file of raw bytes is as large as it is
+    /// long, and made larger by whoever keeps it; qcow2 in use only QEMU makes larger; a network's server knows better than
+    /// we, and QEMU asks it.
+    async fn size_of(&self, libvirt: &Connection, disk: &Disk, bytes: u64) -> Result<u64, RpcError> {
+        match &disk.source {
+            Source::Volume { pool, name } if disk.format == "raw" => {
+                let pool = libvirt.pool(pool).await?;
+                match libvirt.volume(&pool, name).await? {
+                    Some(volume) => Ok(libvirt.volume_info(&volume).await?.capacity),
+                    None => Ok(bytes),
+                }
+            }
+            // libvirtd is reached by a socket: this is its host, unless we are in a container that has not its folders.
+            Source::File(path) => {
+                let found = tokio::fs::metadata(path).await;
+                Ok(found.ok().filter(std::fs::Metadata::is_file).map_or(bytes, |found| found.len()))
+            }
+            _ => Ok(bytes),
+        }
     }
 
     async fn detach(&self, id: &InstanceId, volume: &str, attempt: &str) -> Result<(), Error> {

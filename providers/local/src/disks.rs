@@ -50,6 +50,13 @@ impl Volumes for LocalProvider {
         let _turn = self.shared.disks.lock().await;
         blocking(move || shared.detach_now(&id, &volume)).await
     }
+
+    async fn grown(&self, id: &InstanceId, disk: &DiskRequest, _bytes: u64) -> Result<(), Error> {
+        let shared = Arc::clone(&self.shared);
+        let (id, volume) = (id.clone(), disk.volume.clone());
+        let _turn = self.shared.disks.lock().await;
+        blocking(move || shared.grown_now(&id, &volume)).await
+    }
 }
 
 impl Shared {
@@ -147,6 +154,21 @@ impl Shared {
         if fs::read_link(names.join(name)).ok().as_ref() != Some(&target) {
             gone(fs::remove_file(names.join(name)))?;
             symlink(target, names.join(name))?;
+        }
+        Ok(())
+    }
+
+    /// The kernel looks at the file's length when it is told to.
+    fn grown_now(&self, id: &InstanceId, volume: &str) -> Result<(), Error> {
+        let what = format!("growth of {volume} of local VM {id}");
+        let taken: Option<Taken> =
+            read_json(&self.taken_path(volume)).map_err(|error| failed(&what, &error))?;
+        let Some(taken) = taken.filter(|taken| taken.vms.iter().any(|vm| vm == id.as_str())) else {
+            return Ok(());
+        };
+        for number in loops_of(&taken.file).map_err(Error::transient)? {
+            losetup(&["--set-capacity", &format!("/dev/loop{number}")])
+                .map_err(|why| Error::transient(format!("{what}: {why}")))?;
         }
         Ok(())
     }

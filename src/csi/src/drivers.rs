@@ -34,6 +34,20 @@ struct Family {
     source: Option<fn(&Known<'_>) -> Sourced>,
     /// How its disks are recognised; none: as most drivers' are.
     disk: Option<Disk>,
+    /// What its secrets for mounting have in them; none: it needs none that we could use.
+    login: Option<Login>,
+}
+
+/// The keys of a secret with a user and a password, in lower case: drivers take them in any. Of several names of one thing
+/// the first that is there counts.
+#[derive(Debug)]
+pub struct Login {
+    /// The user's name.
+    pub username: &'static [&'static str],
+    /// The user's password.
+    pub password: &'static [&'static str],
+    /// The user's domain, which may be missing.
+    pub domain: &'static [&'static str],
 }
 
 /// How a driver's disks are recognised.
@@ -86,6 +100,11 @@ pub fn telling(driver: &str, context: &HashMap<String, String>) -> HashMap<Strin
     let keys = disk(driver).keys;
     let needed = |key: &String| keys.iter().any(|one| one.eq_ignore_ascii_case(key));
     context.iter().filter(|(key, _)| needed(key)).map(|(key, value)| (key.clone(), value.clone())).collect()
+}
+
+/// What the secrets for mounting this driver's shares have in them; none: there is nothing to be taken of them.
+pub fn login(driver: &str) -> Option<&'static Login> {
+    family(driver)?.login.as_ref()
 }
 
 fn family(driver: &str) -> Option<&'static Family> {

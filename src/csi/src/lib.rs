@@ -23,5 +23,6 @@ pub mod objects;
 pub mod optin;
 pub mod proxy;
 pub mod schema;
+pub mod secrets;
 pub mod server;
 pub mod upstream;

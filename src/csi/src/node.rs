@@ -9,6 +9,7 @@ mod pending;
 mod place;
 pub mod publications;
 mod publish;
+mod secrets;
 mod steps;
 pub mod target;
 
@@ -141,7 +142,10 @@ impl Node {
             return call.pass(None).await;
         };
         match whose(&request.volume_context, &request.publish_context)? {
-            Whose::Drivers => return call.pass(None).await,
+            Whose::Drivers => {
+                self.keep_in_case(&request).await?;
+                return call.pass(None).await;
+            }
             Whose::DriversSaidSo => {
                 request.volume_context.remove(optin::KEY);
                 return call.pass(Some(grpc::encode(&request)?)).await;
@@ -154,10 +158,13 @@ impl Node {
         {
             return Err(missing("volume_id, staging_target_path and volume_capability"));
         }
+        let given = self.staged_with(&mut request).await?;
         let volume = self.volume(&request.volume_id).await?;
         let path = PathBuf::from(request.staging_target_path);
-        let noted =
-            self.on_disk("note that a volume is staged", move |inner| inner.files.put_staged(&volume, &path));
+        let noted = self.on_disk("note that a volume is staged", move |inner| {
+            inner.files.put_staged(&volume, &path)?;
+            inner.files.put_staged_secret(&volume, &path, given.as_ref())
+        });
         noted.await?;
         empty()
     }
@@ -173,9 +180,8 @@ impl Node {
         let path = PathBuf::from(request.staging_target_path);
         let forgotten = self.on_disk("forget that a volume is staged", move |inner| {
             let ours = inner.files.is_staged(&volume, &path);
-            if ours {
-                inner.files.remove_staged(&volume, &path)?;
-            }
+            // Of a driver's volume, too, something may have been kept.
+            inner.files.remove_staged(&volume, &path)?;
             Ok(ours)
         });
         if forgotten.await? { empty() } else { call.pass(None).await }

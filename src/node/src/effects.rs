@@ -18,7 +18,7 @@ use peerpod_proto::{
     relay::{PutSandboxRequest, TunnelPeer},
 };
 use peerpod_provider_api::{
-    CreateRequest, IdempotencyKey, InstanceId, Owned, Placement, Provider, ProviderEvent,
+    CreateRequest, DiskRequest, IdempotencyKey, InstanceId, Owned, Placement, Provider, ProviderEvent,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::value::{RawValue, to_raw_value};
@@ -313,6 +313,12 @@ impl Effects for Real {
         read.unwrap_or_else(|error| Err(format!("read the pod's volumes: {error}")))
     }
 
+    async fn credentials(&self, volumes: &PodVolumes) -> Result<Vec<Option<Zeroizing<Vec<u8>>>>, String> {
+        let (records, volumes) = (self.volumes.clone(), volumes.clone());
+        let read = spawn_blocking(move || records.credentials(&volumes)).await;
+        read.unwrap_or_else(|error| Err(format!("read who the pod's shares are mounted as: {error}")))
+    }
+
     async fn expect_vm(&self, id: &SandboxId, volumes: &PodVolumes) -> Result<(), CloudError> {
         attach::expect(&self.volumes, id, volumes).await
     }
@@ -324,6 +330,13 @@ impl Effects for Real {
         volumes: PodVolumes,
     ) -> Result<PodVolumes, CloudError> {
         attach::attach(&self.volumes, &*self.provider, id, vm, volumes).await
+    }
+
+    async fn disk_grown(&self, vm: &InstanceId, disk: &DiskRequest, bytes: u64) -> Result<(), CloudError> {
+        match self.provider.volumes() {
+            Some(volumes) => volumes.grown(vm, disk, bytes).await,
+            None => Ok(()),
+        }
     }
 
     async fn release(&self, id: &SandboxId, vm: Option<&InstanceId>, uid: &str) -> Result<(), CloudError> {

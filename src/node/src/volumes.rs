@@ -14,12 +14,13 @@ use std::{
 use peerpod_proto::{guest, relay};
 use peerpod_provider_api::{DiskIdentity, DiskRequest};
 use peerpod_volume::{
-    GuestVolume, Identity, Mode, Source, VolumeId,
+    GuestVolume, Identity, Mode, SecretRef, Source, VolumeId,
     descriptor::{Attach, VERSION},
     records::{Record, Records, Vm},
 };
 use serde::{Deserialize, Serialize};
 use tokio::time::{Instant, sleep};
+use zeroize::Zeroizing;
 
 use crate::spec::PodRef;
 
@@ -107,6 +108,14 @@ impl PodVolume {
             Source::Iscsi { portals, .. } if portals.is_empty() => {
                 Some(format!("volume {}: it names no iSCSI portal", self.volume.name))
             }
+            _ => None,
+        }
+    }
+
+    /// Where it says that its user and password are, if it is a share that has them. They stand nowhere in this.
+    fn share_secret(&self) -> Option<&SecretRef> {
+        match &self.volume.source {
+            Source::Smb { secret, .. } => secret.as_ref(),
             _ => None,
         }
     }
@@ -237,7 +246,37 @@ impl Volumes {
         if let Some(why) = volumes.iter().find_map(PodVolume::unusable) {
             return Err(why);
         }
+        for (one, secret) in volumes.iter().filter_map(|one| one.share_secret().map(|secret| (one, secret))) {
+            let SecretRef { namespace, name } = secret;
+            let (volume, failed) = (&one.volume.name, "read the volumes of pod");
+            let there = self.records.credentials(&uid, &one.volume.id);
+            if there.map_err(|error| format!("{failed} {pod}: volume {volume}: {error}"))?.is_none() {
+                return Err(format!(
+                    "{failed} {pod}: volume {volume} is mounted with secret {namespace}/{name}, and kubelet did not give that \
+                     when it was published; name it as nodeStageSecretRef or nodePublishSecretRef of the PersistentVolume, \
+                     and make the pod again"
+                ));
+            }
+        }
         Ok((!volumes.is_empty()).then_some(PodVolumes { uid, volumes }))
+    }
+
+    /// Who the pod's shares are mounted as, in the volumes' order and as the guest reads it; none for those that ask nobody.
+    /// Read from the records each time, so that it is nowhere else on this node. Blocks for some file reads.
+    ///
+    /// # Errors
+    /// In words that have nothing of a secret, when one cannot be read.
+    pub fn credentials(&self, volumes: &PodVolumes) -> Result<Vec<Option<Zeroizing<Vec<u8>>>>, String> {
+        let of = |one: &PodVolume| -> Result<Option<Zeroizing<Vec<u8>>>, String> {
+            if !matches!(one.volume.source, Source::Smb { .. }) {
+                return Ok(None);
+            }
+            let read = self.records.credentials(&volumes.uid, &one.volume.id);
+            let read =
+                read.map_err(|error| format!("read who volume {} is mounted as: {error}", one.volume.name));
+            Ok(read?.map(|credentials| credentials.to_bytes()))
+        };
+        volumes.volumes.iter().map(of).collect()
     }
 
     /// As the API server has it, where that is one pod's: what another CSI driver published says no name.

@@ -77,6 +77,7 @@ fn mount_one(storage: &Storage, place: &Path) -> ttrpc::Result<()> {
             "nodev" => flags |= MsFlags::MS_NODEV,
             "nosuid" => flags |= MsFlags::MS_NOSUID,
             "noexec" => flags |= MsFlags::MS_NOEXEC,
+            "bind" => flags |= MsFlags::MS_BIND,
             "rw" | "defaults" => {}
             own => data.push(own),
         }

@@ -33,6 +33,10 @@ struct Setup {
 
 impl Setup {
     async fn new(name: &str, more: &[&str]) -> Result<Setup> {
+        Setup::of_driver(name, &[], more).await
+    }
+
+    async fn of_driver(name: &str, driver: &[&str], more: &[&str]) -> Result<Setup> {
         let cluster = Cluster::start(Options::default()).await?;
         let folder = Folder::new(name)?;
         for plural in ["peerpods", "peerpodconfigs", "peerpodvolumes"] {
@@ -44,7 +48,7 @@ impl Setup {
         for namespace in ["shop", "peerpod-system"] {
             cluster.kubectl(&["create", "namespace", namespace])?;
         }
-        let driver = Driver::start(&folder, &[])?;
+        let driver = Driver::start(&folder, driver)?;
         let kubeconfig = cluster.folder().join("admin.kubeconfig");
         let mut flags = vec![
             format!("--kubernetes.kubeconfig={}", kubeconfig.display()),
@@ -359,5 +363,40 @@ async fn a_pod_without_a_vm_gets_no_volume_of_peer_pods() -> Result<()> {
     let request = setup.request(&id, &context, "web-0", &other);
     publish(&node, &request).await?;
     unpublish(&node, &request).await?;
+    Ok(())
+}
+
+/// Of the volume's credentials the cluster hears nothing, and the pod's owner which secret is meant.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shares_secret_is_not_in_its_object() -> Result<()> {
+    let setup = Setup::of_driver("share", &["--name=smb.csi.k8s.io"], &[]).await?;
+    let node = setup.start("node")?;
+    let owned = |(key, value): (&str, &str)| (key.to_owned(), value.to_owned());
+    let context = HashMap::from([("peerpod", "true"), ("source", "//10.0.0.2/share")].map(owned));
+    setup.apply(&json!({
+        "apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "pv-1"},
+        "spec": {
+            "capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteMany"],
+            "claimRef": {"namespace": "shop", "name": "data"},
+            "csi": {
+                "driver": "smb.csi.k8s.io", "volumeHandle": "share-1", "volumeAttributes": context,
+                "nodeStageSecretRef": {"name": "files", "namespace": "shop"},
+            },
+        },
+    }))?;
+    let uid = setup.pod("web-0", Some(CLASS))?;
+    let mut request = setup.request("share-1", &context, "web-0", &uid);
+    let why = publish(&node, &request).await.unwrap_err().to_string();
+    ensure!(why.starts_with("3:") && why.contains("secret shop/files"), "{why}");
+    request.secrets = HashMap::from([("username", "joe"), ("password", "words, hidden")].map(owned));
+    publish(&node, &request).await?;
+    let volume = VolumeId::of("smb.csi.k8s.io", "share-1");
+    let kept = setup.records().credentials(&uid, &volume)?.context("no credentials")?;
+    assert_eq!((kept.username.as_str(), kept.password.as_str()), ("joe", "words, hidden"));
+    let shown = serde_json::to_string(&(setup.objects()?, setup.records().of_pod(&uid)?))?;
+    ensure!(shown.contains("\"name\":\"files\"") && shown.contains("share-1"), "{shown}");
+    ensure!(!shown.contains("hidden") && !shown.contains("joe"), "{shown}");
+    unpublish(&node, &request).await?;
+    ensure!(setup.records().credentials(&uid, &volume)?.is_none());
     Ok(())
 }

@@ -4,7 +4,7 @@
 
 use std::{
     collections::HashMap,
-    os::unix::fs::FileTypeExt,
+    os::unix::fs::{FileTypeExt, MetadataExt},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -16,7 +16,7 @@ use peerpod_proto::{
         ControllerPublishVolumeRequest, ControllerPublishVolumeResponse, CreateVolumeRequest,
         CreateVolumeResponse, Empty, NodeExpandVolumeRequest, NodeExpandVolumeResponse,
         NodeGetVolumeStatsRequest, NodeGetVolumeStatsResponse, NodePublishVolumeRequest,
-        NodeUnpublishVolumeRequest, VolumeCapability,
+        NodeStageVolumeRequest, NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest, VolumeCapability,
     },
     volumes::{ExpandRequest, ExpandResponse, StatsRequest, StatsResponse},
     volumes_ttrpc::{Volumes, create_volumes},
@@ -285,6 +285,91 @@ async fn a_peer_pods_volume_is_recorded_and_the_driver_is_not_asked() -> Result<
     }
     assert!(calls::of(&setup.folder, "NodePublishVolume")?.is_empty());
     assert!(calls::of(&setup.folder, "ControllerPublishVolume")?.is_empty());
+    Ok(())
+}
+
+/// Files below this folder with these words in them, logs included; all of them must be private.
+fn holding(folder: &Path, words: &str) -> Result<Vec<String>> {
+    let (mut left, mut found) = (vec![folder.to_owned()], Vec::new());
+    while let Some(path) = left.pop() {
+        let Ok(there) = std::fs::symlink_metadata(&path) else { continue };
+        if there.is_dir() {
+            left.extend(std::fs::read_dir(&path)?.filter_map(|entry| Some(entry.ok()?.path())));
+        } else if there.is_file() && String::from_utf8_lossy(&std::fs::read(&path)?).contains(words) {
+            ensure!(there.mode() & 0o7777 == 0o600, "{}: {:o}", path.display(), there.mode());
+            found.push(path.file_name().unwrap_or_default().to_string_lossy().into_owned());
+        }
+    }
+    Ok(found)
+}
+
+#[tokio::test]
+async fn a_shares_secret_is_kept_for_the_pod_and_goes_with_it() -> Result<()> {
+    const SMB: &str = "smb.csi.k8s.io";
+    let mut setup = Setup::new("secret", &["--name=smb.csi.k8s.io"]).await?;
+    let root = setup.folder.root().to_owned();
+    let volume = VolumeId::of(SMB, "share-1");
+    let owned = |(key, value): (&str, &str)| (key.to_owned(), value.to_owned());
+    let context = HashMap::from([("peerpod", "true"), ("source", "//10.0.0.2/share")].map(owned));
+    let secrets = |password: &str| {
+        HashMap::from([("username", "joe"), ("password", password), ("token", "unused words")].map(owned))
+    };
+    let mut request = publish(&root, "share-1", &context, "uid-1", false);
+    let mut stage = NodeStageVolumeRequest {
+        volume_id: "share-1".to_owned(),
+        staging_target_path: request.staging_target_path.clone(),
+        volume_context: context.clone(),
+        ..Default::default()
+    };
+    stage.volume_capability = Some(capability(false, 1)).into();
+    let mut client = setup.node().await?;
+
+    // What no guest could use is refused by its key.
+    let bad = secrets("first, words\n");
+    (request.secrets, stage.secrets) = (bad.clone(), bad);
+    let refused = [
+        client.unary::<Empty>(PUBLISH, &request).await.unwrap_err().to_string(),
+        client.unary::<Empty>("Node/NodeStageVolume", &stage).await.unwrap_err().to_string(),
+    ];
+    for why in refused {
+        assert!(why.starts_with("3:") && why.contains("\"password\"") && !why.contains("words"), "{why}");
+    }
+    request.secrets = HashMap::from([("username".to_owned(), "joe".to_owned())]);
+    let why = client.unary::<Empty>(PUBLISH, &request).await.unwrap_err().to_string();
+    assert!(why.starts_with("3:") && why.contains("\"password\""), "{why}");
+    assert_eq!(holding(&root, "words")?, Vec::<String>::new());
+    assert_eq!(setup.left()?, Vec::<PathBuf>::new());
+
+    // Staged with it; published by a successor, which is told nothing.
+    stage.secrets = secrets("first, words");
+    let _: Empty = client.unary("Node/NodeStageVolume", &stage).await?;
+    drop(client);
+    setup.node = None;
+    setup.node = Some(Wrapper::start("node", &setup.folder, &[])?);
+    let mut client = setup.node().await?;
+    request.secrets.clear();
+    let _: Empty = client.unary(PUBLISH, &request).await?;
+    let kept = || setup.records().credentials("uid-1", &volume)?.context("no credentials");
+    assert_eq!((kept()?.username.as_str(), kept()?.password.as_str()), ("joe", "first, words"));
+    // What comes with the publish counts.
+    request.secrets = secrets("second, words");
+    let _: Empty = client.unary(PUBLISH, &request).await?;
+    assert_eq!(kept()?.password.as_str(), "second, words");
+    assert_eq!(holding(&root, "second, words")?, [format!("{volume}.secret.json")]);
+    let staged = holding(&root, "first, words")?;
+    assert!(staged.len() == 1 && staged[0].ends_with(".secret.json"), "{staged:?}");
+    assert_eq!(holding(&root, "unused words")?, Vec::<String>::new());
+
+    unpublish(&mut client, &request).await?;
+    assert_eq!(holding(&root, "second, words")?, Vec::<String>::new());
+    let unstage = NodeUnstageVolumeRequest {
+        volume_id: stage.volume_id.clone(),
+        staging_target_path: stage.staging_target_path.clone(),
+        ..Default::default()
+    };
+    let _: Empty = client.unary("Node/NodeUnstageVolume", &unstage).await?;
+    assert_eq!(holding(&root, "words")?, Vec::<String>::new());
+    assert_eq!(setup.left()?, Vec::<PathBuf>::new());
     Ok(())
 }
 

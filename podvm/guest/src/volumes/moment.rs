@@ -22,6 +22,9 @@ use peerpod_volume::VolumeId;
 use super::{Fault, MOMENT, mount_point};
 use crate::intercept::Ready;
 
+/// The file system of a folder that is shown at another place, as the agent's mount(2) names it.
+pub(super) const BIND: &str = "bind";
+
 /// Whether something is mounted there.
 pub(super) fn is_mounted(path: &Path) -> bool {
     let device = |path: &Path| fs::symlink_metadata(path).map(|found| found.dev()).ok();
@@ -39,6 +42,10 @@ pub(super) fn with<T>(
     if is_mounted(&mounted) {
         return look(&mounted);
     }
+    if ready.fstype == BIND {
+        // It is mounted there already.
+        return look(Path::new(&ready.source));
+    }
     let own = Path::new(MOMENT).join(id.as_str());
     let failed = |what: &str, why: String| Fault::not_now(format!("{what} {}: {why}", own.display()));
     DirBuilder::new()
@@ -49,6 +56,7 @@ pub(super) fn with<T>(
     // Of a run that was killed.
     leave(&own);
     let (flags, data) = split(&ready.options);
+    let data = data.join(",");
     mount(Some(ready.source.as_str()), &own, Some(ready.fstype.as_str()), flags, Some(data.as_str()))
         .map_err(|errno| {
             let why = format!("{errno}; the VM's console has the kernel's own words");
@@ -69,7 +77,7 @@ fn leave(path: &Path) {
 }
 
 /// What of mount(8)'s options are flags, and what is the file system's own.
-fn split(options: &[String]) -> (MsFlags, String) {
+pub(super) fn split(options: &[String]) -> (MsFlags, Vec<&str>) {
     let (mut flags, mut data) = (MsFlags::MS_NOSUID | MsFlags::MS_NODEV, Vec::new());
     for option in options {
         match option.as_str() {
@@ -87,7 +95,7 @@ fn split(options: &[String]) -> (MsFlags, String) {
             own => data.push(own),
         }
     }
-    (flags, data.join(","))
+    (flags, data)
 }
 
 /// A path below the root, as it is without symbolic links. Made where it is missing, with the rights of the folder it is
@@ -185,6 +193,6 @@ mod tests {
         let options = ["ro", "noatime", "defaults", "discard", "data=ordered"].map(String::from);
         let (flags, data) = split(&options);
         assert!(flags.contains(MsFlags::MS_RDONLY | MsFlags::MS_NOATIME));
-        assert_eq!(data, "discard,data=ordered");
+        assert_eq!(data, ["discard", "data=ordered"]);
     }
 }

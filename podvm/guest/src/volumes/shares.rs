@@ -84,27 +84,40 @@ pub(super) async fn nfs(server: &str, export: &str, options: &[String]) -> Resul
     })
 }
 
-/// A share of an SMB server.
+/// A share of an SMB server that asks nobody who it is.
 pub(super) async fn smb(
     server: &str,
     share: &str,
     secret: Option<&SecretRef>,
     options: &[String],
 ) -> Result<Ready, Fault> {
-    supported("cifs")?;
     if let Some(SecretRef { namespace, name }) = secret {
         return Err(Fault::never(format!(
-            "its user and password are in secret {namespace}/{name}, and are not brought into the VM by this version"
+            "the user and password of secret {namespace}/{name} did not come with it: the node has not got them from kubelet"
         )));
     }
-    let address = address(server).await?;
-    let unc = format!("//{server}/{}", share.trim_matches('/'));
-    let mut told = options.to_vec();
-    told.extend([format!("ip={address}"), format!("unc={}", unc.replace('/', "\\"))]);
-    if value(options, &["user", "username"]).is_none() {
+    let mut told = smb_options(server, options).await?;
+    let unc = unc(server, share);
+    told.push(format!("unc={}", unc.replace('/', "\\")));
+    if value(&told, &["user", "username"]).is_none() {
         told.push("sec=none".into());
     }
     Ok(Ready { driver: ANY.into(), source: unc, fstype: "cifs".into(), options: told, ..Ready::default() })
+}
+
+/// The volume's options one by one, and the server's address.
+pub(super) async fn smb_options(server: &str, options: &[String]) -> Result<Vec<String>, Fault> {
+    supported("cifs")?;
+    let address = address(server).await?;
+    let options = options.iter().flat_map(|option| option.split(',')).map(str::trim);
+    let mut told: Vec<String> = options.filter(|option| !option.is_empty()).map(str::to_owned).collect();
+    told.push(format!("ip={address}"));
+    Ok(told)
+}
+
+/// The share as the kernel names it.
+pub(super) fn unc(server: &str, share: &str) -> String {
+    format!("//{server}/{}", share.trim_matches('/'))
 }
 
 #[cfg(test)]

@@ -64,6 +64,8 @@ pub(crate) fn capabilities_to(can: Capabilities) -> wire::Capabilities {
         second_nic,
         // Whether a provider of ours has a choice is not known before it is asked.
         places: true,
+        // Nor whether it has anything to do when a disk has grown.
+        growth: volumes,
         max_batch: max_batch.min(BATCH),
         console,
         events,

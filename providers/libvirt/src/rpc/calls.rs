@@ -47,11 +47,13 @@ const NETWORK_IS_ACTIVE: i32 = 152;
 const GET_LIB_VERSION: i32 = 157;
 const ATTACH_DEVICE: i32 = 160;
 const DETACH_DEVICE: i32 = 161;
+const DOMAIN_GET_BLOCK_INFO: i32 = 194;
 const DOMAIN_CREATE: i32 = 196;
 const VOL_UPLOAD: i32 = 208;
 const VOL_DOWNLOAD: i32 = 209;
 const DOMAIN_GET_STATE: i32 = 212;
 const DOMAIN_UNDEFINE_FLAGS: i32 = 231;
+const DOMAIN_BLOCK_RESIZE: i32 = 251;
 const DOMAIN_SET_METADATA: i32 = 264;
 const DOMAIN_GET_METADATA: i32 = 265;
 const LIST_ALL_DOMAINS: i32 = 273;
@@ -72,6 +74,8 @@ const UNDEFINE_ALL: u32 = 1 | 2 | 4 | 16;
 const METADATA_ELEMENT: i32 = 2;
 /// `VIR_DOMAIN_AFFECT_CONFIG`.
 const CONFIG: u32 = 2;
+/// `VIR_DOMAIN_BLOCK_RESIZE_BYTES`: else it counts KiB.
+const BYTES: u32 = 1;
 /// `VIR_DOMAIN_AFFECT_LIVE`.
 const LIVE: u32 = 1;
 /// `VIR_DOMAIN_START_AUTODESTROY`: it ends with our connection.
@@ -394,6 +398,21 @@ impl Connection {
     pub async fn detach(&self, domain: &Domain, xml: &str) -> Result<(), RpcError> {
         let call = domain.write(Writer::new()).text(xml).u32(LIVE).done();
         self.call(DETACH_DEVICE, &call).await.map(drop)
+    }
+
+    /// How many bytes a running domain's disk has, as its guest is told; `disk` is its target.
+    pub async fn disk_capacity(&self, domain: &Domain, disk: &str) -> Result<u64, RpcError> {
+        let call = domain.write(Writer::new()).text(disk).u32(0).done();
+        let answer = self.call(DOMAIN_GET_BLOCK_INFO, &call).await?;
+        let mut reader = Reader::new(&answer);
+        let _allocation = reader.u64()?;
+        Ok(reader.u64()?)
+    }
+
+    /// Tells a running domain that its disk has so many bytes; a file that has another length is made so long.
+    pub async fn resize_disk(&self, domain: &Domain, disk: &str, bytes: u64) -> Result<(), RpcError> {
+        let call = domain.write(Writer::new()).text(disk).u64(bytes).u32(BYTES).done();
+        self.call(DOMAIN_BLOCK_RESIZE, &call).await.map(drop)
     }
 
     /// The domain's addresses, as far as this source knows them.

@@ -1,10 +1,19 @@
-//! azurefile-csi: the handle is `group#account#share#disk#…`; attributes win. `protocol` nfs or smb.
+//! azurefile-csi: the handle is `group#account#share#disk#…`; attributes win. `protocol` nfs or smb; for the
+//! latter the account's name and key in the secret. (The driver can also read that secret, or ask the cloud, by itself; we
+//! take what kubelet gives.)
 
 use peerpod_volume::{SecretRef, Source};
 
-use super::{Family, Known, Sourced, below};
+use super::{Family, Known, Login, Sourced, below};
 
-pub(super) const FAMILY: Family = Family { name: "file.csi.azure.com", source: Some(source), disk: None };
+pub(super) const FAMILY: Family =
+    Family { name: "file.csi.azure.com", source: Some(source), disk: None, login: Some(LOGIN) };
+
+const LOGIN: Login = Login {
+    username: &["azurestorageaccountname", "accountname"],
+    password: &["azurestorageaccountkey", "accountkey"],
+    domain: &[],
+};
 
 fn source(known: &Known<'_>) -> Sourced {
     let part = |index: usize| known.handle.split('#').nth(index).filter(|part| !part.is_empty());

@@ -16,7 +16,7 @@ pub(super) const ANY: Disk =
     Disk { keys: &["lun", "wwn", "serial", PATHS[0], PATHS[1], PATHS[2]], identity: any };
 
 const fn family(name: &'static str, disk: Disk) -> Family {
-    Family { name, source: None, disk: Some(disk) }
+    Family { name, source: None, disk: Some(disk), login: None }
 }
 
 pub(super) const FAMILIES: [Family; 6] = [

@@ -4,7 +4,8 @@ use peerpod_volume::Source;
 
 use super::{Family, Known, Sourced, below};
 
-pub(super) const FAMILY: Family = Family { name: "nfs.csi.k8s.io", source: Some(source), disk: None };
+pub(super) const FAMILY: Family =
+    Family { name: "nfs.csi.k8s.io", source: Some(source), disk: None, login: None };
 
 fn source(known: &Known<'_>) -> Sourced {
     let (server, share) = (known.need("server")?, known.need("share")?);

@@ -1,10 +1,14 @@
-//! csi-driver-smb: `source` = `//server/share`, `subDir` in the volume's attributes.
+//! csi-driver-smb: `source` = `//server/share`, `subDir` in the volume's attributes; `username`, `password` and, if need be,
+//! `domain` in the secret.
 
 use peerpod_volume::Source;
 
-use super::{Family, Known, Sourced, below};
+use super::{Family, Known, Login, Sourced, below};
 
-pub(super) const FAMILY: Family = Family { name: "smb.csi.k8s.io", source: Some(source), disk: None };
+pub(super) const FAMILY: Family =
+    Family { name: "smb.csi.k8s.io", source: Some(source), disk: None, login: Some(LOGIN) };
+
+const LOGIN: Login = Login { username: &["username"], password: &["password"], domain: &["domain"] };
 
 fn source(known: &Known<'_>) -> Sourced {
     let source = known.need("source")?;

@@ -4,11 +4,12 @@
 //! ```text
 //! <volumes-dir>/targets/<volume id>/<hash of the target>.json    Publication
 //! <volumes-dir>/staged/<volume id>/<hash of the staging path>    empty
+//! <volumes-dir>/staged/<volume id>/<that hash>.secret.json       Given, what is needed of the secret of NodeStageVolume
 //! <volumes-dir>/devices/<volume id>-<hash of the target>         a raw device's marker
 //! <volumes-dir>/owners/<volume id>.json                          Owner, where no cluster says whose a disk is
 //! ```
 //!
-//! No secret is in them. May touch: those folders.
+//! All are 0600 in folders of 0700, and none but the one so called has a secret. May touch: those folders.
 
 use std::{
     fs, io,
@@ -23,7 +24,7 @@ use peerpod_volume::{
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::capability::Wanted;
+use crate::{capability::Wanted, secrets::Given};
 
 /// Of the files here.
 pub const VERSION: u32 = 1;
@@ -191,11 +192,38 @@ impl Publications {
         self.staged(volume).join(hash(path)).exists()
     }
 
-    /// Forgets it. Not there is fine.
+    /// Keeps what was given of a secret when a volume was staged, until it is unstaged; or, with none, forgets it. After
+    /// [`Publications::put_staged`], where the staging is ours.
+    ///
+    /// # Errors
+    /// It could not be made durable.
+    pub fn put_staged_secret(&self, volume: &VolumeId, path: &Path, given: Option<&Given>) -> io::Result<()> {
+        let (folder, name) = (self.staged(volume), secret(path));
+        match given {
+            Some(given) => write(&folder, &name, &given.to_bytes()),
+            None => {
+                // Also what a writer left that was killed.
+                gone(fs::remove_file(folder.join(format!(".{name}.new"))))?;
+                gone(fs::remove_file(folder.join(name)))?;
+                sync_dir(&folder)
+            }
+        }
+    }
+
+    /// What was given of a secret when the volume was staged there; none: nothing.
+    ///
+    /// # Errors
+    /// It cannot be read or understood; nothing of it is in the error.
+    pub fn staged_secret(&self, volume: &VolumeId, path: &Path) -> io::Result<Option<Given>> {
+        Given::read_file(&self.staged(volume).join(secret(path)))
+    }
+
+    /// Forgets it, and what was given with it. Not there is fine.
     ///
     /// # Errors
     /// It is still there.
     pub fn remove_staged(&self, volume: &VolumeId, path: &Path) -> io::Result<()> {
+        self.put_staged_secret(volume, path, None)?;
         gone(fs::remove_file(self.staged(volume).join(hash(path))))?;
         drop(remove_emptied(&self.staged(volume)));
         Ok(())
@@ -253,6 +281,11 @@ impl Publications {
     }
 }
 
+/// The name of the file with what was given of a secret for this staging path.
+fn secret(path: &Path) -> String {
+    format!("{}.secret.json", hash(path))
+}
+
 /// A path as a file's name.
 fn hash(path: &Path) -> String {
     use std::os::unix::ffi::OsStrExt;
@@ -305,6 +338,29 @@ mod tests {
         large.wanted.mount_options = vec!["x".repeat(MAX_FILE as usize)];
         assert_eq!(files.put(&large).unwrap_err().kind(), io::ErrorKind::InvalidInput);
         assert_eq!(files.of(&good.volume).unwrap(), [good]);
+        fs::remove_dir_all(root).unwrap();
+    }
+
+    #[test]
+    fn a_staged_secret_is_private_and_goes_with_the_staging() {
+        use std::os::unix::fs::MetadataExt;
+        let root = std::env::temp_dir().join(format!("peerpod-staged-{}", std::process::id()));
+        let (files, volume) = (Publications::new(root.clone()), VolumeId::of("smb.csi.k8s.io", "v"));
+        let path = Path::new("/staging");
+        let mut secrets = std::collections::HashMap::from([("password".to_owned(), "hidden".to_owned())]);
+        let given = Given::take(&mut secrets, crate::drivers::login("smb.csi.k8s.io")).unwrap();
+        files.put_staged(&volume, path).unwrap();
+        files.put_staged_secret(&volume, path, Some(&given)).unwrap();
+        assert!(files.is_staged(&volume, path) && !files.is_staged(&volume, Path::new("/other")));
+        let file = root.join("staged").join(volume.as_str()).join(secret(path));
+        assert_eq!(fs::metadata(&file).unwrap().mode() & 0o7777, 0o600);
+        assert!(files.staged_secret(&volume, path).unwrap() == Some(given));
+        assert!(files.staged_secret(&volume, Path::new("/other")).unwrap().is_none());
+        fs::write(&file, "hidden").unwrap();
+        let why = files.staged_secret(&volume, path).unwrap_err().to_string();
+        assert!(!why.contains("hidden") && why.contains(&*file.to_string_lossy()), "{why}");
+        files.remove_staged(&volume, path).unwrap();
+        assert_eq!(names(&root.join("staged")).unwrap(), [""; 0]);
         fs::remove_dir_all(root).unwrap();
     }
 

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use hyper::Response;
 use peerpod_proto::csi::NodePublishVolumeRequest;
 use peerpod_volume::{
-    FsGroup, GuestVolume, Mode, Source, VolumeId, descriptor,
+    Credentials, FsGroup, GuestVolume, Mode, Source, VolumeId, descriptor,
     records::{Pod, Record},
 };
 use protobuf::Message;
@@ -16,6 +16,7 @@ use super::{
     Node, Whose, empty, missing,
     place::Place,
     publications::{self, Publication},
+    secrets::{self, signs_in},
     whose,
 };
 use crate::{
@@ -26,6 +27,7 @@ use crate::{
     grpc::{self, Code, Status},
     optin,
     proxy::Call,
+    secrets::Given,
 };
 
 const EPHEMERAL: &str = "csi.storage.k8s.io/ephemeral";
@@ -58,16 +60,19 @@ impl Node {
         else {
             return Err(missing("volume_id, target_path and a volume_capability of block or mount"));
         };
-        let Some((record, publication)) = self.describe(&request, &wanted, &place, facts, decided).await?
-        else {
+        // Not taken out before it is known that no driver gets the request.
+        let given = self.given(&request).await?;
+        let described = self.describe(&request, &wanted, &place, facts, decided, given).await?;
+        let Some((record, publication, credentials)) = described else {
             return call.pass(None).await;
         };
+        secrets::wipe(&mut request.secrets);
         bounded(&record, &publication)?;
         let turn = self.0.turns.turn(publication.volume.as_str()).await;
         // Not cut off when the caller leaves.
         let work = tokio::spawn(async move {
             let _turn = turn;
-            self.put_up(record, publication).await
+            self.put_up(record, publication, credentials).await
         });
         work.await.map_err(|why| Status::new(Code::Internal, format!("publish: {why}")))??;
         empty()
@@ -122,7 +127,8 @@ impl Node {
         place: &Place,
         facts: Option<PodFacts>,
         decided: Whose,
-    ) -> Result<Option<(Record, Publication)>, Status> {
+        given: Option<Given>,
+    ) -> Result<Option<(Record, Publication, Option<Credentials>)>, Status> {
         let driver = self.0.driver.name().await?;
         let volume = VolumeId::of(driver, &request.volume_id);
         let claim = match (&self.0.cluster, &place.volume) {
@@ -140,7 +146,7 @@ impl Node {
             attach: self.0.attach,
         };
         let name = place.volume.clone().unwrap_or_else(|| request.volume_id.clone());
-        let (source, options) = drivers::source(&known).map_err(|why| {
+        let (mut source, options) = drivers::source(&known).map_err(|why| {
             Status::new(Code::FailedPrecondition, format!("volume {name} of {driver}: {why}"))
         })?;
         let disk = matches!(source, Source::AttachedBlock { .. });
@@ -165,6 +171,8 @@ impl Node {
                 ),
             ));
         }
+        let credentials = signs_in(&mut source, driver, given, wanted, &options)
+            .map_err(|why| Status::new(Code::InvalidArgument, format!("volume {name} of {driver}: {why}")))?;
         let pod = place.asker.pod(&volume)?;
         let read_only = request.readonly || wanted.reads_only();
         let driver_attached = disk && self.0.attach == descriptor::Attach::Driver;
@@ -196,7 +204,7 @@ impl Node {
             marker: publication.marker.clone(),
             fence: None,
         };
-        Ok(Some((record, publication)))
+        Ok(Some((record, publication, credentials)))
     }
 }
 

@@ -2,7 +2,7 @@
 //! object, the target, the record, the answer; and back in the other order. May touch: targets, the records' folder, the API
 //! server.
 
-use peerpod_volume::records::Record;
+use peerpod_volume::{Credentials, records::Record};
 use tokio::task::spawn_blocking;
 
 use super::{Node, device, publications::Publication, target};
@@ -16,6 +16,7 @@ impl Node {
         &self,
         mut record: Record,
         mut publication: Publication,
+        credentials: Option<Credentials>,
     ) -> Result<(), Status> {
         let volume = publication.volume.clone();
         let all = self.on_disk("read what is published", move |inner| inner.files.of(&volume)).await?;
@@ -37,7 +38,12 @@ impl Node {
             self.note(&publication, true).await?;
         }
         self.make_target(&publication).await?;
-        self.on_disk("record the volume", move |inner| inner.records.put(&record)).await?;
+        let recorded = self.on_disk("record the volume", move |inner| {
+            let (uid, id) = (&record.pod.uid, &record.volume.id);
+            inner.records.put_credentials(uid, id, credentials.as_ref())?;
+            inner.records.put(&record)
+        });
+        recorded.await?;
         self.0.pending.watch(&publication);
         tracing::info!(
             volume = %publication.name, pod = %format!("{}/{}", publication.pod.namespace, publication.pod.name),

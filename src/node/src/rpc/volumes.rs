@@ -1,7 +1,10 @@
 //! What `peerpod-csi node` asks of volumes that are mounted in VMs: how full they are, and that they grow. Handed on to the
-//! guest of the pod's VM; nothing is kept here.
+//! guest of the pod's VM, after the provider has shown the VM its larger disk; nothing is kept here.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use async_trait::async_trait;
 use peerpod_proto::{
@@ -9,7 +12,7 @@ use peerpod_proto::{
     volumes::{ExpandRequest, ExpandResponse, StatsRequest, StatsResponse},
     volumes_ttrpc::{Volumes, create_volumes},
 };
-use tracing::debug;
+use tracing::{debug, warn};
 use ttrpc::{
     Code,
     asynchronous::{Server, TtrpcContext, transport::Listener},
@@ -21,6 +24,8 @@ use crate::sandbox::Sandboxes;
 /// For who sets no deadline. Kubelet waits two minutes for its CSI calls.
 const STATS: Duration = Duration::from_secs(20);
 const EXPAND: Duration = Duration::from_secs(110);
+/// Of it, for telling the VM of its disk: most see it by themselves.
+const SHOW: Duration = Duration::from_secs(20);
 
 /// The service, on its own socket: its caller has no business at the door.
 struct Asked(Sandboxes);
@@ -56,6 +61,22 @@ impl Asked {
         filled(reply)
             .inspect_err(|error| debug!(sandbox = %id, volume, %error, "a volume's fill is not told"))
     }
+}
+
+impl Asked {
+    /// Has the VM told that its disk is larger. What that comes to is seen in the VM, and its guest's word is what counts.
+    async fn show(&self, request: &ExpandRequest, limit: Duration) {
+        let (uid, volume, bytes) = (&request.pod_uid, &request.volume_id, request.capacity_bytes);
+        let Some(id) = self.0.of_pod_uid(uid) else { return };
+        if let Err(error) = self.0.disk_grown(&id, volume, bytes, limit.min(SHOW)).await {
+            warn!(sandbox = %id, volume = %clip(volume), %error, "the VM was not told that its disk has grown");
+        }
+    }
+}
+
+/// A caller's word in a log line.
+fn clip(word: &str) -> String {
+    word.chars().take(64).filter(|c| !c.is_control()).collect()
 }
 
 fn filled(reply: Reply) -> ttrpc::Result<VolumeFill> {
@@ -98,6 +119,9 @@ impl Volumes for Asked {
         let (id, bytes) = (request.volume_id.clone(), request.capacity_bytes);
         ask.set_expand_volume(ExpandVolume { id, bytes, ..ExpandVolume::default() });
         let limit = patience(context).unwrap_or(EXPAND);
+        let begun = Instant::now();
+        self.show(&request, limit / 3).await;
+        let limit = limit.saturating_sub(begun.elapsed());
         let fill = self.ask(&request.pod_uid, &request.volume_id, ask, limit).await?;
         // A share has no disk: its own size counts.
         let capacity_bytes = if fill.disk_bytes > 0 { fill.disk_bytes } else { fill.total_bytes };

@@ -11,7 +11,9 @@ use peerpod_proto::{
     guest::{Images, NetworkPlan, Reply, Request},
     relay::{PutSandboxRequest, TunnelPeer},
 };
-use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owned, Placement, ProviderEvent};
+use peerpod_provider_api::{
+    CreateRequest, DiskRequest, IdempotencyKey, InstanceId, Owned, Placement, ProviderEvent,
+};
 use tokio::sync::watch;
 use zeroize::Zeroizing;
 
@@ -201,6 +203,12 @@ pub trait Effects: Send + Sync + 'static {
         Ok(None)
     }
 
+    /// Who the pod's shares are mounted as, in the volumes' order and as the guest reads it: none for those that ask nobody,
+    /// or when they are being unpublished. An error has nothing of it.
+    async fn credentials(&self, volumes: &PodVolumes) -> Result<Vec<Option<Zeroizing<Vec<u8>>>>, String> {
+        Ok(vec![None; volumes.volumes.len()])
+    }
+
     /// Says, durably, that a VM with these volumes may be made from now on. An error: they are the pod's no more, or it
     /// cannot be said.
     async fn expect_vm(&self, _id: &SandboxId, _volumes: &PodVolumes) -> Result<(), CloudError> {
@@ -215,6 +223,11 @@ pub trait Effects: Send + Sync + 'static {
         volumes: PodVolumes,
     ) -> Result<PodVolumes, CloudError> {
         Ok(volumes)
+    }
+
+    /// Has the VM shown that a disk of it was made larger, to at least so many bytes, where it does not see that by itself.
+    async fn disk_grown(&self, _vm: &InstanceId, _disk: &DiskRequest, _bytes: u64) -> Result<(), CloudError> {
+        Ok(())
     }
 
     /// Says that what was attached to the VM is free, once the VM is gone for sure.

@@ -12,11 +12,13 @@ use peerpod_proto::{
 };
 use peerpod_provider_api::CreateRequest;
 use tracing::{info, warn};
+use zeroize::Zeroizing;
 
 use super::{
     batch::{Seat, Way},
     claims::fingerprints,
     clear::{self, Left, Release, Undo},
+    effects::RelayError,
     phase::{Action, Phase, duty},
     slots::Outcome,
     task::Task,
@@ -334,8 +336,7 @@ impl Task {
         }
         let homes = self.homes.borrow().clone();
         let digest = plan.digest(&homes);
-        let mut request = Request::new();
-        request.set_personalise(Personalise {
+        let mut personalise = Personalise {
             version: 1,
             sandbox_id: self.record.id.to_string(),
             pod_name: self.record.pod.as_ref().map(|pod| pod.name.clone()).unwrap_or_default(),
@@ -350,12 +351,28 @@ impl Task {
             images: self.images().into(),
             volumes: self.record.volumes.as_ref().map(PodVolumes::for_guest).unwrap_or_default(),
             ..Default::default()
-        });
+        };
+        let volumes = self.record.volumes.clone();
         let (fx, id, session) = (self.fx.clone(), self.record.id.clone(), guest.session);
         let secret = self.pull.digest().map(str::to_owned);
         // The guest gives up on its agent by itself; this only ends a call that nobody will answer.
         let timeout = self.settings.agent_timeout + Duration::from_secs(10);
         self.slots.guest.start(async move {
+            if let Some(volumes) = &volumes {
+                match fx.credentials(volumes).await {
+                    Ok(told) => with_credentials(&mut personalise, &told),
+                    Err(text) => {
+                        return Outcome::Greeted {
+                            session,
+                            digest,
+                            secret,
+                            result: Err(RelayError { text }),
+                        };
+                    }
+                }
+            }
+            let mut request = Request::new();
+            request.set_personalise(personalise);
             let result = fx.call(&id, request, timeout).await.map(Box::new);
             Outcome::Greeted { session, digest, secret, result }
         });
@@ -399,6 +416,13 @@ impl Task {
                 address: address(&self.record),
             }),
         }
+    }
+}
+
+/// Only now, and into what is sent alone: neither record nor ledger has them.
+fn with_credentials(personalise: &mut Personalise, told: &[Option<Zeroizing<Vec<u8>>>]) {
+    for (volume, told) in personalise.volumes.iter_mut().zip(told) {
+        volume.credentials = told.as_ref().map(|told| told.to_vec()).unwrap_or_default();
     }
 }
 

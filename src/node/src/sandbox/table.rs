@@ -310,6 +310,34 @@ impl Sandboxes {
         }
     }
 
+    /// Has a sandbox's VM shown that a disk of its pod's was made larger. What the provider does not attach is its driver's.
+    ///
+    /// # Errors
+    /// In words; the VM may see it all the same.
+    pub async fn disk_grown(
+        &self,
+        id: &SandboxId,
+        volume: &str,
+        bytes: u64,
+        limit: Duration,
+    ) -> Result<(), String> {
+        let fx = &self.0.fx;
+        let show = async {
+            let record = fx.recall(id).await.map_err(|error| error.to_string())?;
+            let known = record.as_ref().and_then(|record| {
+                let volumes = &record.volumes.as_ref()?.volumes;
+                let one = volumes.iter().find(|one| one.volume.id.as_str() == volume)?;
+                record.phase.vm().zip(one.disk())
+            });
+            match known {
+                Some((vm, disk)) => fx.disk_grown(vm, &disk, bytes).await.map_err(|error| error.to_string()),
+                None => Ok(()),
+            }
+        };
+        let late = |_| Err(format!("the provider did not answer within {limit:?}"));
+        tokio::time::timeout(limit, show).await.unwrap_or_else(late)
+    }
+
     /// All that are not tombstones, as they are now.
     pub fn views(&self) -> Vec<View> {
         let state = self.state();

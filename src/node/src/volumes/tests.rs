@@ -158,6 +158,40 @@ fn a_pod_with_a_volume_that_nobody_can_attach_gets_no_vm() {
 }
 
 #[test]
+fn who_a_share_is_mounted_as_goes_to_the_guest_and_nowhere_else() {
+    let folder = Folder::new("share");
+    let (records, volumes) = (Records::new(&folder.0), Volumes::new(&folder.0, None));
+    let mut share = record("u", "v", Attach::Provider);
+    let secret = Some(SecretRef { namespace: "shop".into(), name: "files".into() });
+    share.volume.source = Source::Smb { server: "s".into(), share: "x".into(), secret };
+    share.volume.mode = Mode::Filesystem { fs_type: None, mount_options: Vec::new(), fs_group: None };
+    records.put(&share).unwrap();
+    let why = volumes.of_pod(&pod(None)).unwrap_err();
+    assert!(why.contains("secret shop/files") && why.contains("volume v"), "{why}");
+
+    let credentials = peerpod_volume::Credentials {
+        version: peerpod_volume::credentials::VERSION,
+        username: Zeroizing::new("joe".into()),
+        password: Zeroizing::new("hidden, word".into()),
+        domain: None,
+    };
+    records.put_credentials("u", &share.volume.id, Some(&credentials)).unwrap();
+    records.put(&record("u", "w", Attach::Provider)).unwrap();
+    let found = volumes.of_pod(&pod(None)).unwrap().unwrap();
+    // What goes into the ledger, and to the relay.
+    let kept = format!("{}{:?}{:?}", serde_json::to_string(&found).unwrap(), found, found.for_relay());
+    assert!(!kept.contains("hidden") && !kept.contains("joe"), "{kept}");
+    let told = volumes.credentials(&found).unwrap();
+    for (one, told) in found.volumes.iter().zip(&told) {
+        let read = told.as_ref().map(|told| peerpod_volume::Credentials::read(told).unwrap());
+        assert!(read == (one.volume.id == share.volume.id).then(|| credentials.clone()));
+    }
+    // It is being unpublished: the guest keeps what it has.
+    records.withdraw("u", &share.volume.id).unwrap();
+    assert!(volumes.credentials(&found).unwrap().iter().all(Option::is_none));
+}
+
+#[test]
 fn the_end_of_an_earlier_vm_does_not_free_what_a_later_one_has() {
     let folder = Folder::new("later");
     let records = Records::new(&folder.0);

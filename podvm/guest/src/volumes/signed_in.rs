@@ -1,0 +1,248 @@
+//! A share that asks who mounts it. It is mounted here and not by the agent, which writes the options of what it mounts
+//! into its log: each option goes to the kernel by a call of its own (fsconfig(2)), so that no character of a password has
+//! a meaning and none of it is on a command line, in a file or in /proc/mounts. The agent is told of the folder.
+
+use std::{
+    fs::{self, DirBuilder, File},
+    io::Read,
+    os::{fd::OwnedFd, unix::fs::DirBuilderExt},
+    path::Path,
+    sync::atomic::Ordering::Relaxed,
+};
+
+use nix::mount::{MntFlags, MsFlags, umount2};
+use peerpod_volume::{Credentials, SecretRef, credentials::MAX_FIELD};
+use rustix::{
+    io::Errno,
+    mount::{
+        FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, fsconfig_create, fsconfig_set_flag,
+        fsconfig_set_string, fsmount, fsopen, move_mount,
+    },
+};
+
+use super::{
+    Fault, Known, LOOK, SHARES,
+    moment::{self, BIND},
+};
+use crate::intercept::Ready;
+
+/// The agent's handler that mounts anything by any file system's name.
+const ANY: &str = "virtio-fs";
+/// What the kernel says of a file system that it does not take.
+const WORDS: usize = 400;
+
+/// Mounts the share unless it is; what the agent is told of it.
+pub(super) async fn mounted(
+    known: &Known,
+    unc: String,
+    secret: Option<&SecretRef>,
+    mut options: Vec<String>,
+    credentials: Credentials,
+) -> Result<Ready, Fault> {
+    let place = Path::new(SHARES).join(known.volume.id.as_str());
+    if known.volume.read_only {
+        options.push("ro".into());
+    }
+    let share = Share { unc, secret: named(secret), options, credentials };
+    let (at, again) = (place.clone(), known.signed_in.load(Relaxed));
+    known.look(LOOK, move || share.mount(&at, again)).await?;
+    known.signed_in.store(true, Relaxed);
+    Ok(Ready {
+        driver: ANY.into(),
+        source: place.display().to_string(),
+        fstype: BIND.into(),
+        options: vec![BIND.into()],
+        ..Ready::default()
+    })
+}
+
+fn named(secret: Option<&SecretRef>) -> String {
+    match secret {
+        Some(SecretRef { namespace, name }) => format!("secret {namespace}/{name}"),
+        None => "the secret that the node was given".to_owned(),
+    }
+}
+
+struct Share {
+    unc: String,
+    secret: String,
+    options: Vec<String>,
+    credentials: Credentials,
+}
+
+impl Share {
+    /// `same`: what is mounted there already was mounted as this user. Blocks.
+    fn mount(&self, place: &Path, same: bool) -> Result<(), Fault> {
+        if moment::is_mounted(place) {
+            // Containers that have it go on with what they have.
+            if same || umount2(place, MntFlags::UMOUNT_NOFOLLOW).is_err() {
+                return Ok(());
+            }
+        }
+        let failed = |what: &str, why: String| Fault::not_now(format!("{what} {}: {why}", place.display()));
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(place)
+            .map_err(|error| failed("make", error.to_string()))?;
+        let tree = self.tree()?;
+        // The place is absolute: where it would be looked for else does not matter.
+        move_mount(&tree, "", &tree, place, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH).map_err(|errno| {
+            drop(fs::remove_dir(place)); // the next attempt finds it
+            failed("mount at", errno.to_string())
+        })
+    }
+
+    /// The mounted share, nowhere yet.
+    fn tree(&self) -> Result<OwnedFd, Fault> {
+        let (flags, own) = moment::split(&self.options);
+        let context = fsopen("cifs", FsOpenFlags::FSOPEN_CLOEXEC)
+            .map_err(|errno| Fault::never(format!("the VM's kernel mounts no SMB shares: {errno}")))?;
+        self.configure(&context, flags, &own)?;
+        fsconfig_create(&context).map_err(|errno| self.refused(&context, errno))?;
+        fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes(flags))
+            .map_err(|errno| Fault::not_now(format!("mount {}: {errno}", self.unc)))
+    }
+
+    fn configure(&self, context: &OwnedFd, flags: MsFlags, own: &[&str]) -> Result<(), Fault> {
+        self.set(context, "source", Some(&self.unc))?;
+        for (flag, name) in
+            [(MsFlags::MS_RDONLY, "ro"), (MsFlags::MS_SYNCHRONOUS, "sync"), (MsFlags::MS_DIRSYNC, "dirsync")]
+        {
+            if flags.contains(flag) {
+                self.set(context, name, None)?;
+            }
+        }
+        for option in own {
+            match option.split_once('=') {
+                Some((name, value)) => self.set(context, name, Some(value))?,
+                None => self.set(context, option, None)?,
+            }
+        }
+        // Last: the secret's word counts.
+        let Credentials { version: _, username, password, domain } = &self.credentials;
+        self.set(context, "username", Some(username))?;
+        if let Some(domain) = domain {
+            self.set(context, "domain", Some(domain))?;
+        }
+        self.set(context, "password", Some(password))
+    }
+
+    fn set(&self, context: &OwnedFd, name: &str, value: Option<&str>) -> Result<(), Fault> {
+        if value.is_some_and(|value| value.len() > MAX_FIELD) {
+            return Err(Fault::never(format!(
+                "mount {}: its option {name} has more than {MAX_FIELD} bytes, which is what the kernel takes",
+                self.unc
+            )));
+        }
+        let set = match value {
+            Some(value) => fsconfig_set_string(context, name, value),
+            None => fsconfig_set_flag(context, name),
+        };
+        set.map_err(|errno| {
+            let said = self.said(context);
+            Fault::never(format!("mount {}: the kernel does not take option {name}: {errno}{said}", self.unc))
+        })
+    }
+
+    /// Why the server or the kernel did not mount it.
+    fn refused(&self, context: &OwnedFd, errno: Errno) -> Fault {
+        let said = self.said(context);
+        let (unc, secret) = (&self.unc, &self.secret);
+        match errno {
+            Errno::ACCESS | Errno::PERM | Errno::NOKEY | Errno::KEYREJECTED | Errno::KEYEXPIRED => {
+                Fault::never(format!(
+                    "mount {unc}: the server does not let in the user of {secret} ({errno}): correct its username, password \
+                     and domain, or the user's rights to the share, and make the pod again{said}"
+                ))
+            }
+            Errno::NOENT | Errno::NXIO | Errno::NODEV => {
+                Fault::never(format!("mount {unc}: the server has no such share or folder ({errno}){said}"))
+            }
+            Errno::INVAL | Errno::OPNOTSUPP => Fault::never(format!(
+                "mount {unc}: the kernel or the server does not do this ({errno}); look at the volume's mount options{said}"
+            )),
+            _ => Fault::not_now(format!("mount {unc} as the user of {secret}: {errno}{said}")),
+        }
+    }
+
+    /// What the kernel said to this mount, without anything of the secret.
+    fn said(&self, context: &OwnedFd) -> String {
+        let Ok(copy) = context.try_clone() else { return String::new() };
+        let (mut log, mut piece) = (File::from(copy), [0; 256]);
+        let mut said = String::new();
+        // One message a read; an error when there are no more.
+        while let Ok(count @ 1..) = log.read(&mut piece) {
+            let line = String::from_utf8_lossy(piece.get(..count).unwrap_or_default()).into_owned();
+            // `e ` is an error, `w ` a warning.
+            let line = line.trim().trim_start_matches("e ").trim_start_matches("w ").to_owned();
+            if said.len() + line.len() > WORDS {
+                break;
+            }
+            said = format!("{said}; {line}");
+        }
+        let hidden = [Some(&self.credentials.password), Some(&self.credentials.username)];
+        if hidden.into_iter().flatten().any(|word| said.contains(word.as_str())) {
+            return String::new();
+        }
+        said.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+    }
+}
+
+fn attributes(flags: MsFlags) -> MountAttrFlags {
+    let mut attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
+    for (flag, attribute) in [
+        (MsFlags::MS_RDONLY, MountAttrFlags::MOUNT_ATTR_RDONLY),
+        (MsFlags::MS_NOEXEC, MountAttrFlags::MOUNT_ATTR_NOEXEC),
+        (MsFlags::MS_NOATIME, MountAttrFlags::MOUNT_ATTR_NOATIME),
+        (MsFlags::MS_NODIRATIME, MountAttrFlags::MOUNT_ATTR_NODIRATIME),
+    ] {
+        if flags.contains(flag) {
+            attributes |= attribute;
+        }
+    }
+    attributes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn share() -> Share {
+        let credentials = Credentials {
+            version: 1,
+            username: "joe".to_owned().into(),
+            password: "hidden, word".to_owned().into(),
+            domain: None,
+        };
+        let secret = SecretRef { namespace: "shop".into(), name: "files".into() };
+        Share { unc: "//s/x".into(), secret: named(Some(&secret)), options: Vec::new(), credentials }
+    }
+
+    #[test]
+    fn who_is_not_let_in_is_told_which_secret_it_was_and_not_what_is_in_it() {
+        let context = OwnedFd::from(File::open("/dev/null").unwrap());
+        for errno in [Errno::ACCESS, Errno::NOKEY, Errno::PERM, Errno::HOSTDOWN, Errno::TIMEDOUT] {
+            let fault = share().refused(&context, errno).to_string();
+            assert!(fault.contains("//s/x") && fault.contains("secret shop/files"), "{fault}");
+            assert!(!fault.contains("hidden") && !fault.contains("joe"), "{fault}");
+        }
+        let long = "x".repeat(MAX_FIELD + 1);
+        let fault = share().set(&context, "prefixpath", Some(&long)).unwrap_err().to_string();
+        assert!(fault.contains("prefixpath") && fault.contains("255"), "{fault}");
+        // Not a file system's: refused by the kernel.
+        let fault = share().set(&context, "password", Some("hidden")).unwrap_err().to_string();
+        assert!(fault.contains("option password") && !fault.contains("hidden"), "{fault}");
+    }
+
+    #[test]
+    fn what_of_the_options_is_the_mounts_own() {
+        let (flags, own) = (["ro", "noexec", "vers=3.0", "nobrl"].map(String::from), ["vers=3.0", "nobrl"]);
+        let (flags, rest) = moment::split(&flags);
+        assert_eq!(rest, own);
+        let attributes = attributes(flags);
+        assert!(attributes.contains(MountAttrFlags::MOUNT_ATTR_RDONLY | MountAttrFlags::MOUNT_ATTR_NOEXEC));
+        assert!(attributes.contains(MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV));
+        assert!(!attributes.contains(MountAttrFlags::MOUNT_ATTR_NOATIME));
+    }
+}

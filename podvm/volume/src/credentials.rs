@@ -1,0 +1,147 @@
+//! Who a share is mounted as: what kubelet gave of the secret that a [`crate::SecretRef`] names. It is in memory, in a file
+//! of its own beside the pod's record ([`crate::records`]) and on the encrypted link to the guest; no descriptor, object,
+//! log or text of an error has anything of it.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use zeroize::Zeroizing;
+
+/// The version that this program writes, and the only one that it reads.
+pub const VERSION: u32 = 1;
+
+/// The longest of each field, in bytes: what the kernel takes of one mount option, less the end of the string.
+pub const MAX_FIELD: usize = 255;
+
+/// The largest that is written or read, in bytes: three fields in which every character is escaped, and their names.
+pub const MAX_BYTES: usize = 8 << 10;
+
+/// A user and the password of it.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Credentials {
+    /// [`VERSION`].
+    pub version: u32,
+    /// The user's name, without a domain.
+    pub username: Zeroizing<String>,
+    /// The user's password.
+    pub password: Zeroizing<String>,
+    /// The user's domain or workgroup; none: the server's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub domain: Option<Zeroizing<String>>,
+}
+
+/// Why credentials are not used. Nothing of them is in the text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Unreadable {
+    /// Not JSON of this shape, or larger than [`MAX_BYTES`].
+    #[error("they are not what this program writes")]
+    Shape,
+    /// Another version.
+    #[error("they have version {0}, this program reads {VERSION}: upgrade it")]
+    Version(u32),
+    /// A field that no server takes.
+    #[error("{0} {1}")]
+    Field(&'static str, &'static str),
+}
+
+impl fmt::Debug for Credentials {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Credentials").finish_non_exhaustive()
+    }
+}
+
+impl Credentials {
+    /// As JSON.
+    pub fn to_bytes(&self) -> Zeroizing<Vec<u8>> {
+        // Never moved while it grows: what was moved from would not be wiped.
+        let mut bytes = Zeroizing::new(Vec::with_capacity(MAX_BYTES));
+        // Into memory and of plain strings: cannot fail, and nothing would be read as no credentials.
+        if serde_json::to_writer(&mut *bytes, self).is_err() {
+            bytes.clear();
+        }
+        bytes
+    }
+
+    /// Reads them.
+    ///
+    /// # Errors
+    /// [`Unreadable`].
+    pub fn read(bytes: &[u8]) -> Result<Credentials, Unreadable> {
+        if bytes.len() > MAX_BYTES {
+            return Err(Unreadable::Shape);
+        }
+        let read: Credentials = serde_json::from_slice(bytes).map_err(|_| Unreadable::Shape)?;
+        if read.version != VERSION {
+            return Err(Unreadable::Version(read.version));
+        }
+        for (name, value) in [("their username", &read.username), ("their password", &read.password)] {
+            fits(value).map_err(|why| Unreadable::Field(name, why))?;
+        }
+        if let Some(domain) = &read.domain {
+            fits(domain).map_err(|why| Unreadable::Field("their domain", why))?;
+        }
+        Ok(read)
+    }
+}
+
+/// Whether a value can be given to the kernel.
+///
+/// # Errors
+/// Why not, in words that follow the field's name and have nothing of the value.
+pub fn fits(value: &str) -> Result<(), &'static str> {
+    if value.is_empty() {
+        return Err("is empty");
+    }
+    if value.len() > MAX_FIELD {
+        return Err("has more than 255 bytes, which is what the kernel takes");
+    }
+    if value.contains(['\n', '\r', '\0']) {
+        return Err("has a line break or NUL in it (was the secret made of a file that ends with one?)");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn credentials() -> Credentials {
+        Credentials {
+            version: VERSION,
+            username: Zeroizing::new("joe".into()),
+            password: Zeroizing::new("a, b\"c".into()),
+            domain: Some(Zeroizing::new("EXAMPLE".into())),
+        }
+    }
+
+    #[test]
+    fn they_come_back_and_are_not_shown() {
+        let one = credentials();
+        assert!(Credentials::read(&one.to_bytes()).unwrap() == one);
+        let shown = format!("{one:?}");
+        assert!(!["joe", "a, b", "EXAMPLE"].iter().any(|part| shown.contains(part)), "{shown}");
+        let longest = Zeroizing::new("\u{1}".repeat(MAX_FIELD));
+        let long = Credentials {
+            username: longest.clone(),
+            password: longest.clone(),
+            domain: Some(longest),
+            ..credentials()
+        };
+        assert!(Credentials::read(&long.to_bytes()).unwrap() == long);
+    }
+
+    #[test]
+    fn what_cannot_be_used_is_refused_without_its_words() {
+        let json = |text: &str| Credentials::read(text.as_bytes()).unwrap_err();
+        assert_eq!(json(r#"{"version":1,"username":"joe","password":["hidden"]}"#), Unreadable::Shape);
+        assert_eq!(json(r#"{"version":2,"username":"joe","password":"p"}"#), Unreadable::Version(2));
+        let long = "x".repeat(MAX_FIELD + 1);
+        for (value, said) in
+            [("a\nb", "line break"), ("a\0", "NUL"), ("", "empty"), (long.as_str(), "255 bytes")]
+        {
+            let bad = Credentials { password: Zeroizing::new(value.to_owned()), ..credentials() };
+            let why = Credentials::read(&bad.to_bytes()).unwrap_err().to_string();
+            assert!(why.contains("password") && why.contains(said), "{why}");
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! A volume's secret on its way from kubelet to the pod's record. What came with NodePublishVolume counts, all of it; where
+//! nothing came with that, what the volume was staged with. A secret that changes is what the next publish brings. May
+//! touch: what is kept of staged volumes.
+
+use std::{collections::HashMap, path::PathBuf};
+
+use peerpod_proto::csi::{NodePublishVolumeRequest, NodeStageVolumeRequest};
+use peerpod_volume::{Credentials, Source, VolumeId};
+use zeroize::Zeroize;
+
+use super::Node;
+use crate::{
+    capability::Wanted,
+    drivers,
+    grpc::{Code, Status},
+    secrets::Given,
+};
+
+/// A mount option by which a share is mounted as nobody, whatever secret there is.
+const GUEST: &str = "guest";
+
+impl Node {
+    /// What is kept of a stage's secret.
+    pub(super) async fn staged_with(
+        &self,
+        request: &mut NodeStageVolumeRequest,
+    ) -> Result<Option<Given>, Status> {
+        let login = drivers::login(self.0.driver.name().await?);
+        let given = Given::take(&mut request.secrets, login);
+        if let Some(Err(why)) = given.as_ref().map(|given| given.check(None)) {
+            let text = format!("stage volume {}: {why}", request.volume_id);
+            return Err(Status::new(Code::InvalidArgument, text));
+        }
+        Ok(given)
+    }
+
+    /// A volume that the driver stages may turn out a peer pod's by its pod's class, when it is published; kubelet gives
+    /// what it was staged with only once.
+    pub(super) async fn keep_in_case(&self, request: &NodeStageVolumeRequest) -> Result<(), Status> {
+        let named = !request.volume_id.is_empty() && !request.staging_target_path.is_empty();
+        if self.0.classes.is_empty() || request.secrets.is_empty() || !named {
+            return Ok(());
+        }
+        let driver = self.0.driver.name().await?;
+        let given = Given::take(&mut request.secrets.clone(), drivers::login(driver));
+        // What no guest could use may be right for the driver.
+        let Some(given) = given.filter(|given| given.check(None).is_ok()) else { return Ok(()) };
+        let volume = VolumeId::of(driver, &request.volume_id);
+        let path = PathBuf::from(&request.staging_target_path);
+        self.on_disk("keep what a volume is staged with", move |inner| {
+            inner.files.put_staged_secret(&volume, &path, Some(&given))
+        })
+        .await
+    }
+
+    /// What was given with this call, else when the volume was staged.
+    pub(super) async fn given(&self, request: &NodePublishVolumeRequest) -> Result<Option<Given>, Status> {
+        let driver = self.0.driver.name().await?;
+        let login = drivers::login(driver);
+        let mut secrets = request.secrets.clone();
+        let given = Given::take(&mut secrets, login);
+        if given.is_some() || login.is_none() || request.staging_target_path.is_empty() {
+            return Ok(given);
+        }
+        let volume = VolumeId::of(driver, &request.volume_id);
+        let path = PathBuf::from(&request.staging_target_path);
+        self.on_disk("read what the volume was staged with", move |inner| {
+            inner.files.staged_secret(&volume, &path)
+        })
+        .await
+    }
+}
+
+/// Clears a request's secrets from memory.
+pub(super) fn wipe(secrets: &mut HashMap<String, String>) {
+    secrets.values_mut().for_each(Zeroize::zeroize);
+    secrets.clear();
+}
+
+/// Who a share is mounted as; none: as nobody, or it is no share. One that asks for nobody has no secret from then on.
+///
+/// # Errors
+/// What is missing in the secret, or cannot be used, by its key.
+pub(super) fn signs_in(
+    source: &mut Source,
+    driver: &str,
+    given: Option<Given>,
+    wanted: &Wanted,
+    more: &[String],
+) -> Result<Option<Credentials>, String> {
+    let (Source::Smb { secret, .. }, Some(login)) = (source, drivers::login(driver)) else {
+        return Ok(None);
+    };
+    let options = wanted.mount_options.iter().chain(more);
+    if options.flat_map(|option| option.split(',')).any(|option| option.trim() == GUEST) {
+        *secret = None;
+        return Ok(None);
+    }
+    match (given, secret.as_ref()) {
+        (None, None) => Ok(None),
+        (given, named) => given.unwrap_or_default().login(login, named).map(Some),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use peerpod_volume::SecretRef;
+
+    use super::*;
+
+    const DRIVER: &str = "smb.csi.k8s.io";
+
+    fn share(secret: bool) -> Source {
+        let secret = secret.then(|| SecretRef { namespace: "shop".into(), name: "files".into() });
+        Source::Smb { server: "s".into(), share: "x".into(), secret }
+    }
+
+    fn given() -> Option<Given> {
+        let pairs = [("username", "joe"), ("password", "p, q")];
+        let mut secrets: HashMap<String, String> =
+            pairs.into_iter().map(|(key, value)| (key.to_owned(), value.to_owned())).collect();
+        Given::take(&mut secrets, drivers::login(DRIVER))
+    }
+
+    #[test]
+    fn a_share_is_mounted_as_its_secret_says_or_as_nobody() {
+        let wanted = Wanted::default();
+        for named in [true, false] {
+            let found = signs_in(&mut share(named), DRIVER, given(), &wanted, &[]).unwrap().unwrap();
+            assert_eq!(found.password.as_str(), "p, q");
+        }
+        assert!(signs_in(&mut share(false), DRIVER, None, &wanted, &[]).unwrap().is_none());
+        let why = signs_in(&mut share(true), DRIVER, None, &wanted, &[]).unwrap_err();
+        assert!(why.contains("secret shop/files") && why.contains("nodeStageSecretRef"), "{why}");
+        let (mut source, options) = (share(true), ["vers=3.0, guest".to_owned()]);
+        assert!(signs_in(&mut source, DRIVER, given(), &wanted, &options).unwrap().is_none());
+        assert_eq!(source, share(false));
+        let mut export = Source::Nfs { server: "s".into(), export: "/e".into() };
+        assert!(signs_in(&mut export, DRIVER, given(), &wanted, &[]).unwrap().is_none());
+    }
+}

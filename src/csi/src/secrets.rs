@@ -1,0 +1,210 @@
+//! What kubelet gives of a volume's secret with NodeStageVolume and NodePublishVolume, and what a guest needs of it. Of a
+//! secret only the keys of the driver's login are kept, and no value is in any text. May touch: the file that the caller
+//! names.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    fmt,
+    fs::File,
+    io::{self, Read},
+    path::Path,
+};
+
+use peerpod_volume::{
+    Credentials, SecretRef,
+    credentials::{MAX_FIELD, VERSION, fits},
+};
+use serde::{Deserialize, Serialize};
+use zeroize::{Zeroize, Zeroizing};
+
+use crate::drivers::Login;
+
+/// The most bytes of what is kept until a volume is published: a value that is too long for the guest is refused before.
+const MAX_FILE: usize = 16 << 10;
+
+/// Of one call's secrets, what the driver's login can need: by key, in lower case.
+#[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Given(BTreeMap<String, Zeroizing<String>>);
+
+impl fmt::Debug for Given {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.0.keys()).finish()
+    }
+}
+
+impl Given {
+    /// Takes a request's secrets out of it; none where there are none, or the driver's shares need none.
+    pub fn take(secrets: &mut HashMap<String, String>, login: Option<&Login>) -> Option<Given> {
+        let any = !secrets.is_empty();
+        let mut given = Given::default();
+        for (key, mut value) in secrets.drain() {
+            let lower = key.to_ascii_lowercase();
+            let wanted = login.is_some_and(|login| login.keys().any(|one| one == lower));
+            // Of two that differ in case alone the one in lower case counts, whatever their order.
+            if wanted && (key == lower || !given.0.contains_key(&lower)) {
+                given.0.insert(lower, Zeroizing::new(value));
+            } else {
+                value.zeroize();
+            }
+        }
+        login.filter(|_| any).map(|_| given)
+    }
+
+    /// Refuses what no guest could use.
+    ///
+    /// # Errors
+    /// In words that name the key, and have nothing of the value.
+    pub fn check(&self, secret: Option<&SecretRef>) -> Result<(), String> {
+        for (key, value) in self.0.iter().filter(|(_, value)| !value.is_empty()) {
+            fits(value).map_err(|why| format!("{}: {key:?} {why}", named(secret)))?;
+        }
+        Ok(())
+    }
+
+    /// Who the share is mounted as.
+    ///
+    /// # Errors
+    /// As [`Given::check`]; and what is missing.
+    pub fn login(&self, login: &Login, secret: Option<&SecretRef>) -> Result<Credentials, String> {
+        self.check(secret)?;
+        let find = |keys: &[&str]| {
+            keys.iter().find_map(|key| self.0.get(*key)).filter(|value| !value.is_empty()).cloned()
+        };
+        let need = |keys: &'static [&'static str]| {
+            find(keys).ok_or_else(|| {
+                format!(
+                    "{}: there is no {:?} in what kubelet gave of it; put it there, and name the secret as \
+                     nodeStageSecretRef or nodePublishSecretRef of the PersistentVolume",
+                    named(secret),
+                    keys.first().copied().unwrap_or_default()
+                )
+            })
+        };
+        let (mut username, password) = (need(login.username)?, need(login.password)?);
+        let mut domain = find(login.domain);
+        // As mount.cifs(8) takes it; the kernel does not.
+        if domain.is_none()
+            && let Some((before, user)) = username.split_once('\\')
+            && !before.is_empty()
+            && !user.is_empty()
+        {
+            let user = Zeroizing::new(user.to_owned());
+            domain = Some(Zeroizing::new(before.to_owned()));
+            username = user;
+        }
+        Ok(Credentials { version: VERSION, username, password, domain })
+    }
+
+    /// As JSON.
+    pub fn to_bytes(&self) -> Zeroizing<Vec<u8>> {
+        // Never moved while it grows: what was moved from would not be wiped.
+        let mut bytes = Zeroizing::new(Vec::with_capacity(MAX_FILE));
+        // Into memory and of strings: cannot fail, and nothing would be refused when it is read.
+        if serde_json::to_writer(&mut *bytes, self).is_err() {
+            bytes.clear();
+        }
+        bytes
+    }
+
+    /// Reads it; none when there is no such file.
+    ///
+    /// # Errors
+    /// It cannot be read or understood; nothing of it is in the error.
+    pub fn read_file(path: &Path) -> io::Result<Option<Given>> {
+        let file = match File::open(path) {
+            Err(why) if why.kind() == io::ErrorKind::NotFound => return Ok(None),
+            file => file?,
+        };
+        let mut bytes = Zeroizing::new(Vec::with_capacity(MAX_FILE + 2));
+        file.take(MAX_FILE as u64 + 1).read_to_end(&mut bytes)?;
+        let read = Some(&bytes).filter(|bytes| bytes.len() <= MAX_FILE);
+        let read = read.and_then(|bytes| serde_json::from_slice(bytes).ok());
+        let unusable = || {
+            let text =
+                format!("{}: it is not what this program writes; stage the volume again", path.display());
+            io::Error::new(io::ErrorKind::InvalidData, text)
+        };
+        read.map(Some).ok_or_else(unusable)
+    }
+}
+
+impl Login {
+    fn keys(&self) -> impl Iterator<Item = &'static str> {
+        let all: [&'static [&'static str]; 3] = [self.username, self.password, self.domain];
+        all.into_iter().flatten().copied()
+    }
+}
+
+/// What people call the secret.
+fn named(secret: Option<&SecretRef>) -> String {
+    match secret {
+        Some(SecretRef { namespace, name }) => format!("secret {namespace}/{name}"),
+        None => "the secret that kubelet gave".to_owned(),
+    }
+}
+
+// What is kept fits: five keys of one driver at the most, each value escaped.
+const _: () = assert!(MAX_FILE > 5 * 6 * (MAX_FIELD + 64));
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::drivers;
+
+    const DRIVER: &str = "smb.csi.k8s.io";
+
+    fn given(pairs: &[(&str, &str)]) -> Option<Given> {
+        let pairs = pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned()));
+        let mut secrets: HashMap<String, String> = pairs.collect();
+        let given = Given::take(&mut secrets, drivers::login(DRIVER));
+        assert!(secrets.is_empty());
+        given
+    }
+
+    fn login(pairs: &[(&str, &str)]) -> Result<Credentials, String> {
+        let secret = SecretRef { namespace: "shop".into(), name: "files".into() };
+        given(pairs).unwrap().login(drivers::login(DRIVER).unwrap(), Some(&secret))
+    }
+
+    #[test]
+    fn what_a_share_needs_is_taken_and_nothing_else() {
+        assert!(given(&[]).is_none());
+        let mut secrets = HashMap::from([("password".to_owned(), "p".to_owned())]);
+        assert!(Given::take(&mut secrets, drivers::login("disk.example")).is_none() && secrets.is_empty());
+        let one = given(&[("Username", "joe"), ("password", "a, b"), ("token", "hidden")]).unwrap();
+        assert_eq!(format!("{one:?}"), r#"{"password", "username"}"#);
+        assert!(!String::from_utf8_lossy(&one.to_bytes()).contains("hidden"));
+        let found = login(&[("Username", "joe"), ("password", "a, b"), ("DOMAIN", "D")]).unwrap();
+        assert_eq!((found.username.as_str(), found.password.as_str()), ("joe", "a, b"));
+        assert_eq!(found.domain.as_ref().map(|domain| domain.as_str()), Some("D"));
+        let found = login(&[("username", "CORP\\joe"), ("password", "p"), ("Password", "other")]).unwrap();
+        assert_eq!((found.username.as_str(), found.password.as_str()), ("joe", "p"));
+        assert_eq!(found.domain.as_ref().map(|domain| domain.as_str()), Some("CORP"));
+        let azure = drivers::login("file.csi.azure.com");
+        let mut secrets = HashMap::from([
+            ("azurestorageaccountname".to_owned(), "account".to_owned()),
+            ("azurestorageaccountkey".to_owned(), "key==".to_owned()),
+        ]);
+        let found = Given::take(&mut secrets, azure).unwrap().login(azure.unwrap(), None).unwrap();
+        assert_eq!((found.username.as_str(), found.password.as_str()), ("account", "key=="));
+    }
+
+    #[test]
+    fn what_is_missing_or_unusable_is_named_without_its_value() {
+        let long = "hidden".repeat(50);
+        for (pairs, key) in [
+            (&[("username", "joe")][..], "\"password\""),
+            (&[("password", "hidden")][..], "\"username\""),
+            (&[("password", "hidden"), ("username", "")][..], "\"username\""),
+            (&[("password", "hidden\n"), ("username", "joe")][..], "\"password\" has a line break"),
+            (&[("password", "hidden\0"), ("username", "joe")][..], "\"password\" has a line break or NUL"),
+            (&[("password", long.as_str()), ("username", "joe")][..], "\"password\" has more than 255 bytes"),
+            (&[("user", "joe")][..], "\"username\""),
+        ] {
+            let why = login(pairs).unwrap_err();
+            assert!(why.contains(key) && why.contains("secret shop/files"), "{why}");
+            assert!(!why.contains("hidden"), "{why}");
+        }
+    }
+}
