@@ -89,7 +89,7 @@ const ORDINARY: &str = "203.0.113.2";
 
 /// What the VM itself gets from there, beside its pod.
 async fn page_of_the_vm(machine: &Machine, port: u16) -> String {
-    let ask = format!("nsenter -t 1 -n wget -q -T 10 -O - http://{METADATA}:{port}/");
+    let ask = format!("nsenter -t 1 -n /usr/local/bin/kata-agent tool fetch {METADATA}:{port}");
     machine.shell(&ask).await.unwrap()
 }
 

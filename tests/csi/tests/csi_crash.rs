@@ -1,6 +1,6 @@
-//! Pods with volumes come and go while everybody on their road is killed at random: both roles of the wrapper, the node,
-//! the VM. What a container synced is there afterwards, no disk is ever formatted again, none stays attached to a VM that is
-//! gone, none is lost.
+//! The wrapper, the node and a VM together. Pods with volumes come and go while everybody on their road is killed at random:
+//! both roles of the wrapper, the node, the VM. What a container synced is there afterwards, no disk is ever formatted again,
+//! none stays attached to a VM that is gone, none is lost. And what kubelet asks about a volume is answered by its guest.
 
 #![cfg(test)]
 
@@ -19,8 +19,9 @@ use nix::{
 };
 use peerpod_proto::csi::{
     ControllerPublishVolumeRequest, ControllerPublishVolumeResponse, ControllerUnpublishVolumeRequest,
-    CreateVolumeRequest, CreateVolumeResponse, Empty, NodePublishVolumeRequest, NodeUnpublishVolumeRequest,
-    VolumeCapability,
+    CreateVolumeRequest, CreateVolumeResponse, Empty, NodeExpandVolumeRequest, NodeExpandVolumeResponse,
+    NodeGetVolumeStatsRequest, NodeGetVolumeStatsResponse, NodePublishVolumeRequest,
+    NodeUnpublishVolumeRequest, VolumeCapability,
 };
 use peerpod_test_csi::{Driver, Folder, Wrapper, grpc::Client, long, report};
 use peerpod_tests::{
@@ -33,6 +34,8 @@ use protobuf::Message;
 
 const DRIVER: &str = "mock.csi.test";
 const VOLUMES: usize = 3;
+/// `VolumeUsage.Unit`.
+const BYTES: i32 = 1;
 /// kubelet and the sidecars repeat what was not answered.
 const AGAIN: Duration = Duration::from_millis(50);
 /// How long they try, on a busy machine with a killer.
@@ -58,12 +61,13 @@ struct Road {
     node: PathBuf,
     controller: PathBuf,
     kubelet: PathBuf,
+    filesystem: &'static str,
 }
 
-fn capability() -> VolumeCapability {
+fn capability(filesystem: &str) -> VolumeCapability {
     let mut capability = VolumeCapability::new();
     capability.access_mode.mut_or_insert_default().mode = 1;
-    capability.mut_mount().fs_type = "ext4".to_owned();
+    capability.mut_mount().fs_type = filesystem.to_owned();
     capability
 }
 
@@ -104,7 +108,7 @@ impl Road {
             volume_context: context.clone(),
             ..Default::default()
         };
-        request.volume_capability = Some(capability()).into();
+        request.volume_capability = Some(capability(self.filesystem)).into();
         for (key, value) in [("uid", uid), ("name", pod), ("namespace", "default")] {
             request.volume_context.insert(format!("csi.storage.k8s.io/pod.{key}"), value.to_owned());
         }
@@ -120,20 +124,34 @@ impl Road {
     ) -> Result<Result<()>> {
         let (uid, name) = (format!("uid-{number}"), format!("web-{}", number % 2));
         let requests: Vec<_> = disks.iter().map(|disk| self.request(disk, &uid, &name)).collect();
-        for (disk, request) in disks.iter().zip(&requests) {
+        self.publish(&disks, &requests).await?;
+        let lived = self.live(number, &uid, &name).await;
+        self.give_back(&requests).await?;
+        Ok(lived)
+    }
+
+    async fn publish(
+        &self,
+        disks: &[(String, HashMap<String, String>)],
+        requests: &[NodePublishVolumeRequest],
+    ) -> Result<()> {
+        for (disk, request) in disks.iter().zip(requests) {
             let mut attach = ControllerPublishVolumeRequest {
                 volume_id: disk.0.clone(),
                 node_id: DRIVER.to_owned(),
                 volume_context: disk.1.clone(),
                 ..Default::default()
             };
-            attach.volume_capability = Some(capability()).into();
+            attach.volume_capability = Some(capability(self.filesystem)).into();
             let _: ControllerPublishVolumeResponse =
                 self.persist(&self.controller, "Controller/ControllerPublishVolume", &attach).await?;
             let _: Empty = self.persist(&self.node, "Node/NodePublishVolume", request).await?;
         }
-        let lived = self.live(number, &uid, &name).await;
-        for request in &requests {
+        Ok(())
+    }
+
+    async fn give_back(&self, requests: &[NodePublishVolumeRequest]) -> Result<()> {
+        for request in requests {
             let unpublish = NodeUnpublishVolumeRequest {
                 volume_id: request.volume_id.clone(),
                 target_path: request.target_path.clone(),
@@ -148,15 +166,32 @@ impl Road {
             let _: Empty =
                 self.persist(&self.controller, "Controller/ControllerUnpublishVolume", &detach).await?;
         }
-        Ok(lived)
+        Ok(())
+    }
+
+    /// The file system's size and what of it is used, as kubelet hears of it.
+    async fn bytes(&self, request: &NodePublishVolumeRequest) -> Result<(i64, i64)> {
+        let asked = NodeGetVolumeStatsRequest {
+            volume_id: request.volume_id.clone(),
+            volume_path: request.target_path.clone(),
+            ..Default::default()
+        };
+        let stats: NodeGetVolumeStatsResponse =
+            self.persist(&self.node, "Node/NodeGetVolumeStats", &asked).await?;
+        let usage = stats.usage.iter().find(|usage| usage.unit == BYTES);
+        usage.map(|usage| (usage.total, usage.used)).with_context(|| format!("no bytes in {stats:?}"))
+    }
+
+    async fn boot(&self, uid: &str, name: &str) -> Result<Running> {
+        let volumes = self.records.of_pod(uid)?;
+        ensure!(volumes.len() == VOLUMES, "records: {volumes:?}");
+        let pod = PodToBe { name: name.into(), uid: uid.into(), volumes };
+        boot(&self.world, &self.hypervisor, PATIENCE, pod).await
     }
 
     /// Boots, reads what is there, adds a line to each, and stops.
     async fn live(&self, number: usize, uid: &str, name: &str) -> Result<()> {
-        let volumes = self.records.of_pod(uid)?;
-        ensure!(volumes.len() == VOLUMES, "records: {volumes:?}");
-        let pod = PodToBe { name: name.into(), uid: uid.into(), volumes };
-        let running = boot(&self.world, &self.hypervisor, PATIENCE, pod).await?;
+        let running = self.boot(uid, name).await?;
         let lived = tokio::time::timeout(PATIENCE * 2, self.write(number, &running)).await;
         // Also of one whose VM was killed.
         running.shim.stop_vm(&running.id).await?;
@@ -173,14 +208,23 @@ impl Road {
         running.try_create("main", &mounts, By::Bundle).await?;
         for place in PLACES {
             let script = format!("echo {number} >> {place}/lines && sync {place}/lines && sync");
-            let request = peerpod_client::exec_request(
-                "main",
-                &peerpod_tests::fresh_id("e"),
-                &["/bin/sh", "-c", &script],
-            );
-            let output = running.agent.exec(&request).await?;
-            ensure!(output.status == 0, "{script}: {output:?}");
+            self.run(running, &script).await?;
         }
+        Ok(())
+    }
+
+    /// So many MiB into a file.
+    async fn fill(&self, running: &Running, file: &str, mebibytes: u32) -> Result<()> {
+        self.run(running, &format!("dd if=/dev/urandom of={file} bs=1M count={mebibytes} && sync")).await
+    }
+
+    async fn run(&self, running: &Running, script: &str) -> Result<()> {
+        let id = peerpod_tests::fresh_id("e");
+        let output = running
+            .agent
+            .exec(&peerpod_client::exec_request("main", &id, &["/bin/sh", "-c", script]))
+            .await?;
+        ensure!(output.status == 0, "{script}: {output:?}");
         Ok(())
     }
 }
@@ -191,17 +235,21 @@ struct Parties {
     folder: Folder,
     wrapper: Option<Wrapper>,
     controller: Option<Wrapper>,
+    filesystem: &'static str,
+    /// Of each disk.
+    mebibytes: u64,
     _driver: Driver,
 }
 
 impl Parties {
-    async fn start() -> Result<Parties> {
+    async fn start(filesystem: &'static str, mebibytes: u64) -> Result<Parties> {
         let node = Node::start().await;
         let folder = Folder::new("crash")?;
         symlink(node.daemons.run_dir(), folder.path("run"))?;
         symlink(node.daemons.state_dir(), folder.path("state"))?;
         let driver = Driver::start(&folder, &[&format!("--name={DRIVER}")])?;
-        let mut parties = Parties { node, folder, wrapper: None, controller: None, _driver: driver };
+        let mut parties =
+            Parties { node, folder, wrapper: None, controller: None, filesystem, mebibytes, _driver: driver };
         parties.restart()?;
         Ok(parties)
     }
@@ -247,19 +295,23 @@ impl Parties {
             node: self.folder.path("node.sock"),
             controller: self.folder.path("controller.sock"),
             kubelet: self.folder.path("kubelet"),
+            filesystem: self.filesystem,
         }
     }
 
     async fn disk(&self, number: usize) -> Result<Disk> {
         let mut request = CreateVolumeRequest { name: format!("v{number}"), ..Default::default() };
         request.parameters.insert("peerpod".to_owned(), "true".to_owned());
-        request.special_fields.mut_unknown_fields().add_length_delimited(3, capability().write_to_bytes()?);
+        request
+            .special_fields
+            .mut_unknown_fields()
+            .add_length_delimited(3, capability(self.filesystem).write_to_bytes()?);
         let answer: CreateVolumeResponse = self
             .road()
             .persist(&self.folder.path("controller.sock"), "Controller/CreateVolume", &request)
             .await?;
         let volume = answer.volume.into_option().context("no volume")?;
-        let file = self.node.disk(&volume.volume_id, 16).file;
+        let file = self.node.disk(&volume.volume_id, self.mebibytes).file;
         Ok(Disk { id: volume.volume_id, context: volume.volume_context, file, uuid: None, synced: 0 })
     }
 
@@ -310,7 +362,7 @@ impl Disk {
 #[tokio::test(flavor = "multi_thread")]
 async fn killed_at_random_no_disk_is_lost_formatted_or_left_attached() -> Result<()> {
     let cycles = if long() { 200 } else { 12 };
-    let mut parties = Parties::start().await?;
+    let mut parties = Parties::start("ext4", 16).await?;
     let mut disks = Vec::new();
     for number in 0..VOLUMES {
         disks.push(parties.disk(number).await?);
@@ -362,4 +414,51 @@ async fn killed_at_random_no_disk_is_lost_formatted_or_left_attached() -> Result
     ensure!(bad.is_empty(), "{}", bad.join("\n"));
     ensure!(pods > 0, "no pod lived");
     Ok(())
+}
+
+/// With XFS: online, ext4 asks for a right that a machine in a container may lack, and a VM of namespaces has its machine's.
+#[tokio::test(flavor = "multi_thread")]
+async fn kubelet_hears_of_a_volume_from_its_guest_and_has_it_grown_there() -> Result<()> {
+    const MIB: i64 = 1 << 20;
+    let parties = Parties::start("xfs", 320).await?;
+    let mut disks = Vec::new();
+    for number in 0..VOLUMES {
+        disks.push(parties.disk(number).await?);
+    }
+    let road = parties.road();
+    let asked: Vec<_> = disks.iter().map(|disk| (disk.id.clone(), disk.context.clone())).collect();
+    let (uid, name) = ("uid-0", "web-0");
+    let requests: Vec<_> = asked.iter().map(|disk| road.request(disk, uid, name)).collect();
+    road.publish(&asked, &requests).await?;
+    let running = road.boot(uid, name).await?;
+    road.write(0, &running).await?;
+    let [one, other, _] = requests.as_slice() else { anyhow::bail!("{requests:?}") };
+    let (total, used) = road.bytes(one).await?;
+    ensure!((200 * MIB..=320 * MIB).contains(&total) && (1..total).contains(&used), "{used} of {total}");
+
+    road.fill(&running, "/v0/big", 4).await?;
+    let (_, more) = road.bytes(one).await?;
+    ensure!(more >= used + 4 * MIB, "{used}, then {more}");
+
+    // What a driver's ControllerExpandVolume does.
+    fs::File::options().write(true).open(&disks[0].file)?.set_len(640 << 20)?;
+    let mut grow = NodeExpandVolumeRequest {
+        volume_id: one.volume_id.clone(),
+        volume_path: one.target_path.clone(),
+        ..Default::default()
+    };
+    grow.capacity_range.mut_or_insert_default().required_bytes = 640 * MIB;
+    for _ in 0..2 {
+        let grown: NodeExpandVolumeResponse =
+            road.persist(&road.node, "Node/NodeExpandVolume", &grow).await?;
+        ensure!(grown.capacity_bytes == 640 * MIB, "{grown:?}");
+    }
+    let (total, used) = road.bytes(one).await?;
+    ensure!((500 * MIB..=640 * MIB).contains(&total) && used >= more, "{used} of {total}");
+    ensure!(road.bytes(other).await?.0 <= 320 * MIB, "another one grew");
+    road.run(&running, "test $(cat /v0/lines) = 0").await?;
+
+    running.shim.stop_vm(&running.id).await?;
+    road.give_back(&requests).await?;
+    parties.nothing_is_left(uid).await
 }
