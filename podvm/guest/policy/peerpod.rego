@@ -18,6 +18,12 @@ peerpod_netns := "/run/netns/podns"
 # Where volumes are mounted, each in a folder of its identifier.
 peerpod_volumes := "/run/peerpod/volumes/"
 
+# Where the guest itself mounts shares that ask for a password, each in a folder of the same identifier.
+peerpod_shares := "/run/peerpod/shares/"
+
+# The shim's own storages, and what each is mounted as: memory, images, folders.
+peerpod_kinds := {"ephemeral": {"hugetlbfs", "tmpfs"}, "image_guest_pull": {"overlay"}, "local": {"local"}}
+
 # Folders of the agent's: what was copied into the VM, and what it made itself.
 peerpod_sources := ["/run/kata-containers/shared/containers/", "/run/kata-containers/sandbox/"]
 
@@ -62,9 +68,10 @@ peerpod_mount(mount, storages) if {
 	peerpod_plain(mount.source)
 }
 
-# The shim's own storages are memory, folders and images, in the agent's folders.
+# The shim's own storages are in the agent's folders.
 peerpod_storage(storage) if {
-	storage.driver in {"ephemeral", "image_guest_pull", "local"}
+	storage.fstype in peerpod_kinds[storage.driver]
+	peerpod_fresh(storage)
 	startswith(storage.mount_point, "/run/kata-containers/")
 	peerpod_plain(storage.mount_point)
 }
@@ -73,6 +80,8 @@ peerpod_storage(storage) if {
 peerpod_storage(storage) if {
 	storage.driver == "blk"
 	startswith(storage.source, "/dev/")
+	peerpod_plain(storage.source)
+	peerpod_fresh(storage)
 	peerpod_volume(storage.mount_point)
 }
 
@@ -80,13 +89,32 @@ peerpod_storage(storage) if {
 peerpod_storage(storage) if {
 	storage.driver == "virtio-fs"
 	storage.fstype in {"cifs", "nfs", "nfs4"}
+	peerpod_fresh(storage)
 	peerpod_volume(storage.mount_point)
+}
+
+# A share that the guest has mounted, shown at the place of the same volume.
+peerpod_storage(storage) if {
+	storage.driver == "virtio-fs"
+	storage.fstype == "bind"
+	every option in storage.options { option in {"bind", "ro"} }
+	peerpod_volume(storage.mount_point)
+	storage.source == concat("", [peerpod_shares, trim_prefix(storage.mount_point, peerpod_volumes)])
+}
+
+# What is mounted is what the storage says, and not a folder of the VM or a mount that there is: with these options the
+# kernel looks at nothing else.
+peerpod_fresh(storage) if {
+	every option in object.get(storage, "options", []) {
+		not option in {"bind", "move", "rbind", "remount"}
+	}
 }
 
 # A volume that is a raw device.
 peerpod_device(device) if {
 	device.type_ == "mmioblk"
 	startswith(device.vm_path, "/dev/")
+	peerpod_plain(device.vm_path)
 }
 
 # A volume's folder, and not what is above or below it.

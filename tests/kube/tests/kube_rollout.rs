@@ -180,20 +180,48 @@ async fn a_peer_pod_config_becomes_what_its_nodes_run() {
     })
     .await
     .unwrap();
-    let refused = pod_of_the_class(&cluster).unwrap_err().to_string();
-    assert!(refused.contains(r#"RuntimeClass "kata-remote" not found"#), "{refused}");
+    refused(&cluster, r#"RuntimeClass "kata-remote" not found"#).await;
     config("gold", json!({"nodeSelector": {"pool": "gold"}}));
     object(&cluster, "runtimeclass", "kata-remote").await;
     // The webhook is nowhere here: a pod of the class is not admitted without it.
-    let refused = pod_of_the_class(&cluster).unwrap_err().to_string();
-    assert!(refused.contains("mwebhook.peerpods.io"), "{refused}");
+    refused(&cluster, "mwebhook.peerpods.io").await;
+
+    somebody_elses_class_stays(&cluster, &controller).await;
     controller.check().unwrap();
     assert!(!controller.said().contains("forbidden"), "{}", controller.said());
 }
 
-fn pod_of_the_class(cluster: &Cluster) -> anyhow::Result<String> {
+/// Until a pod of the class is refused with these words.
+async fn refused(cluster: &Cluster, words: &str) {
     let overrides = r#"--overrides={"spec":{"runtimeClassName":"kata-remote"}}"#;
-    cluster.kubectl(&["run", "-n", "default", "pod", "--image=none", "--dry-run=server", overrides])
+    let run = ["run", "-n", "default", "pod", "--image=none", "--dry-run=server", overrides];
+    let mut said = None;
+    let waited = wait_for(words, LIMIT, async || {
+        said = cluster.kubectl(&run).err().map(|why| why.to_string());
+        Ok(said.as_ref().is_some_and(|said| said.contains(words)).then_some(()))
+    });
+    waited.await.unwrap_or_else(|why| panic!("{why}: {said:?}"));
+}
+
+/// A class in which somebody else has a part is not taken away with the last PeerPodConfig, and then the webhook stays
+/// registered, too; also through an upgrade.
+async fn somebody_elses_class_stays(cluster: &Cluster, controller: &Process) {
+    let class = ["kata-remote", "theirs=1"];
+    cluster.kubectl(&[&["annotate", "runtimeclass"][..], &class].concat()).unwrap();
+    cluster.kubectl(&["delete", "peerpodconfig", "-n", OWN, "--all"]).unwrap();
+    wait_for("the controller to look", LIMIT, async || {
+        Ok(controller.said().contains("others have a part in the RuntimeClass").then_some(()))
+    })
+    .await
+    .unwrap();
+    let values = peerpod_test_kube::project("providers/drill/values.yaml");
+    let chart = peerpod_test_kube::project("deploy/chart");
+    let words =
+        ["upgrade", "peerpod", chart.to_str().unwrap(), "-n", OWN, "--set", "rollout.mode=config", "-f"];
+    cluster.helm(&[&words[..], &[values.to_str().unwrap()]].concat()).unwrap();
+    assert!(!get(cluster, "runtimeclass", "kata-remote").unwrap().is_null());
+    let hooks = get(cluster, "mutatingwebhookconfiguration", "peerpod-webhook").unwrap()["webhooks"].clone();
+    assert_eq!(hooks.as_array().map(Vec::len), Some(1), "{hooks}");
 }
 
 /// Another one sets a variable and an annotation of its own; a changed limit, and time, leave them alone. Ours come back.

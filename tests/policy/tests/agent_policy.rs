@@ -147,6 +147,14 @@ fn containers() -> Vec<(String, CreateContainerRequest)> {
         ..Ready::default()
     };
     all.push(("a volume on a share".into(), with_volume(share)));
+    let signed_in = Ready {
+        driver: "virtio-fs".into(),
+        source: format!("/run/peerpod/shares/{VOLUME}"),
+        fstype: "bind".into(),
+        options: vec!["bind".into()],
+        ..Ready::default()
+    };
+    all.push(("a volume on a share with a password".into(), with_volume(signed_in)));
 
     let mut raw = shims_container();
     raw.devices.push(Device {
@@ -265,6 +273,16 @@ fn storage(driver: &str, source: &str, mount_point: &str) -> Storage {
     }
 }
 
+/// Something that a storage's options or kind make of the VM's own folders.
+fn disguised(driver: &str, source: &str, fstype: &str, option: &str) -> Storage {
+    let mount_point = match driver {
+        "ephemeral" | "local" => "/run/kata-containers/shared/containers/x".to_owned(),
+        _ => format!("/run/peerpod/volumes/{VOLUME}b"),
+    };
+    let (fstype, options) = (fstype.to_owned(), vec![option.to_owned()]);
+    Storage { fstype, options, ..storage(driver, source, &mount_point) }
+}
+
 type Change = Box<dyn Fn(&mut CreateContainerRequest)>;
 
 /// What must not be in a container's request.
@@ -324,6 +342,17 @@ fn foreign() -> Vec<(String, Change)> {
         storage("ephemeral", "tmpfs", "/run/peerpod/volumes/tmp"),
         storage("local", "local", "/run/kata-containers/../peerpod"),
         storage("bind", "/etc", "/run/kata-containers/x"),
+        disguised("ephemeral", "/dev/vdb", "ext4", "rw"),
+        disguised("ephemeral", "/etc", "tmpfs", "bind"),
+        disguised("local", "/etc", "local", "rbind"),
+        disguised("blk", "/dev/../etc", "ext4", "rw"),
+        disguised("blk", "/dev/vdb", "ext4", "bind"),
+        disguised("virtio-fs", "/etc", "nfs4", "bind"),
+        disguised("virtio-fs", "/etc", "nfs4", "remount"),
+        disguised("virtio-fs", "/etc", "bind", "bind"),
+        // Another volume's.
+        disguised("virtio-fs", &format!("/run/peerpod/shares/{VOLUME}"), "bind", "bind"),
+        disguised("virtio-fs", &format!("/run/peerpod/shares/{VOLUME}b"), "bind", "rbind"),
     ];
     for storage in storages {
         all.push((
@@ -331,7 +360,9 @@ fn foreign() -> Vec<(String, Change)> {
             Box::new(move |container: &mut CreateContainerRequest| container.storages.push(storage.clone())),
         ));
     }
-    for (kind, path) in [(OURS, VOLUME), ("vfio-pci", "0000:00:01.0"), ("mmioblk", "vda")] {
+    for (kind, path) in
+        [(OURS, VOLUME), ("vfio-pci", "0000:00:01.0"), ("mmioblk", "vda"), ("mmioblk", "/dev/../etc")]
+    {
         let device = Device { type_: kind.into(), vm_path: path.into(), ..Device::default() };
         all.push((
             format!("the device {device}"),

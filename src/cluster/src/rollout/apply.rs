@@ -1,6 +1,10 @@
 //! The part: follows PeerPodConfigs and their DaemonSets, applies what is wanted, writes the status.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, atomic::AtomicBool},
+    time::Duration,
+};
 
 use futures_util::StreamExt;
 use k8s_openapi::{
@@ -60,6 +64,8 @@ pub(super) enum Error {
 pub(super) struct Work {
     pub(super) config: RolloutConfig,
     pub(super) context: Context,
+    /// Whether it was said that somebody else's RuntimeClass stays.
+    pub(super) said: AtomicBool,
 }
 
 /// The part of the controller.
@@ -73,7 +79,7 @@ async fn run(config: RolloutConfig, context: Context) -> anyhow::Result<()> {
     let sets: Api<DaemonSet> = Api::namespaced(context.client.clone(), &namespace);
     let of_ours = watcher::Config::default().labels(manifest::LABEL).timeout(WATCH);
     let ready = context.ready.clone();
-    let work = Arc::new(Work { config, context });
+    let work = Arc::new(Work { config, context, said: AtomicBool::default() });
     let mut done = std::pin::pin!(
         Controller::new(configs, watcher::Config::default().timeout(WATCH))
             .owns(sets, of_ours)

@@ -3,7 +3,10 @@
 //!
 //! The registration is there from the chart, empty: so the right to change that one object is enough, and none is needed
 //! to make others. While nobody wants peer pods there is no RuntimeClass, so that the API server refuses such a pod with
-//! its name, where one that the webhook has not seen would wait or fail on some node.
+//! its name, where one that the webhook has not seen would run on some node. So the class comes after the webhook is
+//! registered, goes before it is not, and where it is somebody else's the registration stays.
+
+use std::sync::atomic::Ordering::Relaxed;
 
 use k8s_openapi::api::{
     admissionregistration::v1::{MutatingWebhook, MutatingWebhookConfiguration},
@@ -12,7 +15,8 @@ use k8s_openapi::api::{
 };
 use kube::{
     Api, ResourceExt,
-    api::{DeleteParams, ListParams, Patch, PatchParams},
+    api::{DeleteParams, ListParams, Patch, PatchParams, Preconditions},
+    core::PartialObjectMeta,
 };
 use peerpod_kube::{client::within, crds::PeerPodConfig};
 use serde_json::json;
@@ -24,6 +28,9 @@ use super::{
     manifest::Manifests,
 };
 
+/// The annotation of a RuntimeClass that says which release's it is, by namespace.
+const OF: &str = "peerpod.io/namespace";
+
 impl Work {
     /// Applies what pods of these PeerPodConfigs are admitted by; why none is, if so.
     pub(super) async fn offer(
@@ -31,15 +38,16 @@ impl Work {
         manifests: &Manifests,
         live: &[&PeerPodConfig],
     ) -> Result<Option<String>, Error> {
-        // The class last: a pod of it is to find the webhook.
-        let webhook = self.webhook(manifests).await?;
-        if let Some(class) = manifests.runtime_class(live) {
+        let (registered, why_not) = self.webhook(manifests).await?;
+        if let Some(mut class) = manifests.runtime_class(live).filter(|_| registered) {
+            class["metadata"]["annotations"][OF] = json!(self.context.namespace);
             self.put::<RuntimeClass>(None, &class).await?;
         }
-        Ok(webhook)
+        Ok(why_not)
     }
 
-    /// Takes back what was applied for PeerPodConfigs, when there are none any more.
+    /// Takes back what was applied for PeerPodConfigs, when there are none any more: at one look the class, and when that
+    /// was not there at the next one, the registration. Every API server has heard of the first by then.
     pub(super) async fn withdraw_if_none(&self) -> Result<(), Error> {
         let configs: Api<PeerPodConfig> = self.ours();
         let all = within("list PeerPodConfigs", configs.list_metadata(&ListParams::default())).await?.items;
@@ -48,30 +56,41 @@ impl Work {
         }
         // Without the manifests nothing was applied, or its name is not known.
         let Ok(manifests) = self.manifests().await? else { return Ok(()) };
-        if let Some(class) = manifests.runtime_class(&[]) {
-            self.withdraw_class(class["metadata"]["name"].as_str().unwrap_or_default()).await?;
+        let Some(class) = manifests.runtime_class(&[]) else { return Ok(()) };
+        let name = class["metadata"]["name"].as_str().unwrap_or_default();
+        let classes: Api<RuntimeClass> = Api::all(self.client());
+        match within(format!("get RuntimeClass {name}"), classes.get_metadata_opt(name)).await? {
+            Some(found) => self.withdraw_class(&classes, &found).await,
+            None => match manifests.registration() {
+                Some(hooks) => self.unregister(hooks["metadata"]["name"].as_str().unwrap_or_default()).await,
+                None => Ok(()),
+            },
         }
-        if let Some(registration) = manifests.registration() {
-            self.unregister(registration["metadata"]["name"].as_str().unwrap_or_default()).await?;
-        }
-        Ok(())
     }
 
-    async fn withdraw_class(&self, name: &str) -> Result<(), Error> {
-        let classes: Api<RuntimeClass> = Api::all(self.client());
-        let found = within(format!("get RuntimeClass {name}"), classes.get_metadata_opt(name)).await?;
-        // Somebody else's of that name stays.
-        let is_ours = |found: &kube::core::PartialObjectMeta<RuntimeClass>| {
-            found.managed_fields().iter().any(|entry| entry.manager.as_deref() == Some(MANAGER))
-        };
-        if !found.as_ref().is_some_and(is_ours) {
+    /// Unless somebody else made it, or has a part in it.
+    async fn withdraw_class(
+        &self,
+        classes: &Api<RuntimeClass>,
+        found: &PartialObjectMeta<RuntimeClass>,
+    ) -> Result<(), Error> {
+        let only_ours = found.managed_fields().iter().all(|entry| entry.manager.as_deref() == Some(MANAGER));
+        let name = found.name_any();
+        if !only_ours || found.annotations().get(OF) != Some(&self.context.namespace) {
+            if !self.said.swap(true, Relaxed) {
+                info!(
+                    runtime_class = name,
+                    "no PeerPodConfig is left, but others have a part in the RuntimeClass: it stays"
+                );
+            }
             return Ok(());
         }
         self.context.may_act()?;
-        match within(format!("delete RuntimeClass {name}"), classes.delete(name, &DeleteParams::default()))
-            .await
-        {
-            Err(error) if error.status() == Some(404) => {}
+        let this_one = Preconditions { uid: found.uid(), resource_version: found.resource_version() };
+        let how = DeleteParams::default().preconditions(this_one);
+        match within(format!("delete RuntimeClass {name}"), classes.delete(&name, &how)).await {
+            // Gone, or another by now.
+            Err(error) if matches!(error.status(), Some(404 | 409)) => {}
             Err(error) => return Err(error.into()),
             Ok(_) => info!(runtime_class = name, "no PeerPodConfig is left: the RuntimeClass was deleted"),
         }
@@ -93,18 +112,17 @@ impl Work {
         Ok(())
     }
 
-    /// Why no pod is admitted, if so.
-    async fn webhook(&self, manifests: &Manifests) -> Result<Option<String>, Error> {
+    /// Whether pods find the webhook, and why none is admitted, if so.
+    async fn webhook(&self, manifests: &Manifests) -> Result<(bool, Option<String>), Error> {
         let name = &self.config.webhook;
         if name.is_empty() {
-            return Ok(None);
+            return Ok((true, None));
         }
         let registrations: Api<MutatingWebhookConfiguration> = Api::all(self.client());
         let found = within(format!("get webhook registration {name}"), registrations.get_opt(name)).await?;
         let (Some(found), wanted) = (found, manifests.registration()) else {
-            return Ok(Some(format!(
-                "there is no MutatingWebhookConfiguration {name}; install the chart with it"
-            )));
+            let why = format!("there is no MutatingWebhookConfiguration {name}; install the chart with it");
+            return Ok((false, Some(why)));
         };
         let hooks: Vec<MutatingWebhook> = match wanted {
             Some(wanted) => {
@@ -115,9 +133,8 @@ impl Work {
             None => found.webhooks.unwrap_or_default(),
         };
         if hooks.is_empty() {
-            return Ok(Some(format!(
-                "MutatingWebhookConfiguration {name} has no webhooks: nobody admits a pod"
-            )));
+            let why = format!("MutatingWebhookConfiguration {name} has no webhooks: nobody admits a pod");
+            return Ok((false, Some(why)));
         }
         let trusted = |hook: &MutatingWebhook| {
             hook.client_config.ca_bundle.as_ref().is_some_and(|bundle| !bundle.0.is_empty())
@@ -126,12 +143,12 @@ impl Work {
             let why = format!(
                 "MutatingWebhookConfiguration {name} has no caBundle yet: its certificate's issuer puts it there"
             );
-            return Ok(Some(why));
+            return Ok((true, Some(why)));
         }
         let deployments: Api<Deployment> = self.ours();
         let found = within(format!("get Deployment {name}"), deployments.get_opt(name)).await?;
         let available = found.and_then(|one| one.status).and_then(|status| status.available_replicas);
         let none = || format!("no replica of Deployment {name} is available: no peer pod is admitted");
-        Ok((available.unwrap_or(0) < 1).then(none))
+        Ok((true, (available.unwrap_or(0) < 1).then(none)))
     }
 }
