@@ -100,6 +100,7 @@ pub(crate) async fn keep(status: Arc<Status>) {
     }
     if line.off {
         tracing::info!("the kernel's command line says that cards get no addresses");
+        status.asks();
         return;
     }
     let shared = Arc::new(Shared {
@@ -156,8 +157,9 @@ impl Keeper {
             stays && !task.is_finished()
         });
         while self.tasks.try_join_next().is_some() {}
-        if cards.iter().all(|card| card.given.0) {
-            self.shared.status.asks(); // nobody is to be asked
+        // Nobody is to be asked; of a card that was just seen to be down nothing is known yet.
+        if cards.iter().all(|card| card.given.0 || (self.seen.contains_key(&card.index) && !card.carrier)) {
+            self.shared.status.asks();
         }
         for card in cards {
             let next = self.seen.len() as u32;

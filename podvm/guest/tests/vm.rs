@@ -236,8 +236,11 @@ fn a_machine_of_ec2_has_its_user_data_from_the_metadata_service() {
     home.relay.up(&home.runtime);
     assert!(said.contains("found user-data"), "{said}");
     let asked = asked.lock().unwrap();
-    assert!(asked.iter().all(|line| line.ends_with(": 200 OK")), "{asked:?}");
-    assert!(asked.len() >= 2 && asked[0].starts_with("PUT ") && asked[1].starts_with("GET "), "{asked:?}");
+    // A service that is slow is asked again; what was given up had no question in it yet.
+    let answered: Vec<&String> = asked.iter().filter(|line| !line.starts_with(':')).collect();
+    assert!(answered.iter().all(|line| line.ends_with(": 200 OK")), "{asked:?}");
+    assert!(answered.first().is_some_and(|first| first.starts_with("PUT ")), "{asked:?}");
+    assert!(answered.iter().any(|line| line.starts_with("GET ")), "{asked:?}");
 }
 
 /// `ip=` of the kernel's line.

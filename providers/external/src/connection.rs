@@ -240,7 +240,8 @@ impl Connection {
     /// Refuses a provider that has become another one: what was decided by the first one's words would be wrong.
     fn is_the_same(&self, now: Known) -> Result<(), Error> {
         let known = self.known.get_or_init(|| now.clone());
-        if *known == now {
+        // Whether it is told of grown disks is no promise to anybody: one that is upgraded may begin to want it.
+        if *known == (Known { grows: known.grows, ..now.clone() }) {
             return Ok(());
         }
         Err(Error::invalid(format!(

@@ -67,8 +67,8 @@ impl Shared {
         Ok(identity)
     }
 
-    /// QEMU looks at a disk's size once. It is told of the new one, and that is never less than what the VM sees: a file
-    /// would be cut.
+    /// QEMU looks at a disk's size once. It is told of the new one, and that is never less than what the VM sees, or a file
+    /// of raw bytes has: it would be cut.
     async fn grown(
         &self,
         id: &InstanceId,
@@ -84,11 +84,13 @@ impl Shared {
         let there = Disks::of(&libvirt, &domain).await.map_err(fail)?;
         let Some(target) = there.target_of(&disk.serial) else { return Ok(()) };
         let size = self.size_of(&libvirt, &disk, bytes).await.map_err(fail)?;
-        let seen = match libvirt.disk_capacity(&domain, target).await {
+        let (seen, kept_in) = match libvirt.disk_sizes(&domain, target).await {
             // A driver that does not tell runs nothing that could see it.
             Err(error) if error.code() == Some(code::NO_SUPPORT) => return Ok(()),
-            seen => seen.map_err(fail)?,
+            sizes => sizes.map_err(fail)?,
         };
+        let is_raw = disk.format == "raw" && matches!(disk.source, Source::File(_) | Source::Volume { .. });
+        let size = if is_raw { size.max(kept_in) } else { size };
         if size <= seen {
             return Ok(());
         }

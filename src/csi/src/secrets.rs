@@ -40,6 +40,10 @@ impl Given {
         let mut given = Given::default();
         for (key, mut value) in secrets.drain() {
             let lower = key.to_ascii_lowercase();
+            // As the drivers do: a file's last line break is in many a secret.
+            let plain = value.trim().to_owned();
+            value.zeroize();
+            value = plain;
             let wanted = login.is_some_and(|login| login.keys().any(|one| one == lower));
             // Of two that differ in case alone the one in lower case counts, whatever their order.
             if wanted && (key == lower || !given.0.contains_key(&lower)) {
@@ -178,6 +182,8 @@ mod tests {
         let found = login(&[("Username", "joe"), ("password", "a, b"), ("DOMAIN", "D")]).unwrap();
         assert_eq!((found.username.as_str(), found.password.as_str()), ("joe", "a, b"));
         assert_eq!(found.domain.as_ref().map(|domain| domain.as_str()), Some("D"));
+        let found = login(&[("username", "joe\n"), ("password", " p \r\n")]).unwrap();
+        assert_eq!((found.username.as_str(), found.password.as_str()), ("joe", "p"));
         let found = login(&[("username", "CORP\\joe"), ("password", "p"), ("Password", "other")]).unwrap();
         assert_eq!((found.username.as_str(), found.password.as_str()), ("joe", "p"));
         assert_eq!(found.domain.as_ref().map(|domain| domain.as_str()), Some("CORP"));
@@ -197,8 +203,8 @@ mod tests {
             (&[("username", "joe")][..], "\"password\""),
             (&[("password", "hidden")][..], "\"username\""),
             (&[("password", "hidden"), ("username", "")][..], "\"username\""),
-            (&[("password", "hidden\n"), ("username", "joe")][..], "\"password\" has a line break"),
-            (&[("password", "hidden\0"), ("username", "joe")][..], "\"password\" has a line break or NUL"),
+            (&[("password", "hid\nden"), ("username", "joe")][..], "\"password\" has a line break"),
+            (&[("password", "hid\0den"), ("username", "joe")][..], "\"password\" has a line break or NUL"),
             (&[("password", long.as_str()), ("username", "joe")][..], "\"password\" has more than 255 bytes"),
             (&[("user", "joe")][..], "\"username\""),
         ] {

@@ -325,7 +325,7 @@ async fn a_shares_secret_is_kept_for_the_pod_and_goes_with_it() -> Result<()> {
     let mut client = setup.node().await?;
 
     // What no guest could use is refused by its key.
-    let bad = secrets("first, words\n");
+    let bad = secrets("first,\nwords");
     (request.secrets, stage.secrets) = (bad.clone(), bad);
     let refused = [
         client.unary::<Empty>(PUBLISH, &request).await.unwrap_err().to_string(),

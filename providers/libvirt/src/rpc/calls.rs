@@ -400,13 +400,14 @@ impl Connection {
         self.call(DETACH_DEVICE, &call).await.map(drop)
     }
 
-    /// How many bytes a running domain's disk has, as its guest is told; `disk` is its target.
-    pub async fn disk_capacity(&self, domain: &Domain, disk: &str) -> Result<u64, RpcError> {
+    /// How many bytes a running domain's disk has, as its guest is told, and how many what it is kept in; `disk` is its
+    /// target.
+    pub async fn disk_sizes(&self, domain: &Domain, disk: &str) -> Result<(u64, u64), RpcError> {
         let call = domain.write(Writer::new()).text(disk).u32(0).done();
         let answer = self.call(DOMAIN_GET_BLOCK_INFO, &call).await?;
         let mut reader = Reader::new(&answer);
         let _allocation = reader.u64()?;
-        Ok(reader.u64()?)
+        Ok((reader.u64()?, reader.u64()?))
     }
 
     /// Tells a running domain that its disk has so many bytes; a file that has another length is made so long.

@@ -38,17 +38,18 @@ impl Node {
     /// what it was staged with only once.
     pub(super) async fn keep_in_case(&self, request: &NodeStageVolumeRequest) -> Result<(), Status> {
         let named = !request.volume_id.is_empty() && !request.staging_target_path.is_empty();
-        if self.0.classes.is_empty() || request.secrets.is_empty() || !named {
+        if self.0.classes.is_empty() || !named {
             return Ok(());
         }
         let driver = self.0.driver.name().await?;
-        let given = Given::take(&mut request.secrets.clone(), drivers::login(driver));
-        // What no guest could use may be right for the driver.
-        let Some(given) = given.filter(|given| given.check(None).is_ok()) else { return Ok(()) };
+        let Some(login) = drivers::login(driver) else { return Ok(()) };
+        let given = Given::take(&mut request.secrets.clone(), Some(login));
+        // What no guest could use may be right for the driver. It is not what an earlier staging was given.
+        let given = given.filter(|given| given.check(None).is_ok());
         let volume = VolumeId::of(driver, &request.volume_id);
         let path = PathBuf::from(&request.staging_target_path);
         self.on_disk("keep what a volume is staged with", move |inner| {
-            inner.files.put_staged_secret(&volume, &path, Some(&given))
+            inner.files.put_staged_secret(&volume, &path, given.as_ref())
         })
         .await
     }
