@@ -140,13 +140,12 @@ fn with_content_id(mut vmdk: Vec<u8>, identity: &str) -> anyhow::Result<Vec<u8>>
     let find = |wanted: u8| head[at..].iter().position(|byte| *byte == wanted).map(|found| at + found);
     let end = find(b'\n').filter(|end| *end <= at + DIGITS).context("the VMDK's CID does not end")?;
     let missing = at + DIGITS - end;
-    let padding = find(0).context("the VMDK's descriptor does not end")?;
-    ensure!(head.len() >= padding + missing, "the VMDK's descriptor fills its place");
-    ensure!(
-        head[padding..padding + missing].iter().all(|byte| *byte == 0),
-        "the VMDK's descriptor has no end"
-    );
-    vmdk.copy_within(end..padding, end + missing);
+    if missing > 0 {
+        let padding = find(0).context("the VMDK's descriptor does not end")?;
+        let spare = head.get(padding..padding + missing).context("the VMDK's descriptor fills its place")?;
+        ensure!(spare.iter().all(|byte| *byte == 0), "the VMDK's descriptor has no end");
+        vmdk.copy_within(end..padding, end + missing);
+    }
     vmdk[at..at + DIGITS].copy_from_slice(id.as_bytes());
     Ok(vmdk)
 }
