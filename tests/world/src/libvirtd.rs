@@ -171,11 +171,12 @@ impl Libvirtd {
             let xml = fs::read_to_string(entry.path()).unwrap_or_default();
             let macs = xml.split("<mac address='").skip(1).filter_map(|rest| rest.split('\'').next());
             for mac in macs {
-                let host = u8::from_str_radix(mac.rsplit(':').next().unwrap_or_default(), 16).unwrap_or(0)
-                    % 240
-                    + 10;
+                // Of all three bytes that a MAC has of its own, or two of eight machines would often be one.
+                let own: Vec<u8> =
+                    mac.rsplit(':').take(3).filter_map(|byte| u8::from_str_radix(byte, 16).ok()).collect();
+                let [last, middle, first] = own[..] else { continue };
                 leases.push(serde_json::json!({
-                    "ip-address": format!("10.97.0.{host}"), "mac-address": mac, "expiry-time": 4_000_000_000u64,
+                    "ip-address": format!("10.{first}.{middle}.{last}"), "mac-address": mac, "expiry-time": 4_000_000_000u64,
                 }));
             }
         }
