@@ -4,7 +4,13 @@
 //! retransmissions loses seconds. So a new attempt begins at every beat and the old ones may still win; the time lost
 //! after the network is there is a fraction of one beat.
 
-use std::{future::pending, io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    future::pending,
+    io,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    sync::Arc,
+    time::Duration,
+};
 
 use peerpod_link::{endpoint, tls};
 use tokio::{
@@ -25,6 +31,25 @@ const AT_ONCE: usize = 8;
 const MOST: usize = 32;
 /// A TLS handshake may take so long.
 const HANDSHAKE: Duration = Duration::from_secs(5);
+
+/// The address that the kernel would speak from. Nothing is sent.
+fn source(target: SocketAddr) -> io::Result<IpAddr> {
+    let any: IpAddr =
+        if target.is_ipv6() { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() };
+    let socket = std::net::UdpSocket::bind((any, 0))?;
+    socket.connect(target)?;
+    Ok(socket.local_addr()?.ip())
+}
+
+/// Whether the VM has no address yet that is good for more than its wire, although home is beyond that or has one: the
+/// node would take what it hears from for the VM's own, and no tunnel can be made between the two.
+fn is_too_early(source: IpAddr, target: IpAddr) -> bool {
+    let of_the_wire = |address: IpAddr| match address {
+        IpAddr::V4(address) => address.is_link_local(),
+        IpAddr::V6(address) => address.is_unicast_link_local(),
+    };
+    of_the_wire(source) && !of_the_wire(target)
+}
 
 /// A beat: 100 to 250 ms. Jitter keeps a thousand guests of a returning node apart.
 pub(crate) fn beat() -> Duration {
@@ -68,6 +93,9 @@ impl Dialler {
             for (n, address) in self.addresses.iter().copied().take(AT_ONCE).enumerate() {
                 attempts.spawn(async move {
                     sleep(STAGGER * n as u32).await;
+                    if is_too_early(source(address)?, address.ip()) {
+                        return Err(io::ErrorKind::AddrNotAvailable.into());
+                    }
                     let stream = timeout(ATTEMPT, TcpStream::connect(address)).await??;
                     endpoint::tune(&stream)?;
                     Ok((stream, address))
@@ -245,6 +273,22 @@ mod tests {
         dialler.learn(&(200..300).map(address).collect::<Vec<_>>());
         assert_eq!(dialler.addresses.len(), MOST);
         assert_eq!(dialler.addresses[0], address(1), "what connected last stays");
+    }
+
+    #[test]
+    fn home_is_not_called_from_an_address_of_the_wire_alone() {
+        for (source, target, early) in [
+            ("fe80::1", "fd97::1", true),
+            ("fe80::1", "fe80::2", false),
+            ("fd97::2", "fd97::1", false),
+            ("2001:db8::2", "fd97::1", false),
+            ("169.254.7.7", "10.0.0.1", true),
+            ("10.0.0.2", "10.0.0.1", false),
+            ("127.0.0.1", "127.0.0.1", false),
+        ] {
+            assert_eq!(is_too_early(source.parse().unwrap(), target.parse().unwrap()), early, "{source}");
+        }
+        assert_eq!(super::source("127.0.0.1:1".parse().unwrap()).unwrap().to_string(), "127.0.0.1");
     }
 
     #[test]
