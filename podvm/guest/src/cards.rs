@@ -442,7 +442,8 @@ fn look(client: &mut Client) -> Result<Vec<Card>, String> {
     Ok(cards)
 }
 
-fn reaches_far(address: IpAddr) -> bool {
+/// Whether an address is good for more than its wire.
+pub(crate) fn reaches_far(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(own) => !own.is_link_local(),
         IpAddr::V6(own) => !own.is_unicast_link_local(),

@@ -21,6 +21,8 @@ use tokio::{
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
 
+use crate::cards::reaches_far;
+
 /// An attempt is given up after this.
 const ATTEMPT: Duration = Duration::from_secs(1);
 /// Between the attempts of one beat, so that the first address usually wins alone.
@@ -44,11 +46,7 @@ fn source(target: SocketAddr) -> io::Result<IpAddr> {
 /// Whether the VM has no address yet that is good for more than its wire, although home is beyond that or has one: the
 /// node would take what it hears from for the VM's own, and no tunnel can be made between the two.
 fn is_too_early(source: IpAddr, target: IpAddr) -> bool {
-    let of_the_wire = |address: IpAddr| match address {
-        IpAddr::V4(address) => address.is_link_local(),
-        IpAddr::V6(address) => address.is_unicast_link_local(),
-    };
-    of_the_wire(source) && !of_the_wire(target)
+    !reaches_far(source) && reaches_far(target)
 }
 
 /// A beat: 100 to 250 ms. Jitter keeps a thousand guests of a returning node apart.

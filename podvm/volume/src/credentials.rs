@@ -96,7 +96,7 @@ pub fn fits(value: &str) -> Result<(), &'static str> {
         return Err("has more than 255 bytes, which is what the kernel takes");
     }
     if value.contains(['\n', '\r', '\0']) {
-        return Err("has a line break or NUL in it (was the secret made of a file that ends with one?)");
+        return Err("has a line break or NUL in it");
     }
     Ok(())
 }

@@ -120,11 +120,11 @@ impl Work {
         }
         let registrations: Api<MutatingWebhookConfiguration> = Api::all(self.client());
         let found = within(format!("get webhook registration {name}"), registrations.get_opt(name)).await?;
-        let (Some(found), wanted) = (found, manifests.registration()) else {
+        let Some(found) = found else {
             let why = format!("there is no MutatingWebhookConfiguration {name}; install the chart with it");
             return Ok((false, Some(why)));
         };
-        let hooks: Vec<MutatingWebhook> = match wanted {
+        let hooks: Vec<MutatingWebhook> = match manifests.registration() {
             Some(wanted) => {
                 let applied = self.put::<MutatingWebhookConfiguration>(None, wanted).await?;
                 // What cannot be read is no hook that is trusted.
