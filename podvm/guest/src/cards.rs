@@ -422,7 +422,7 @@ fn look(client: &mut Client) -> Result<Vec<Card>, String> {
             addressed: false,
         };
         for address in addresses(client, card.index)? {
-            card.addressed |= !is_tentative(&address) && local(&address).is_some_and(reaches_far);
+            card.addressed |= !is_tentative(&address) && local(&address).is_some_and(uplink::reaches_far);
             match local(&address) {
                 Some(IpAddr::V6(own)) if own.is_unicast_link_local() => {
                     card.link_local = Some(own).filter(|_| !is_tentative(&address)).or(card.link_local);
@@ -440,14 +440,6 @@ fn look(client: &mut Client) -> Result<Vec<Card>, String> {
         cards.push(card);
     }
     Ok(cards)
-}
-
-/// Whether an address is good for more than its wire.
-pub(crate) fn reaches_far(address: IpAddr) -> bool {
-    match address {
-        IpAddr::V4(own) => !own.is_link_local(),
-        IpAddr::V6(own) => !own.is_unicast_link_local(),
-    }
 }
 
 fn ra_flags(link: &LinkMessage) -> Inet6IfaceFlags {

@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use peerpod_link::{endpoint, tls};
+use peerpod_link::{endpoint, net::uplink::reaches_far, tls};
 use tokio::{
     net::TcpStream,
     sync::Notify,
@@ -20,8 +20,6 @@ use tokio::{
     time::{sleep, timeout},
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
-
-use crate::cards::reaches_far;
 
 /// An attempt is given up after this.
 const ATTEMPT: Duration = Duration::from_secs(1);

@@ -14,7 +14,10 @@ use std::{
 use peerpod_link::net::{self, events::Events, external, guest::Applied, netns::Netns, room};
 use peerpod_proto::guest::NetworkPlan;
 use protobuf::Message;
-use tokio::sync::watch;
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep},
+};
 
 use crate::{
     config::Settings,
@@ -31,6 +34,11 @@ const MAX_LEN: u64 = 2 << 20;
 const PROBE_INTERVAL: Duration = Duration::from_secs(600);
 
 const ADMIN: &str = "network-admin";
+
+/// The node may hear of an address from the cloud before the VM's card has it: so long the way to the node may be missing.
+const WAY: Duration = Duration::from_secs(5);
+/// Between two looks for it.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// Why there is no network.
 #[derive(Debug, thiserror::Error)]
@@ -162,6 +170,17 @@ impl Network {
         match self.probe_seconds.load(Relaxed) {
             0 => PROBE_INTERVAL,
             seconds => Duration::from_secs(seconds.into()),
+        }
+    }
+
+    /// As [`Network::make`], for a VM whose cards may still be getting addresses.
+    pub(crate) async fn make_soon(&self, plan: &NetworkPlan) -> Result<Applied, Error> {
+        let end = Instant::now() + WAY;
+        loop {
+            match self.make(plan).await {
+                Err(Error::Network(net::Error::Path { .. })) if Instant::now() < end => sleep(LOOK).await,
+                made => return made,
+            }
         }
     }
 

@@ -228,7 +228,7 @@ impl Person {
         }
         let stage = self.status.begin("network");
         let network = plan.network.as_ref().ok_or(Error::Missing("network plan"))?;
-        let applied = self.network.make(network).await?;
+        let applied = self.network.make_soon(network).await?;
         tracing::info!(mtu = applied.mtu, changed = applied.changed, "the pod's network is there");
         self.status.done(stage);
 

@@ -92,6 +92,29 @@ fn an_ipv6_underlay_carries_both_families() {
     assert_eq!(fetch(&world, "other", "10.244.1.7:8080"), "10.244.1.20".parse::<IpAddr>().unwrap());
 }
 
+/// The node heard of the VM's address from the cloud, before the VM has it: the answer of its DHCP server is on its
+/// way, or the kernel still asks whether somebody else has it. Until then all it could speak from is `fe80::`.
+#[test]
+fn an_address_that_the_vm_is_only_about_to_have_is_taken_for_its_own() {
+    let mut world = World::new();
+    world.ip("vm", "addr flush dev eth0");
+    world.ip("vm", "addr add fe80::77/64 dev eth0 nodad");
+    world.ip("vm", "route add fd77::/64 dev eth0");
+    let (_pod, _seen, _held, plan) = world.whole(SHAPE6);
+    let device = world.ip("podns", "-d link show eth0");
+    assert!(device.contains("local fd77::2 "), "{device}");
+    // With the kernel's question this time, which takes it a second or more.
+    world.ip("vm", "addr add fd77::2/128 dev eth0");
+    assert!(!world.apply(&plan).unwrap().changed, "while it is still asked for");
+    let end = std::time::Instant::now() + DEADLINE;
+    while world.ip("vm", "addr show dev eth0 tentative").contains("fd77::2") {
+        assert!(std::time::Instant::now() < end, "the kernel still asks for fd77::2");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(!world.apply(&plan).unwrap().changed, "when it has it");
+    ping(&world, "other", "10.244.1.7");
+}
+
 #[test]
 fn the_mtu_follows_the_smaller_path_on_either_side() {
     let mut world = World::new();

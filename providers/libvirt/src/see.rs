@@ -20,6 +20,9 @@ use crate::xml;
 /// Pauses between two looks for an address grow from this to a second.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// A network that hands out both families tells of a VM's IPv4 lease so much later than of its IPv6 one, at most. The VM is
+/// to be known by the first, whichever was faster: it calls home from there, and less of each packet is the tunnel's.
+const OTHER_FAMILY: Duration = Duration::from_secs(2);
 /// How long firmware may take to find nothing to boot. On a busy host KVM needs a fraction of a second for it.
 const PROOF: Duration = Duration::from_secs(10);
 
@@ -87,6 +90,7 @@ impl Shared {
         let attempt = format!("addresses of VM {id}");
         let fail = |error: RpcError| refuse(&attempt, error);
         let mut pause = FIRST_PAUSE;
+        let mut enough = None;
         loop {
             let libvirt = self.link.get().await.map_err(fail)?;
             let domain = self.find(&libvirt, id, &attempt).await?;
@@ -99,7 +103,18 @@ impl Shared {
             if state.is_on() {
                 let found = self.seen(&libvirt, &domain).await.map_err(fail)?;
                 if !found.is_empty() {
-                    return Ok(found);
+                    let end = match enough {
+                        Some(end) => end,
+                        None if found[0].is_ipv6() && self.gives_ipv4(&libvirt).await => {
+                            Instant::now() + OTHER_FAMILY
+                        }
+                        None => return Ok(found),
+                    };
+                    if found[0].is_ipv4() || Instant::now() >= end {
+                        return Ok(found);
+                    }
+                    enough = Some(end);
+                    pause = FIRST_PAUSE;
                 }
             }
             sleep(pause).await;
@@ -130,6 +145,13 @@ impl Shared {
         addresses.sort_by_key(|address| (address.is_ipv6(), *address));
         addresses.dedup();
         Ok(addresses)
+    }
+
+    /// Whether VMs get IPv4 addresses from libvirt; not, when that cannot be found out.
+    async fn gives_ipv4(&self, libvirt: &Connection) -> bool {
+        let Plug::Network(name) = &self.config.network else { return false };
+        let Ok(network) = libvirt.network(name).await else { return false };
+        libvirt.network_xml(&network).await.is_ok_and(|xml| gives_ipv4(&xml))
     }
 
     pub(crate) async fn console(&self, id: &InstanceId, limit: usize) -> Result<Vec<u8>, Error> {
@@ -317,10 +339,35 @@ fn is_useful(address: &IpAddr) -> bool {
     }
 }
 
+/// Whether a libvirt network hands out IPv4 addresses, by its description.
+fn gives_ipv4(xml: &str) -> bool {
+    let Ok(document) = roxmltree::Document::parse(xml) else { return false };
+    let is_v4 = |node: &roxmltree::Node<'_, '_>| matches!(node.attribute("family"), None | Some("ipv4"));
+    let mut ips = document.root_element().children().filter(|node| node.has_tag_name("ip") && is_v4(node));
+    ips.any(|ip| ip.children().any(|node| node.has_tag_name("dhcp")))
+}
+
 /// Of a libvirt network's addresses, those that this host has: libvirtd may be elsewhere.
 fn own_addresses(xml: &str) -> Vec<IpAddr> {
     let Ok(document) = roxmltree::Document::parse(xml) else { return Vec::new() };
     let ips = document.root_element().children().filter(|node| node.has_tag_name("ip"));
     let parsed = ips.filter_map(|node| node.attribute("address")?.parse::<IpAddr>().ok());
     parsed.filter(|address| UdpSocket::bind((*address, 0)).is_ok()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::gives_ipv4;
+
+    #[test]
+    fn only_a_network_with_its_own_dhcp_of_ipv4_makes_anybody_wait() {
+        let v4 = "<ip address='10.97.0.1' netmask='255.255.255.0'><dhcp><range start='10.97.0.2' end='10.97.0.9'/></dhcp></ip>";
+        let v6 = "<ip family='ipv6' address='fd97::1' prefix='64'><dhcp><range start='fd97::2' end='fd97::9'/></dhcp></ip>";
+        let bare = "<ip family='ipv4' address='10.97.0.1' prefix='24'/>";
+        let network = |ips: &[&str]| format!("<network><name>pods</name>{}</network>", ips.concat());
+        assert!(gives_ipv4(&network(&[v6, v4])));
+        for without in [network(&[v6]), network(&[bare, v6]), network(&[]), "<network".to_owned()] {
+            assert!(!gives_ipv4(&without), "{without}");
+        }
+    }
 }

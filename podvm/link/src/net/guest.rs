@@ -18,6 +18,7 @@ use super::netlink::{self, Client};
 use super::netns::Netns;
 use super::nft::{Filter, Peer};
 use super::plan::{self, Interface, Planned};
+use super::uplink;
 use contents::Contents;
 use device::Devices;
 use transaction::Transaction;
@@ -87,9 +88,8 @@ fn make(
     let node = planned.underlay.node;
     let way = link::way_to(host, node)?;
     let room = way.mtu.saturating_sub(planned.underlay.overhead);
-    // A VM may have several addresses, and the node accepts packets from one. Behind a NAT the VM does not have it.
     let source = match planned.underlay.vm {
-        Some(vm) if vm.is_ipv6() == way.source.is_ipv6() && link::is_own(host, vm) => vm,
+        Some(vm) if vm.is_ipv6() == node.is_ipv6() && is_source(host, vm, way.source, node) => vm,
         _ => way.source,
     };
     let wanted = fitted(planned, room)?;
@@ -109,6 +109,15 @@ fn make(
             Err(e)
         }
     }
+}
+
+/// Whether the tunnel's packets are to come from the address that the node knows of the VM, not from what the kernel would
+/// take. A VM may have several addresses, and the node accepts packets from one. Behind a NAT the VM does not have it.
+fn is_source(host: &mut Client, vm: IpAddr, kernels: IpAddr, node: IpAddr) -> bool {
+    // The cloud may know the VM's address before the VM does, or the kernel still looks for duplicates: then there is
+    // none yet that a tunnel to the node could be made from, and this one will do when it has come.
+    let is_to_come = || !uplink::reaches_far(kernels) && uplink::reaches_far(node);
+    link::is_own(host, vm) || is_to_come()
 }
 
 /// Makes what is wanted of what is there; returns what could not be had.

@@ -232,7 +232,7 @@ pub(crate) struct Way {
     pub(crate) device_mtu: u32,
 }
 
-/// Whether an address is one of this namespace's own.
+/// Whether an address is one of this namespace's own, and ready: one whose duplicates the kernel still looks for is not.
 pub(crate) fn is_own(client: &mut Client, address: IpAddr) -> bool {
     matches!(route_to(client, address, RouteFlags::empty()), Ok(route) if route.header.kind == RouteType::Local)
 }

@@ -120,6 +120,14 @@ pub fn towards(client: &mut Client, peer: IpAddr) -> Result<String, Error> {
     Ok(link::way_to(client, peer)?.device)
 }
 
+/// Whether an address is good for more than its wire.
+pub fn reaches_far(address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(own) => !own.is_link_local(),
+        IpAddr::V6(own) => !own.is_unicast_link_local(),
+    }
+}
+
 fn asking(what: &'static str) -> impl FnOnce(netlink::Error) -> Error {
     Error::kernel(format!("read the VM's {what}"))
 }
