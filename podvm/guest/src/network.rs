@@ -11,12 +11,14 @@ use std::{
     time::Duration,
 };
 
-use peerpod_link::net::{self, events::Events, external, guest::Applied, netns::Netns, room};
+use peerpod_link::net::{
+    self, events::Events, external, guest::Applied, netlink::Client, netns::Netns, room,
+};
 use peerpod_proto::guest::NetworkPlan;
 use protobuf::Message;
 use tokio::{
     sync::watch,
-    time::{Instant, sleep},
+    time::{sleep, timeout},
 };
 
 use crate::{
@@ -36,7 +38,8 @@ const PROBE_INTERVAL: Duration = Duration::from_secs(600);
 const ADMIN: &str = "network-admin";
 
 /// The node may hear of an address from the cloud before the VM's card has it: so long the way to the node may be missing.
-const WAY: Duration = Duration::from_secs(5);
+/// Enough for a DHCP server's answer that is lost, and the questions after it. The node waits longer.
+const WAY: Duration = Duration::from_secs(20);
 /// Between two looks for it.
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -175,13 +178,18 @@ impl Network {
 
     /// As [`Network::make`], for a VM whose cards may still be getting addresses.
     pub(crate) async fn make_soon(&self, plan: &NetworkPlan) -> Result<Applied, Error> {
-        let end = Instant::now() + WAY;
-        loop {
-            match self.make(plan).await {
-                Err(Error::Network(net::Error::Path { .. })) if Instant::now() < end => sleep(LOOK).await,
-                made => return made,
-            }
+        if let Some(node) = Told::of(plan).node {
+            // Without one, the attempt says what is wrong.
+            drop(
+                timeout(WAY, async {
+                    while lacks_way(node).await {
+                        sleep(LOOK).await
+                    }
+                })
+                .await,
+            );
         }
+        self.make(plan).await
     }
 
     /// Makes the pod's network as planned, with what is known now.
@@ -220,6 +228,15 @@ impl Network {
         self.status.note("settings", left_out);
         Ok(applied)
     }
+}
+
+/// Whether the kernel knows no way to the node. What is wrong besides is for the attempt to say.
+async fn lacks_way(node: IpAddr) -> bool {
+    let look = move || {
+        let mut client = Client::route().ok()?;
+        net::uplink::towards(&mut client, node).err()
+    };
+    matches!(tokio::task::spawn_blocking(look).await, Ok(Some(net::Error::Path { .. })))
 }
 
 struct Made {

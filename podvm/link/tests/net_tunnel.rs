@@ -10,8 +10,10 @@ use std::time::Duration;
 
 use net_world::{SHAPE4, SHAPE6, World, attempt, run};
 use peerpod_link::net::look::look;
+use peerpod_link::net::netlink::Client;
 use peerpod_link::net::netns::{self, Netns, NetnsId};
 use peerpod_link::net::nft::{Filter, Peer};
+use peerpod_link::net::uplink;
 use peerpod_link::net::vxlan::{self, Held};
 use peerpod_link::net::{Error, guest};
 
@@ -106,11 +108,21 @@ fn an_address_that_the_vm_is_only_about_to_have_is_taken_for_its_own() {
     // With the kernel's question this time, which takes it a second or more.
     world.ip("vm", "addr add fd77::2/128 dev eth0");
     assert!(!world.apply(&plan).unwrap().changed, "while it is still asked for");
+    // What is still asked for is not there yet, so that its readiness is a change that whoever follows it sees.
+    let own: IpAddr = "fd77::2".parse().unwrap();
+    let is_asked_for = || world.ip("vm", "addr show dev eth0 tentative").contains("fd77::2");
+    let has_it = || {
+        let uplinks = world.within("vm", || uplink::look(&mut Client::route().unwrap()).unwrap());
+        uplinks.iter().any(|uplink| uplink.addresses.iter().any(|(address, _)| *address == own))
+    };
     let end = std::time::Instant::now() + DEADLINE;
-    while world.ip("vm", "addr show dev eth0 tentative").contains("fd77::2") {
-        assert!(std::time::Instant::now() < end, "the kernel still asks for fd77::2");
+    while is_asked_for() {
+        assert!(std::time::Instant::now() < end, "the kernel still asks for {own}");
+        let early = has_it();
+        assert!(!early || !is_asked_for(), "it is told of while it is asked for");
         std::thread::sleep(Duration::from_millis(20));
     }
+    assert!(has_it());
     assert!(!world.apply(&plan).unwrap().changed, "when it has it");
     ping(&world, "other", "10.244.1.7");
 }

@@ -20,9 +20,10 @@ use crate::xml;
 /// Pauses between two looks for an address grow from this to a second.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// A network that hands out both families tells of a VM's IPv4 lease so much later than of its IPv6 one, at most. The VM is
-/// to be known by the first, whichever was faster: it calls home from there, and less of each packet is the tunnel's.
-const OTHER_FAMILY: Duration = Duration::from_secs(2);
+/// Where a network hands out both families, a VM's IPv4 address is waited for so long when the IPv6 one came first: dnsmasq
+/// looks for 3 s whether somebody has it before it offers one. The VM is to be known by it whichever was faster: less of
+/// each packet is the tunnel's then.
+const OTHER_FAMILY: Duration = Duration::from_secs(5);
 /// How long firmware may take to find nothing to boot. On a busy host KVM needs a fraction of a second for it.
 const PROOF: Duration = Duration::from_secs(10);
 

@@ -319,6 +319,31 @@ fn a_node_killed_at_any_time_leaves_nothing_that_its_successor_does_not_find() {
     }
 }
 
+/// The network hands out both families: whichever server was faster, the VM is known by its IPv4 address first.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_ipv6_lease_that_comes_first_is_not_all_that_is_told() {
+    let place = Place::new();
+    let provider = place.provider();
+    let made = create(&*provider, 1).await;
+    let v6 = |[first, middle, last]: [u8; 3]| format!("fd97::{first:x}:{middle:x}:{last:x}");
+    place.libvirtd.lease(|own| vec![v6(own)]).unwrap();
+    let asked = tokio::spawn({
+        let (provider, id) = (provider.clone(), made.id.clone());
+        async move { provider.addresses(&id).await.unwrap() }
+    });
+    // It has seen the one when it has asked for leases a few times.
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    place.libvirtd.lease(|own| vec![v6(own), format!("10.97.{}.{}", own[1], own[2])]).unwrap();
+    let told = asked.await.unwrap();
+    assert!(told.len() == 2 && told[0].is_ipv4() && told[1].is_ipv6(), "{told:?}");
+    // One that never gets another is told of all the same.
+    place.libvirtd.lease(|own| vec![v6(own)]).unwrap();
+    let told = provider.addresses(&made.id).await.unwrap();
+    assert!(told.len() == 1 && told[0].is_ipv6(), "{told:?}");
+    provider.delete(&made.id).await.unwrap();
+    place.assert_clean();
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn the_test_driver_does_what_it_can() {
     let place = Place::new();

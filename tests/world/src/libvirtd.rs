@@ -165,6 +165,11 @@ impl Libvirtd {
 
     /// Gives every running VM a lease in its name, as if it had asked for one: for VMs that boot nothing which would.
     pub fn lease_to_all(&self) -> anyhow::Result<()> {
+        self.lease(|[first, middle, last]| vec![format!("10.{first}.{middle}.{last}")])
+    }
+
+    /// The same with these addresses, by the bytes that each VM's MAC has of its own. Earlier leases end.
+    pub fn lease(&self, addresses: impl Fn([u8; 3]) -> Vec<String>) -> anyhow::Result<()> {
         let mut leases = Vec::new();
         for entry in fs::read_dir(self.folder.join("run/qemu"))?.flatten() {
             // What ends while we look is gone.
@@ -175,8 +180,10 @@ impl Libvirtd {
                 let own: Vec<u8> =
                     mac.rsplit(':').take(3).filter_map(|byte| u8::from_str_radix(byte, 16).ok()).collect();
                 let [last, middle, first] = own[..] else { continue };
-                leases.push(serde_json::json!({
-                    "ip-address": format!("10.{first}.{middle}.{last}"), "mac-address": mac, "expiry-time": 4_000_000_000u64,
+                leases.extend(addresses([first, middle, last]).into_iter().map(|address| {
+                    serde_json::json!({
+                        "ip-address": address, "mac-address": mac, "expiry-time": 4_000_000_000u64,
+                    })
                 }));
             }
         }

@@ -3,7 +3,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use netlink_packet_route::address::{AddressAttribute, AddressMessage};
+use netlink_packet_route::address::{AddressAttribute, AddressFlags, AddressMessage};
 use netlink_packet_route::link::{
     InfoKind, LinkAttribute, LinkExtentMask, LinkFlags, LinkInfo, LinkLayerType, LinkMessage,
 };
@@ -184,6 +184,13 @@ fn read_link(message: LinkMessage) -> Option<Uplink> {
     (!wrong && fit && !uplink.name.starts_with(OURS)).then_some(uplink)
 }
 
+/// Not while the kernel looks whether another machine has the address, or when one has. That it is ready at last is a
+/// change of the VM's network then, which whoever looks again sees.
+fn is_ready(flags: AddressFlags) -> bool {
+    !flags.contains(AddressFlags::Dadfailed)
+        && (!flags.contains(AddressFlags::Tentative) || flags.contains(AddressFlags::Optimistic))
+}
+
 fn addresses(client: &mut Client) -> Result<Vec<(u32, IpAddr, u8)>, Error> {
     let read = |answer| match answer {
         RouteNetlinkMessage::NewAddress(message) => {
@@ -195,6 +202,7 @@ fn addresses(client: &mut Client) -> Result<Vec<(u32, IpAddr, u8)>, Error> {
                 match attribute {
                     AddressAttribute::Address(a) => address = Some(*a),
                     AddressAttribute::Local(a) => local = Some(*a),
+                    AddressAttribute::Flags(flags) if !is_ready(*flags) => return None,
                     _ => {}
                 }
             }

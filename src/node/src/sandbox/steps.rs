@@ -355,8 +355,9 @@ impl Task {
         let volumes = self.record.volumes.clone();
         let (fx, id, session) = (self.fx.clone(), self.record.id.clone(), guest.session);
         let secret = self.pull.digest().map(str::to_owned);
-        // The guest gives up on its agent by itself; this only ends a call that nobody will answer.
-        let timeout = self.settings.agent_timeout + Duration::from_secs(10);
+        // The guest gives up on its agent, and before that on a way to us, by itself; this only ends a call that nobody will
+        // answer.
+        let timeout = self.settings.agent_timeout + Duration::from_secs(30);
         self.slots.guest.start(async move {
             if let Some(volumes) = &volumes {
                 match fx.credentials(volumes).await {
