@@ -5,7 +5,10 @@
 
 use std::fs;
 
-use peerpod_world::{Libvirtd, Settings, World, libvirtd::POOL};
+use peerpod_world::{
+    Libvirtd, Settings, World,
+    libvirtd::{POOL, Shape},
+};
 
 use crate::image;
 
@@ -28,8 +31,13 @@ impl Place {
 
     /// The same, with these files in the image: paths from its root, contents.
     pub fn with(files: &[(&str, &[u8])]) -> Place {
+        Place::on(Shape::default(), files)
+    }
+
+    /// The same on a network of this shape.
+    pub fn on(network: Shape, files: &[(&str, &[u8])]) -> Place {
         let world = World::new().unwrap();
-        let libvirtd = Libvirtd::start(&world).unwrap();
+        let libvirtd = Libvirtd::start_with(&world, network).unwrap();
         let image = image::with_tools(world.folder(), files).unwrap();
         let settings =
             Settings::none().set("provider.libvirt.memory-mib", 512).set("provider.libvirt.vcpus", 1);

@@ -53,7 +53,11 @@ pub fn v6_of(netns: &Netns, card: &str) -> anyhow::Result<String> {
 /// IP packets that a network namespace cut into fragments so far, of both families.
 pub fn fragments(netns: &Netns) -> anyhow::Result<u64> {
     let read = |name: &str| netns.run(|| fs::read_to_string(format!("/proc/thread-self/net/{name}")));
-    let (v4, v6) = (read("snmp")??, read("snmp6")??);
+    fragments_of(&read("snmp")??, &read("snmp6")??)
+}
+
+/// The same, of what `/proc/net/snmp` and `/proc/net/snmp6` say.
+pub fn fragments_of(v4: &str, v6: &str) -> anyhow::Result<u64> {
     let mut lines = v4.lines().filter(|line| line.starts_with("Ip:"));
     let (names, values) = (lines.next().context("no Ip: in snmp")?, lines.next().context("one Ip: in snmp")?);
     let v4 = names.split(' ').zip(values.split(' ')).find(|(name, _)| *name == "FragCreates");

@@ -53,6 +53,45 @@ pub const NETWORK: &str = "pods";
 /// Its pool.
 pub const POOL: &str = "pods";
 
+/// How the VMs' network is, where it is not as most are.
+#[derive(Debug, Clone, Copy)]
+pub struct Shape {
+    /// The largest packet of its wire, in bytes, which DHCP and routers tell the VMs; `None`: Ethernet's 1500, and nobody
+    /// says so.
+    pub mtu: Option<u32>,
+    /// Whether there is IPv6 beside IPv4.
+    pub ipv6: bool,
+    /// After how many seconds (3 at the least) a VM asks whether its IPv4 address is still its own; `None`: half an hour.
+    pub renewal: Option<u32>,
+}
+
+impl Default for Shape {
+    fn default() -> Shape {
+        Shape { mtu: None, ipv6: true, renewal: None }
+    }
+}
+
+impl Shape {
+    /// Its definition.
+    fn xml(&self, name: &str) -> String {
+        let mtu = self.mtu.map(|mtu| format!("<mtu size='{mtu}'/>")).unwrap_or_default();
+        let v6 = "<ip family='ipv6' address='fd97::1' prefix='64'><dhcp><range start='fd97::100' end='fd97::1ff'/></dhcp></ip>";
+        let v6 = if self.ipv6 { v6 } else { "" };
+        let renewal = self.renewal.map(|seconds| {
+            format!(
+                "<dnsmasq:options xmlns:dnsmasq='http://libvirt.org/schemas/network/dnsmasq/1.0'>\
+                 <dnsmasq:option value='dhcp-option=option:T1,{seconds}'/></dnsmasq:options>"
+            )
+        });
+        let renewal = renewal.unwrap_or_default();
+        format!(
+            "<network><name>{name}</name><forward mode='open'/><bridge name='lv{name}' stp='off' delay='0'/>{mtu}\
+             <ip address='10.97.0.1' prefix='24'><dhcp><range start='10.97.0.10' end='10.97.0.250'/></dhcp></ip>\
+             {v6}{renewal}</network>"
+        )
+    }
+}
+
 /// A running libvirtd. Dropped, it is killed; its VMs go with the world.
 pub struct Libvirtd {
     world: World,
@@ -63,10 +102,15 @@ pub struct Libvirtd {
 impl Libvirtd {
     /// Starts it, with a pool and a network (10.97.0.0/24 and fd97::/64, DHCP in both).
     pub fn start(world: &World) -> anyhow::Result<Libvirtd> {
+        Libvirtd::start_with(world, Shape::default())
+    }
+
+    /// The same with a network of this shape.
+    pub fn start_with(world: &World, shape: Shape) -> anyhow::Result<Libvirtd> {
         let mut libvirtd = Libvirtd::bare(world)?;
         libvirtd.begin()?;
         libvirtd.make_pool(POOL)?;
-        libvirtd.make_network(NETWORK)?;
+        libvirtd.make_network(NETWORK, shape)?;
         Ok(libvirtd)
     }
 
@@ -139,15 +183,9 @@ impl Libvirtd {
     }
 
     /// Makes and starts a network whose gateway is the node.
-    pub fn make_network(&self, name: &str) -> anyhow::Result<()> {
-        let xml = format!(
-            "<network><name>{name}</name><forward mode='open'/><bridge name='lv{name}' stp='off' delay='0'/>\
-             <ip address='10.97.0.1' prefix='24'><dhcp><range start='10.97.0.10' end='10.97.0.250'/></dhcp></ip>\
-             <ip family='ipv6' address='fd97::1' prefix='64'><dhcp><range start='fd97::100' end='fd97::1ff'/></dhcp></ip>\
-             </network>"
-        );
+    pub fn make_network(&self, name: &str, shape: Shape) -> anyhow::Result<()> {
         let file = self.folder.join(format!("{name}.xml"));
-        fs::write(&file, xml)?;
+        fs::write(&file, shape.xml(name))?;
         self.virsh(&["net-define", &file.display().to_string()])?;
         self.virsh(&["net-start", name])?;
         // A bridge without a port has no carrier, and gets the routes of its addresses only with the first VM: with this
@@ -156,10 +194,11 @@ impl Libvirtd {
         self.world.node().ip(&format!(
             "link add {port} type veth peer name {end}\nlink set {end} up\nlink set {port} master lv{name} up\n"
         ))?;
-        eventually_blocking("the bridge's own IPv6 address", PATIENCE, || {
+        let own = if shape.ipv6 { "fd97::1/" } else { "10.97.0.1/" };
+        eventually_blocking("the bridge's own address", PATIENCE, || {
             let addresses = self.world.node().ip(&format!("address show dev lv{name}\n")).ok()?;
             let settled = addresses.contains("LOWER_UP") && !addresses.contains("tentative");
-            (settled && addresses.contains("fd97::1/")).then_some(())
+            (settled && addresses.contains(own)).then_some(())
         })
     }
 

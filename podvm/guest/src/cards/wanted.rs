@@ -112,15 +112,24 @@ impl Wanted {
             }
         }
         let replace = NLM_F_CREATE | NLM_F_REPLACE;
-        let message = RouteNetlinkMessage::NewAddress(self.address_message(index));
         let failed = |what: String| move |error: Error| format!("{what}: {error}");
-        let what = format!("give the card {}/{}", self.address, self.prefix);
-        client.tell(replace, message).map_err(failed(what))?;
+        let give = |client: &mut Client| {
+            let message = RouteNetlinkMessage::NewAddress(self.address_message(index));
+            let what = format!("give the card {}/{}", self.address, self.prefix);
+            client.tell(replace, message).map_err(failed(what))
+        };
+        give(client)?;
+        let mut went = false;
         for message in self.left_over(client, index)? {
+            went |= matches!(message, RouteNetlinkMessage::DelAddress(_));
             // Gone with something else, perhaps.
             if let Err(error) = client.tell(0, message) {
                 tracing::debug!(%error, "left-over of an earlier lease");
             }
+        }
+        if went {
+            // With the first address of a network the kernel removes all others of it, the new one too.
+            give(client)?;
         }
         // Those without a gateway first: they may lead to one.
         let (direct, by_gateway): (Vec<_>, Vec<_>) = self.ways.iter().partition(|way| way.gateway.is_none());
@@ -349,6 +358,26 @@ mod tests {
         let output = netns.run(run).unwrap();
         assert!(output.status.success(), "ip {arguments}: {output:?}");
         String::from_utf8(output.stdout).unwrap()
+    }
+
+    #[test]
+    fn another_address_of_the_same_network_is_there_when_the_one_before_is_gone() {
+        let netns = Netns::scratch().unwrap();
+        ip(&netns, "link add c0 type veth peer name c1");
+        ip(&netns, "link set c1 up");
+        let mut client = netns.netlink().unwrap();
+        let index: u32 = ip(&netns, "-o link show c0").split(':').next().unwrap().parse().unwrap();
+        bring_up(&mut client, index).unwrap();
+        for own in ["10.7.0.9", "10.7.0.77"] {
+            let wanted = Wanted { address: own.parse().unwrap(), ..Wanted::of_v4(&lease()) };
+            wanted.apply(&mut client, index, 0).unwrap();
+            let addresses = ip(&netns, "-4 addr show c0");
+            assert!(addresses.contains(&format!("inet {own}/24")), "{addresses}");
+            assert_eq!(addresses.matches("inet ").count(), 1, "{addresses}");
+            let routes = ip(&netns, "route");
+            let way = format!("default via 10.7.0.1 dev c0 proto dhcp src {own} metric 1000");
+            assert!(routes.contains(&way) && routes.contains("10.7.0.0/24 dev c0"), "{routes}");
+        }
     }
 
     #[test]
