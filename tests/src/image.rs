@@ -1,11 +1,12 @@
-//! The minimal image, and a copy of it with tools in it: the image itself has no shell, and tests want to look around.
+//! The images that `make image` left, and a copy of the minimal one with tools in it: the image itself has no shell, and
+//! tests want to look around.
 
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use peerpod_world::binary;
 use serde_json::Value;
 
@@ -43,8 +44,29 @@ pub fn minimal() -> anyhow::Result<PathBuf> {
     if let Some(folder) = std::env::var_os("PEERPOD_TEST_IMAGE") {
         return Ok(folder.into());
     }
+    built("minimal")
+}
+
+/// The disk image, as qcow2. It is booted as it was built: its root is verified, so nothing can be added to it.
+pub fn disk() -> anyhow::Result<PathBuf> {
+    let folder = built("disk")?;
+    let about = folder.join("image.json");
+    let text = fs::read(&about).with_context(|| format!("{}: build it (make image)", about.display()))?;
+    let json: Value = serde_json::from_slice(&text)?;
+    ensure!(
+        json["test_agent"] == true,
+        "{}: it has another agent than the tests'; build it without one (make image)",
+        folder.display()
+    );
+    let disk = folder.join("peerpod.qcow2");
+    ensure!(disk.is_file(), "{}: build it (make image, with all formats)", disk.display());
+    Ok(disk)
+}
+
+/// Where `make image` puts an image of this kind.
+fn built(kind: &str) -> anyhow::Result<PathBuf> {
     let node = binary("peerpod-node")?;
-    Ok(node.ancestors().nth(2).context("a target folder")?.join("image/minimal"))
+    Ok(node.ancestors().nth(2).context("a target folder")?.join("image").join(kind))
 }
 
 /// A copy of the image in this folder, with busybox and these files (paths from the root, in folders that the image has)

@@ -1,5 +1,5 @@
-//! Real machines for tests: a libvirtd of the test's own, and the minimal image with tools in it. KVM where it works,
-//! emulation where not. Needs root and `make image`.
+//! Real machines for tests: a libvirtd of the test's own, and the minimal image with tools in it, or the disk image. KVM
+//! where it works, emulation where not. Needs root and `make image`.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
@@ -45,10 +45,23 @@ impl Place {
         Place { libvirtd, settings, world }
     }
 
+    /// With machines of 1 GiB and one processor that boot the disk image by UEFI, from a disk that is larger than it.
+    pub fn uefi() -> Place {
+        let world = World::new().unwrap();
+        let libvirtd = Libvirtd::start(&world).unwrap();
+        let settings = Settings::none()
+            .set("provider.libvirt.memory-mib", 1024)
+            .set("provider.libvirt.vcpus", 1)
+            .set("provider.libvirt.root-disk-gib", 1);
+        let settings = libvirtd.disk_settings(&image::disk().unwrap(), settings);
+        Place { libvirtd, settings, world }
+    }
+
     /// What the witnesses have to say.
     pub fn assert_clean(&self) {
         assert_eq!(self.libvirtd.domains().unwrap(), Vec::<String>::new());
         assert_eq!(self.libvirtd.files(POOL).unwrap(), Vec::<String>::new());
+        assert_eq!(self.libvirtd.firmware().unwrap(), Vec::<String>::new());
         let links = self.world.node().ip("link show\n").unwrap();
         assert!(!links.contains("vnet"), "{links}");
     }

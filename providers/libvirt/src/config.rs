@@ -104,7 +104,7 @@ pub enum Image {
 pub enum Firmware {
     /// SeaBIOS.
     Bios,
-    /// UEFI, as libvirt finds it on its host.
+    /// UEFI, as libvirt finds it on its host: one that asks for no signature.
     Efi,
     /// This UEFI.
     Loader(String),
@@ -238,8 +238,8 @@ fn boot(section: &mut Section<'_>, creates: bool) -> Boot {
         file(section, "image", "disk image on the node (qcow2 or raw), instead of a kernel; uploaded once");
     let volume: Option<String> =
         section.optional("volume", "disk image that is in the pool, by its volume's name");
-    let firmware: String =
-        section.get("firmware", "efi", "what starts a disk image: efi, bios, or the path of a UEFI loader");
+    let help = "what starts a disk image: efi (without secure boot), bios, or the path of a UEFI loader";
+    let firmware: String = section.get("firmware", "efi", help);
     let firmware = match firmware.as_str() {
         "efi" => Firmware::Efi,
         "bios" => Firmware::Bios,

@@ -126,6 +126,11 @@ impl Machine<'_> {
             Start::Disk { firmware: Firmware::Loader(path) } => {
                 add!(xml, "<loader readonly='yes' type='pflash'>{}</loader>", escape(path));
             }
+            // libvirt takes the first firmware that fits, and that is often one with Microsoft's keys, which starts nothing
+            // that they have not signed: our image is not. A confidential VM's firmware follows from its technology.
+            Start::Disk { firmware: Firmware::Efi } if self.confidential.is_none() => {
+                xml.push_str("<firmware><feature enabled='no' name='secure-boot'/></firmware>");
+            }
             Start::Disk { .. } | Start::Nothing => {}
         }
         if self.kind != "test" {

@@ -12,7 +12,7 @@ use std::time::Duration;
 use common::{PATIENCE, Place, create, key, request, state, text_of};
 use futures_util::StreamExt;
 use peerpod_provider_api::{
-    Confidential, CreateRequest, DiskIdentity, DiskRequest, Error, EventKind, OwnedState, Provider,
+    Confidential, CreateRequest, DiskIdentity, DiskRequest, Error, EventKind, OwnedState, Provider, Size,
 };
 use peerpod_provider_libvirt::LibvirtProvider;
 use peerpod_world::{eventually, libvirtd::POOL};
@@ -156,6 +156,28 @@ async fn user_data_are_readable_by_nobody_else_and_stand_in_no_command_line() {
         provider.delete(&made.id).await.unwrap();
         place.assert_clean();
     }
+}
+
+/// The disk image's program is not signed. What UEFI keeps of a VM between boots is a file that libvirt makes for it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_disk_is_started_by_uefi_that_asks_for_no_signature_and_keeps_nothing() {
+    let place = Place::new();
+    let provider = place.provider_with(&[("firmware", "efi")]);
+    let found = provider.preflight().await.unwrap();
+    assert!(found.facts.iter().any(|fact| fact.contains("halt.img")), "{found:?}");
+    let size = Size { vcpus: 1, memory_mib: 256, ..Size::default() };
+    let request = CreateRequest { size, ..request("vm") };
+    let made = provider.create(&request, &key(1)).await.unwrap();
+    assert_eq!(state(&*provider, &made.id).await, Some(OwnedState::Running));
+    let xml = place.libvirtd.virsh(&["dumpxml", made.id.as_str()]).unwrap();
+    assert!(xml.contains("type='pflash'") && xml.contains("<nvram"), "no UEFI: {xml}");
+    for signed in ["secure='yes'", "<smm state='on'", "enabled='yes' name='secure-boot'", ".ms.fd"] {
+        assert!(!xml.contains(signed), "{signed}: {xml}");
+    }
+    assert_eq!(place.libvirtd.firmware().unwrap().len(), 1);
+    provider.delete(&made.id).await.unwrap();
+    assert_eq!(state(&*provider, &made.id).await, None);
+    place.assert_clean();
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -269,6 +269,18 @@ impl Libvirtd {
         Ok(names)
     }
 
+    /// What UEFI machines keep between boots: files that libvirt itself makes, one for each.
+    pub fn firmware(&self) -> anyhow::Result<Vec<String>> {
+        let folder = self.folder.join("lib/qemu/nvram");
+        let entries = match fs::read_dir(&folder) {
+            Ok(entries) => entries,
+            // There was no such machine yet.
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(error).with_context(|| format!("read {}", folder.display())),
+        };
+        entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
+    }
+
     /// Settings of a node that makes its VMs here, of an image's folder.
     pub fn settings(&self, image: &Path, settings: Settings) -> anyhow::Result<Settings> {
         let text = fs::read_to_string(image.join("image.json"))
@@ -278,14 +290,24 @@ impl Libvirtd {
             json[key].as_str().map(str::to_owned).with_context(|| format!("image.json has no {key}"))
         };
         let file = |key: &str| part(key).map(|name| image.join(name).display().to_string());
-        Ok(settings
+        Ok(self
+            .here(settings)
+            .set("provider.libvirt.kernel", file("kernel")?)
+            .set("provider.libvirt.initrd", file("initrd")?)
+            .set("provider.libvirt.cmdline", part("cmdline")?))
+    }
+
+    /// The same, of a disk image.
+    pub fn disk_settings(&self, image: &Path, settings: Settings) -> Settings {
+        self.here(settings).set("provider.libvirt.image", image.display().to_string())
+    }
+
+    fn here(&self, settings: Settings) -> Settings {
+        settings
             .set("provider.kind", "libvirt")
             .set("provider.libvirt.uri", self.uri())
             .set("provider.libvirt.pool", POOL)
             .set("provider.libvirt.network", NETWORK)
-            .set("provider.libvirt.kernel", file("kernel")?)
-            .set("provider.libvirt.initrd", file("initrd")?)
-            .set("provider.libvirt.cmdline", part("cmdline")?))
     }
 }
 

@@ -93,7 +93,9 @@ impl Place {
     pub fn assert_clean(&self) {
         let (domains, files) =
             (self.libvirtd.domains().unwrap(), self.libvirtd.files(libvirtd::POOL).unwrap());
-        assert!(domains.is_empty() && files.is_empty(), "left: {domains:?} {files:?}");
+        let firmware = self.libvirtd.firmware().unwrap();
+        let left = !domains.is_empty() || !files.is_empty() || !firmware.is_empty();
+        assert!(!left, "left: {domains:?} {files:?} {firmware:?}");
         assert_eq!(self.machines(), Vec::<u32>::new());
     }
 }

@@ -1,0 +1,153 @@
+//! The road with the disk image, through a real libvirtd: UEFI, a verified root, systemd, the guest program as its service.
+//! What else a machine must do `machines.rs` tries with the minimal image, which boots sooner. Needs root and `make image`.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use std::{ffi::OsStr, fs, net::SocketAddr, time::Duration};
+
+use peerpod_client::{
+    AgentClient, Annotations, ContainerSpec, SHARED_CONTAINERS, ShimClient, copy_file, exec_request,
+};
+use peerpod_proto::agent::CreateSandboxRequest;
+use peerpod_tests::{fresh_id, machines::Place, stop_promptly};
+use peerpod_world::{Daemons, Pod, World, binary, eventually, page::PageServer, ping::ping};
+
+/// An emulated machine on a busy one.
+const BOOT: Duration = Duration::from_secs(240);
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Of a file, in one request.
+const PIECE: usize = 1 << 20;
+/// What the image has not, and is given: below [`SHARED_CONTAINERS`], where the shim may put files.
+const BUSYBOX: &str = "busybox";
+
+/// A pod in a machine of its own.
+struct Machine {
+    id: String,
+    pod: Pod,
+    shim: ShimClient,
+    agent: AgentClient,
+}
+
+impl Machine {
+    async fn start(world: &World, daemons: &Daemons) -> anyhow::Result<Machine> {
+        let (id, pod) = (fresh_id("uefi"), world.pod()?);
+        let shim = daemons.shim().await?;
+        let annotations = Annotations::new("default", &id).size("1", 1024);
+        let socket = shim.create_vm(&id, annotations, &pod.namespace().path()).await?;
+        tokio::time::timeout(BOOT, shim.start_vm(&id)).await??;
+        let agent = AgentClient::connect(&socket).await?;
+        let mut request = CreateSandboxRequest::new();
+        request.sandbox_id = id.clone();
+        agent.create_sandbox(&request).await?;
+        // There is no shell in the image, and no `sleep`.
+        let waits = ContainerSpec::new("main", &["peerpod-test-tool", "pause"]);
+        agent.create_container(&waits.request()).await?;
+        agent.start_container("main").await?;
+        let busybox = fs::read("/bin/busybox")?;
+        for (number, piece) in busybox.chunks(PIECE).enumerate() {
+            let mut request = copy_file(BUSYBOX, 0o755, piece);
+            request.file_size = i64::try_from(busybox.len())?;
+            request.offset = i64::try_from(number * PIECE)?;
+            agent.copy_file(&request).await?;
+        }
+        Ok(Machine { id, pod, shim, agent })
+    }
+
+    async fn run(&self, command: &[&str]) -> anyhow::Result<String> {
+        let output = self.agent.exec(&exec_request("main", &fresh_id("exec"), command)).await?;
+        anyhow::ensure!(output.status == 0, "{command:?}: {output:?}");
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// In the shell that it was given; `$B` is all that the shell has not built in.
+    async fn shell(&self, script: &str) -> anyhow::Result<String> {
+        self.run(&shell(script).each_ref().map(String::as_str)).await
+    }
+}
+
+fn shell(script: &str) -> [String; 4] {
+    let busybox = format!("{SHARED_CONTAINERS}/{BUSYBOX}");
+    let script = format!("B={busybox}\n{script}");
+    [busybox, "sh".to_owned(), "-c".to_owned(), script]
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_away_again() {
+    let place = Place::uefi();
+    let mut daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
+    let machine = Machine::start(&place.world, &daemons).await;
+    let machine =
+        machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()));
+    for entry in daemons.ledger().unwrap() {
+        for (name, at) in entry.stages() {
+            println!("{at:>8.1?} {name}");
+        }
+    }
+
+    // Ping and HTTP through the tunnel, both families, both ways.
+    let other = place.world.pod().unwrap();
+    let server = PageServer::start(other.namespace()).unwrap();
+    for (to, from) in machine.pod.addresses().into_iter().zip(other.addresses()) {
+        ping(other.namespace(), to, 56, PATIENCE).unwrap();
+        ping(other.namespace(), to, 1380, PATIENCE).unwrap();
+        let url = SocketAddr::new(from, server.port()).to_string();
+        let page = machine.run(&["peerpod-test-tool", "fetch", &url]).await.unwrap();
+        assert!(page.contains(&to.to_string()), "{page}");
+    }
+    drop(server);
+
+    // A program of the image's own.
+    let version = machine.run(&["/bin/mount", "--version"]).await.unwrap();
+    assert!(version.contains("util-linux"), "{version}");
+    // It is that machine: firmware, pid 1, the root that nobody can write to, and the rest of the disk.
+    let script = "[ -d /sys/firmware/efi ] && echo efi\n\
+                  $B cat /proc/1/comm\n\
+                  $B grep -c 'roothash=' /proc/cmdline\n\
+                  $B grep -c ' / erofs ro' /proc/mounts\n\
+                  $B grep -c ' /var/lib/peerpod ext4 rw' /proc/mounts\n";
+    let seen = machine.shell(script).await;
+    let seen = seen.unwrap_or_else(|error| panic!("{error:#}\n{}", place.consoles()));
+    assert_eq!(seen, "efi\nsystemd\n1\n1\n1\n", "{}", place.consoles());
+
+    // An exec that streams, and the node killed in its middle.
+    let ticks = shell("while :; do echo tick; $B sleep 0.1; done");
+    let streaming = exec_request("main", "stream", &ticks.each_ref().map(String::as_str));
+    machine.agent.exec_process(&streaming).await.unwrap();
+    assert!(machine.agent.read_stdout("main", "stream", 4096).await.unwrap().starts_with(b"tick"));
+    daemons.kill_node().unwrap();
+    for _ in 0..5 {
+        let ticks = tokio::time::timeout(PATIENCE, machine.agent.read_stdout("main", "stream", 4096)).await;
+        assert!(ticks.unwrap().unwrap().starts_with(b"tick"), "with the node dead");
+    }
+    daemons.start_node().unwrap();
+    daemons.ready().await.unwrap();
+    assert!(machine.agent.read_stdout("main", "stream", 4096).await.unwrap().starts_with(b"tick"));
+    for to in machine.pod.addresses() {
+        ping(other.namespace(), to, 56, PATIENCE).unwrap();
+    }
+
+    assert_eq!(place.libvirtd.firmware().unwrap().len(), 1, "libvirt keeps what UEFI remembers");
+    stop_promptly(&machine.shim, &machine.id).await.unwrap();
+    daemons.gone(&machine.id, PATIENCE).await.unwrap();
+    place.assert_clean();
+}
+
+/// `peerpod provider check` with these settings: preflight, create, list and delete. Nothing of it waits for a boot.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_provider_with_the_disk_passes_its_check() {
+    let place = Place::uefi();
+    let daemons = Daemons::prepare(&place.world, place.settings.clone()).unwrap();
+    let config = daemons.config().as_os_str();
+    let words = ["provider", "check", "--yes", "--only", "a second delete is fine"].map(OsStr::new);
+    let words = [&words[..2], &[config], &words[2..]].concat();
+    let log = place.world.folder().join("check.log");
+    let mut check = place.world.spawn(&binary("peerpod").unwrap(), &words, &log).unwrap();
+    let ended = eventually("the check ends", BOOT, async || check.try_wait().unwrap()).await;
+    let said = fs::read_to_string(&log).unwrap_or_default();
+    let status = ended.unwrap_or_else(|error| panic!("{error:#}: {said}"));
+    assert!(status.success(), "{status}: {said}");
+    for part in ["libvirt: image ", "/peerpod.qcow2, SHA-256 ", "1 kept, 0 broken, 0 not applicable"] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    place.assert_clean();
+}
