@@ -155,6 +155,7 @@ pub(super) struct World {
     /// There is a cluster, which takes so long to show an intent.
     pub in_cluster: AtomicBool,
     pub announce_takes: Mutex<Duration>,
+    pub console_takes: Mutex<Duration>,
     pub reserve_fails: Mutex<Option<NetworkError>>,
     pub guest_error: Mutex<String>,
     pub guests_stay_away: AtomicBool,
@@ -254,6 +255,7 @@ impl World {
             find_fails: Mutex::default(),
             in_cluster: AtomicBool::new(false),
             announce_takes: Mutex::default(),
+            console_takes: Mutex::default(),
             reserve_fails: Mutex::default(),
             guest_error: Mutex::default(),
             guests_stay_away: AtomicBool::new(false),
@@ -815,6 +817,8 @@ impl Effects for Fake {
     }
 
     async fn console(&self, _: &InstanceId) -> Option<String> {
+        let takes = *self.world.console_takes.lock().unwrap();
+        tokio::time::sleep(takes).await;
         Some("kernel panic".into())
     }
 
