@@ -553,6 +553,8 @@ impl Effects for Fake {
         Ticket::new_at(now, ttl).map_err(|error| error.to_string())
     }
 
+    async fn settled(&self) {}
+
     fn user_data(&self, ticket: &Ticket, claims: u32) -> Result<String, String> {
         let addresses = ["10.99.0.1:15151".parse().unwrap()];
         Ok(crate::birth::user_data(ticket, claims, &addresses, None, &[[7; 32]], Duration::from_secs(900)))
