@@ -29,8 +29,8 @@ const STAGGER: Duration = Duration::from_millis(10);
 const AT_ONCE: usize = 8;
 /// Addresses that are remembered. What falls out is what did not connect for longest.
 const MOST: usize = 32;
-/// A TLS handshake may take so long.
-const HANDSHAKE: Duration = Duration::from_secs(5);
+/// A TLS handshake may take so long, on busy machines, too.
+const HANDSHAKE: Duration = Duration::from_secs(15);
 
 /// The address that the kernel would speak from. Nothing is sent.
 fn source(target: SocketAddr) -> io::Result<IpAddr> {

@@ -45,6 +45,9 @@ const RESTORATIONS: u32 = 20;
 const RESTORATIONS_IN: Duration = Duration::from_secs(600);
 /// After something that did not work.
 const AGAIN: Duration = Duration::from_secs(5);
+/// So often is a path that was silent tried again, each time after twice as long: a relay or a guest that did not get to
+/// run for half a second is silent, too.
+const TRIES: u32 = 4;
 
 /// A link that is up, as far as its path matters.
 #[derive(Clone, Debug)]
@@ -82,6 +85,19 @@ struct Tried {
     route: u32,
 }
 
+/// How often in a row the path was silent, without a reason to try it anew.
+#[derive(Debug, Default)]
+struct Silence(u32);
+
+impl Silence {
+    /// It was tried. After how long it is to be tried again; `None`: not before the next reason.
+    fn after(&mut self, silent: bool) -> Option<Duration> {
+        let before = self.0;
+        self.0 = if silent { before.saturating_add(1) } else { 0 };
+        (silent && before < TRIES).then(|| AGAIN * 2u32.pow(before))
+    }
+}
+
 /// The watcher.
 pub(crate) struct Watcher {
     pub(crate) network: Arc<Network>,
@@ -100,6 +116,7 @@ impl Watcher {
         let mut seen = look().await.unwrap_or_default();
         self.status.uplinks(addresses(&seen));
         let mut tried: Option<Tried> = None;
+        let mut silence = Silence::default();
         let mut next = Instant::now() + self.network.probe_interval();
         let mut pod: Option<Events> = None;
         let (mut restorations, mut counted_from) = (0, Instant::now());
@@ -107,6 +124,7 @@ impl Watcher {
         let mut pending = false;
         loop {
             let (mut probe, mut looked, mut pod_changed) = (false, false, false);
+            let mut is_timer = false;
             tokio::select! {
                 changed = linked.changed() => match changed {
                     Ok(()) => {
@@ -155,7 +173,7 @@ impl Watcher {
                 }
                 () = sleep_until(next) => {
                     next = Instant::now() + self.network.probe_interval();
-                    (probe, looked, pod_changed) = (true, true, true);
+                    (probe, looked, pod_changed, is_timer) = (true, true, true, true);
                     if counted_from.elapsed() >= RESTORATIONS_IN {
                         (restorations, counted_from) = (0, Instant::now());
                     }
@@ -195,8 +213,16 @@ impl Watcher {
                 let other = looked && tried.is_some_and(|tried| tried != now);
                 (probe, again) = (probe || other, again || other);
                 if probe {
+                    let is_other = tried != Some(now);
                     tried = Some(now);
-                    again |= self.probe(&link, target, figures).await;
+                    if !is_timer || is_other {
+                        silence = Silence::default();
+                    }
+                    let (changed, silent) = self.probe(&link, target, figures).await;
+                    again |= changed;
+                    if let Some(pause) = silence.after(silent) {
+                        next = next.min(Instant::now() + pause);
+                    }
                 }
             }
             again |= pending;
@@ -256,19 +282,20 @@ impl Watcher {
         worked
     }
 
-    /// Tries the path to `target`; true when what counts changed.
-    async fn probe(&self, link: &Linked, target: IpAddr, figures: Figures) -> bool {
+    /// Tries the path to `target`; whether what counts changed, and whether there was no answer.
+    async fn probe(&self, link: &Linked, target: IpAddr, figures: Figures) -> (bool, bool) {
         let device = figures.device;
         let mut path = guest::Path::new();
         path.peer = target.to_string();
         path.device = device;
         path.kernel = figures.learnt;
-        let began = Instant::now();
+        let (began, mut silent) = (Instant::now(), false);
         match link.token {
             None => path.why = "the link's TLS has no exporter".to_owned(),
             Some(token) => match ask::ask(SocketAddr::new(target, link.peer.port()), token, device).await {
                 Ok(Outcome::Passes(bytes)) => path.probed = bytes,
                 Ok(Outcome::Silence) => {
+                    silent = true;
                     path.why = "no probe came back: UDP to the relay's port is blocked on the way".to_owned();
                 }
                 Ok(Outcome::Refused) => path.why = "the node's relay does not answer probes".to_owned(),
@@ -293,7 +320,7 @@ impl Watcher {
             "the path to the node"
         );
         self.status.path(path);
-        self.network.set_path(counts)
+        (self.network.set_path(counts), silent)
     }
 }
 
@@ -357,4 +384,21 @@ async fn look() -> Option<Vec<Uplink>> {
 fn addresses(seen: &[Uplink]) -> Vec<String> {
     let out = seen.iter().filter(|uplink| uplink.is_default);
     out.flat_map(|uplink| &uplink.addresses).map(|(address, _)| address.to_string()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_that_was_silent_is_soon_tried_again_ever_later_and_not_for_ever() {
+        let mut silence = Silence::default();
+        let pauses = [5, 10, 20, 40].map(|seconds| Some(Duration::from_secs(seconds)));
+        assert_eq!([(); 4].map(|()| silence.after(true)), pauses);
+        for _ in 0..3 {
+            assert_eq!(silence.after(true), None, "UDP is blocked");
+        }
+        assert_eq!(silence.after(false), None, "it passes");
+        assert_eq!(silence.after(true), pauses[0]);
+    }
 }

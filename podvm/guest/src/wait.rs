@@ -24,7 +24,7 @@ use tokio::{
 use tokio_rustls::{TlsConnector, client::TlsStream};
 
 /// Who has not shown the node's certificate in this time is not the node.
-const HANDSHAKE: Duration = Duration::from_secs(5);
+const HANDSHAKE: Duration = Duration::from_secs(15);
 /// Connections that have not, at once, of everybody and of one address.
 const MOST: usize = 256;
 const MOST_OF_ONE: usize = 128;

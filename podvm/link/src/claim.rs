@@ -13,7 +13,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use crate::record::{self, BadRecord, HEADER_LEN, Header, Hello, Kind};
 
 /// How long a peer may take to say its first record.
-pub const FIRST_RECORD_DEADLINE: Duration = Duration::from_secs(5);
+pub const FIRST_RECORD_DEADLINE: Duration = Duration::from_secs(15);
 
 /// What a connection began with.
 #[derive(Clone, Debug, PartialEq)]

@@ -11,6 +11,7 @@ pub mod config;
 mod create;
 mod disks;
 mod events;
+mod kind;
 mod marks;
 mod refusal;
 mod remove;
@@ -56,7 +57,7 @@ struct Shared {
     link: Link,
     images: Images,
     /// The kind of domain that can be started here, once that is known.
-    kind: Mutex<Option<&'static str>>,
+    kind: Mutex<Option<kind::Known>>,
     /// One call at a time for one VM.
     turns: Lock<HashMap<Uuid, Arc<Mutex<()>>>>,
     lives: Lock<Lives>,

@@ -43,7 +43,19 @@ const WORDS: &[(&str, Class, &str)] = &[
     ("Cannot access storage file", Class::Never, "is the file there, and may QEMU's user read it?"),
     ("Connection refused", Class::Wait, "is its server running?"),
     ("No more available PCI slots", Class::Full, "set provider.libvirt.hotplug-ports higher"),
+    ("monitor socket did not show up", Class::Wait, SLOW),
+    ("failed to connect to monitor socket", Class::Wait, SLOW),
+    ("guest unexpectedly quit", Class::Wait, KILLED),
+    ("terminating on signal", Class::Wait, KILLED),
+    ("Resource temporarily unavailable", Class::Wait, "the host has too many processes or locks just now"),
 ];
+
+const SLOW: &str = "is the host overloaded?";
+const KILLED: &str = "who ended QEMU? The kernel does when memory is short, see its log";
+
+/// How libvirt says that QEMU ended while it was started. What QEMU said follows: why it will not, which it will not the
+/// next time either. Nothing follows when it was killed.
+const ENDED: &[&str] = &["unexpectedly closed the monitor", "process exited while connecting to monitor"];
 
 enum Class {
     Busy,
@@ -69,6 +81,10 @@ pub(crate) fn refuse(attempt: &str, error: RpcError) -> Error {
             Class::Memory => Error::capacity("memory of the host", text),
             Class::Never => Error::invalid(text),
         };
+    }
+    let end = failure.text.trim_end_matches(|c: char| c == ':' || c.is_whitespace());
+    if ENDED.iter().any(|words| end.ends_with(words)) {
+        return Error::transient(format!("{text}; {KILLED}"));
     }
     match failure.code {
         code::NO_DOMAIN => Error::not_found(text),
@@ -111,6 +127,28 @@ mod tests {
             (88, "access denied", "auth", "group libvirt"),
             (68, "Timed out during operation", "transient", ""),
             (67, "unsupported configuration", "invalid", ""),
+            (38, "monitor socket did not show up: No such file or directory", "transient", "overloaded"),
+            (38, "failed to connect to monitor socket: Connection refused", "transient", ""),
+            (1, "internal error: qemu unexpectedly closed the monitor", "transient", "memory is short"),
+            (1, "internal error: process exited while connecting to monitor: ", "transient", "see its log"),
+            (
+                1,
+                "internal error: process exited while connecting to monitor: qemu-system-x86_64: terminating on signal 15",
+                "transient",
+                "who ended QEMU?",
+            ),
+            (
+                1,
+                "internal error: process exited while connecting to monitor: qemu-system-x86_64: -cpu x: unknown model",
+                "invalid",
+                "",
+            ),
+            (
+                1,
+                "internal error: qemu unexpectedly closed the monitor: cannot set up guest memory 'pc.ram'",
+                "capacity",
+                "smaller",
+            ),
         ] {
             let (text, class) = class(code, said);
             assert_eq!(class, expected, "{text}");

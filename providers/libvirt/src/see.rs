@@ -8,14 +8,13 @@ use peerpod_provider_api::{Error, InstanceId, Owned, OwnedState, Preflight};
 use tokio::time::{Instant, sleep};
 
 use crate::Shared;
-use crate::config::{Acceleration, Boot, Image, Plug};
+use crate::config::{Boot, Image, Plug};
 use crate::create::{CONSOLE, id_of, libvirt_is_real};
 use crate::marks::{Marks, URI, uuid_of};
 use crate::refusal::refuse;
 use crate::rpc::calls::{Domain, Source};
 use crate::rpc::{Connection, RpcError};
 use crate::store::Use;
-use crate::xml;
 
 /// Pauses between two looks for an address grow from this to a second.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -24,8 +23,6 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// looks for 3 s whether somebody has it before it offers one. The VM is to be known by it whichever was faster: less of
 /// each packet is the tunnel's then.
 const OTHER_FAMILY: Duration = Duration::from_secs(5);
-/// How long firmware may take to find nothing to boot. On a busy host KVM needs a fraction of a second for it.
-const PROOF: Duration = Duration::from_secs(10);
 
 impl Shared {
     /// Our marks on a domain; `None`: it is none of ours.
@@ -170,70 +167,6 @@ impl Shared {
         }
         // At most `limit`, which is a number of bytes in our memory.
         libvirt.download(&volume, written - length, length as usize).await.map_err(fail)
-    }
-
-    /// The kind of domain that can be started here, found by starting one.
-    pub(crate) async fn kind(&self, libvirt: &Connection) -> Result<&'static str, Error> {
-        if !libvirt_is_real(self.link.driver()) {
-            return Ok("test");
-        }
-        let mut kind = self.kind.lock().await;
-        if let Some(kind) = *kind {
-            return Ok(kind);
-        }
-        let found = match self.config.acceleration {
-            Acceleration::Emulated => "qemu",
-            wanted => match self.runs(libvirt, "kvm").await {
-                Ok(None) => "kvm",
-                Err(error) if error.code().is_none() => {
-                    return Err(refuse("find out whether KVM works", error));
-                }
-                why => {
-                    let why = match why {
-                        Ok(why) => why.unwrap_or_default().to_owned(),
-                        Err(error) => error.to_string(),
-                    };
-                    if wanted == Acceleration::Kvm {
-                        let text = format!(
-                            "libvirt: no VM can be started with KVM: {why}; enable virtualisation on the host, or set \
-                             provider.libvirt.acceleration to emulated (slow)"
-                        );
-                        return Err(Error::invalid(text));
-                    }
-                    tracing::warn!("KVM does not work, VMs are emulated, which is slow: {why}");
-                    "qemu"
-                }
-            },
-        };
-        *kind = Some(found);
-        Ok(found)
-    }
-
-    /// Whether guest code runs in a domain of this kind; why not. That one can be started is no proof: there are hosts
-    /// whose KVM makes VMs and never executes an instruction.
-    async fn runs(&self, libvirt: &Connection, kind: &str) -> Result<Option<&'static str>, RpcError> {
-        let nonce = std::time::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos();
-        let name = format!("{}probe-{}-{nonce:x}", self.owner.prefix(), std::process::id());
-        let domain = libvirt.run_once(&xml::probe(&name, kind, "x86_64", &self.config.machine)).await?;
-        let since = Instant::now();
-        let outcome = loop {
-            match libvirt.state(&domain).await {
-                Err(error) if error.is_absent() => return Ok(None),
-                other => drop(other?),
-            }
-            if since.elapsed() > PROOF {
-                break Some("a VM starts with it, and never executes anything");
-            }
-            sleep(FIRST_PAUSE).await;
-        };
-        match libvirt.destroy(&domain).await {
-            // It ends with our connection at the latest.
-            Err(error) if !error.is_absent() => {
-                tracing::warn!(name, "cannot end the VM that tried KVM: {error}")
-            }
-            _ => {}
-        }
-        Ok(outcome)
     }
 
     pub(crate) async fn preflight(&self) -> Result<Preflight, Error> {

@@ -20,8 +20,9 @@ use crate::rpc::calls::Named;
 use crate::rpc::{Connection, code};
 use crate::xml;
 
-/// An upload of somebody else's that does not grow for so long is one that somebody died over.
-const STALLED: Duration = Duration::from_secs(10);
+/// An upload of somebody else's that does not grow for so long is one that somebody died over. A host's disk may be busy
+/// for a good while; who waits for less deletes what is still being written.
+const STALLED: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(200);
 /// A qcow2 file begins so.
 const QCOW2: [u8; 4] = *b"QFI\xfb";

@@ -42,8 +42,9 @@ use store::{Record, Status, Store, is_ours};
 
 /// Most user-data we take; the guest refuses more than this anyway.
 const MAX_USER_DATA: usize = 64 * 1024;
-/// How long `open` waits for another provider object (an older node that is just leaving) to let go.
-const HANDOVER: Duration = Duration::from_secs(5);
+/// How long `open` waits for another provider object (an older node that is just leaving, on a machine that may be busy)
+/// to let go.
+const HANDOVER: Duration = Duration::from_secs(20);
 
 /// See the crate's page.
 pub struct LocalProvider {
@@ -69,7 +70,15 @@ impl LocalProvider {
     /// # Errors
     /// When the state directory cannot be used, or another provider object uses it and does not let go.
     pub fn open(config: LocalConfig) -> Result<LocalProvider, Error> {
-        let deadline = Instant::now() + HANDOVER;
+        LocalProvider::open_within(config, HANDOVER)
+    }
+
+    /// The same, with another time for another provider object to let go.
+    ///
+    /// # Errors
+    /// As [`LocalProvider::open`].
+    pub fn open_within(config: LocalConfig, handover: Duration) -> Result<LocalProvider, Error> {
+        let deadline = Instant::now() + handover;
         let dir = config.state_dir.display();
         let (store, lock) = loop {
             let opened = Store::open(&config.state_dir);

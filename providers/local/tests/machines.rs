@@ -155,7 +155,7 @@ fn a_bridge_of_somebody_else_is_left_alone() {
 fn one_directory_has_one_provider() {
     let place = Place::new(IDLE);
     let first = LocalProvider::open(place.config()).unwrap();
-    match LocalProvider::open(place.config()) {
+    match LocalProvider::open_within(place.config(), Duration::from_millis(200)) {
         Err(Error::Invalid { text }) => assert!(text.contains("another process uses it"), "{text}"),
         Err(other) => panic!("{other:?}"),
         Ok(_) => panic!("two providers in one directory"),

@@ -49,7 +49,7 @@ use crate::{
 const DRAIN: Duration = Duration::from_secs(5);
 /// How long the connections may take to close after that.
 const CLOSE: Duration = Duration::from_secs(1);
-/// How long a start waits for the provider before it goes on without it (not ready).
+/// How long a start waits for the provider before it goes on without it (not ready; new VMs wait longer).
 const PREFLIGHT: Duration = Duration::from_secs(5);
 /// How often the inbox is looked at without being asked.
 const INBOX_EVERY: Duration = Duration::from_secs(5);
@@ -411,6 +411,7 @@ async fn preflight(
                 }
                 Err(error) => {
                     error!(provider = provider.name(), %error, "the provider cannot be used; trying again");
+                    addresses.provider_fails();
                     blocked.because(&error.to_string());
                 }
             }

@@ -219,6 +219,10 @@ impl Effects for Real {
         Ticket::new(ttl).map_err(|error| error.to_string())
     }
 
+    async fn settled(&self) {
+        self.addresses.settled().await;
+    }
+
     fn user_data(&self, ticket: &Ticket, claims: u32) -> Result<String, String> {
         let addresses: Vec<SocketAddr> = self.addresses.now(self.relay.listen())?;
         let ca = self.trust.read().ca_sha256();

@@ -138,7 +138,11 @@ async fn those_who_stall_are_dropped_and_cannot_take_all_places() {
     let read = soon("the end of the stalled handshake", silent.read(&mut [0; 8])).await;
     assert!(matches!(read, Ok(0) | Err(_)));
     refused(no_words).await;
-    assert!((4..15).contains(&started.elapsed().as_secs()), "{:?}", started.elapsed());
+    assert!(
+        started.elapsed() > Duration::from_secs(10),
+        "a busy machine needs its time: {:?}",
+        started.elapsed()
+    );
     drop(more);
     let guest = world.ca.client();
     world.put("a", &[&guest]).await;

@@ -2,10 +2,21 @@
 
 use std::{
     net::{IpAddr, SocketAddr},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
+    time::Duration,
+};
+
+use tokio::{
+    sync::watch,
+    time::{Instant, timeout_at},
 };
 
 use crate::config::GuestAddress;
+
+/// So long after the node's start a new VM is not asked for before the provider has said where VMs find us. What a VM is
+/// told at its birth stays, and on a busy host a preflight takes its time: all that this host has may be cut off before
+/// the one address that counts.
+const SETTLES: Duration = Duration::from_secs(20);
 
 /// More do not make it easier to find us, and user-data is small.
 const MOST: usize = 8;
@@ -19,18 +30,35 @@ pub struct GuestAddresses {
     configured: Vec<GuestAddress>,
     /// `relay.listen`.
     listen: SocketAddr,
-    provider: Arc<Mutex<Vec<IpAddr>>>,
+    /// `None`: it has said nothing yet.
+    provider: Arc<watch::Sender<Option<Vec<IpAddr>>>>,
+    /// When it is waited for no longer.
+    patience: Instant,
 }
 
 impl GuestAddresses {
     /// From the settings.
     pub fn new(configured: Vec<GuestAddress>, listen: SocketAddr) -> GuestAddresses {
-        GuestAddresses { configured, listen, provider: Arc::default() }
+        let provider = Arc::new(watch::Sender::new(None));
+        GuestAddresses { configured, listen, provider, patience: Instant::now() + SETTLES }
     }
 
     /// What the provider's preflight found.
     pub fn provider_says(&self, addresses: Vec<IpAddr>) {
-        *self.provider.lock().unwrap_or_else(PoisonError::into_inner) = addresses;
+        self.provider.send_replace(Some(addresses));
+    }
+
+    /// The provider cannot say anything now: nobody is to wait for it.
+    pub fn provider_fails(&self) {
+        self.provider.send_if_modified(|said| said.is_none() && said.insert(Vec::new()).is_empty());
+    }
+
+    /// Waits until the provider has said something, where that counts; not for ever.
+    pub async fn settled(&self) {
+        if self.configured.is_empty() {
+            let mut said = self.provider.subscribe();
+            drop(timeout_at(self.patience, said.wait_for(Option::is_some)).await);
+        }
     }
 
     /// The addresses as they are now. `bound`: what the relay says it listens on.
@@ -84,7 +112,7 @@ impl GuestAddresses {
     }
 
     fn found(&self) -> Vec<GuestAddress> {
-        let provider = self.provider.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let provider = self.provider.borrow().clone().unwrap_or_default();
         let ips = match (provider.is_empty(), self.listen.ip()) {
             (false, _) => provider,
             (true, ip) if !ip.is_unspecified() => vec![ip],
@@ -139,6 +167,42 @@ mod tests {
 
         let addresses = GuestAddresses::new(vec![], listen("10.1.2.3:15151"));
         assert_eq!(addresses.now(None).unwrap(), [listen("10.1.2.3:15151")]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_the_provider_says_late_is_waited_for_and_not_for_ever() {
+        let addresses = GuestAddresses::new(vec![], listen("[::]:15151"));
+        let (late, start) = (addresses.clone(), Instant::now());
+        tokio::spawn(async move {
+            tokio::time::sleep(Duration::from_secs(15)).await;
+            late.provider_says(vec!["10.99.0.1".parse().unwrap()]);
+        });
+        addresses.settled().await;
+        assert_eq!(addresses.now(None).unwrap(), [listen("10.99.0.1:15151")]);
+        addresses.settled().await;
+        assert!(start.elapsed() < Duration::from_secs(16), "what was said is not waited for");
+
+        // One that knows nothing has said so, and one that fails is not waited for.
+        let failing = GuestAddresses::new(vec![], listen("10.1.2.3:15151"));
+        failing.provider_fails();
+        let since = Instant::now();
+        failing.settled().await;
+        assert_eq!(since.elapsed(), Duration::ZERO);
+        addresses.provider_fails();
+        assert_eq!(addresses.now(None).unwrap(), [listen("10.99.0.1:15151")], "what it said stays");
+        let start = Instant::now();
+        let addresses = GuestAddresses::new(vec![], listen("10.1.2.3:15151"));
+        addresses.provider_says(vec![]);
+        addresses.settled().await;
+        let configured = vec![GuestAddress::Whole(listen("10.0.0.7:99"))];
+        GuestAddresses::new(configured, listen("[::]:15151")).settled().await;
+        assert_eq!(start.elapsed(), Duration::ZERO);
+
+        let silent = GuestAddresses::new(vec![], listen("10.1.2.3:15151"));
+        silent.settled().await;
+        silent.settled().await;
+        assert!((20..22).contains(&start.elapsed().as_secs()), "once for all: {:?}", start.elapsed());
+        assert_eq!(silent.now(None).unwrap(), [listen("10.1.2.3:15151")]);
     }
 
     #[test]

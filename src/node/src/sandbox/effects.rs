@@ -133,6 +133,9 @@ pub trait Effects: Send + Sync + 'static {
     /// When the kernel gives no randomness.
     fn ticket(&self, ttl: Duration) -> Result<Ticket, String>;
 
+    /// Waits, not for ever, until what VMs find when they boot can be written: where they find this node.
+    async fn settled(&self);
+
     /// What each of `claims` VMs that share the ticket finds when it boots.
     ///
     /// # Errors

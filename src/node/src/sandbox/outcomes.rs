@@ -11,7 +11,7 @@ use tracing::{error, info, warn};
 use super::{
     batch::{Seat, Way},
     clear::Pass,
-    effects::{CloudError, Retry},
+    effects::{CloudError, Effects, Retry},
     error::Error,
     follow::Told,
     phase::{Event, Phase, next},
@@ -22,6 +22,8 @@ use crate::{ledger::Record, volumes::PodVolumes};
 
 /// Before the cloud is asked again for the addresses of a VM whose guest knocks from one that it did not name.
 const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
+/// How long the cloud may take to show a console: it is often all that is known of a VM that did not start.
+const CONSOLE: Duration = Duration::from_secs(10);
 /// So many tries that fail in a row are worth the owner's attention.
 const TELL_AFTER: u32 = 5;
 
@@ -493,12 +495,8 @@ impl Task {
     /// In which stage the boot hangs, and what that usually means.
     pub(super) async fn why_late(&mut self) -> (&'static str, String) {
         let (stage, mut text) = self.where_it_hangs(self.settings.boot_timeout);
-        if let Some(vm) = self.record.phase.vm()
-            && let Ok(Some(console)) =
-                tokio::time::timeout(std::time::Duration::from_secs(2), self.fx.console(vm)).await
-        {
-            text.push_str("; its console ends with: ");
-            text.push_str(&console);
+        if let Some(vm) = self.record.phase.vm() {
+            text.push_str(&last_words(&*self.fx, vm).await);
         }
         (stage, text)
     }
@@ -592,6 +590,12 @@ impl From<Error> for Unapplied {
     fn from(error: Error) -> Unapplied {
         Unapplied::Disk(error)
     }
+}
+
+/// What the VM's console ends with, as the end of a sentence; empty where nobody knows.
+pub(super) async fn last_words(fx: &dyn Effects, vm: &InstanceId) -> String {
+    let console = tokio::time::timeout(CONSOLE, fx.console(vm)).await.ok().flatten();
+    console.map(|text| format!("; its console ends with: {text}")).unwrap_or_default()
 }
 
 /// Words of a guest, cut to what a log line should carry, on one line.

@@ -105,6 +105,7 @@ impl Sandboxes {
         }
         let wanted = wish.wanted.map_err(Error::Invalid)?;
         wanted.wishes.check(&self.0.settings.may_wish).map_err(Error::Invalid)?;
+        self.0.fx.settled().await;
         let netns = self
             .0
             .fx

@@ -21,6 +21,7 @@ use super::{
     effects::{Effects, Guest, Said, Trusted},
     error::{Error, Granted},
     follow::{Following, Homes, Told},
+    outcomes::last_words,
     phase::{self, Action, Event, Phase},
     pull::Pull,
     renew::Renewal,
@@ -340,13 +341,12 @@ impl Task {
         if !ours {
             return Ok(false);
         }
-        let console = tokio::time::timeout(Duration::from_secs(2), self.fx.console(vm)).await;
-        let console = console.ok().flatten().map(|text| format!("; its console ends with: {text}"));
+        let console = last_words(&*self.fx, vm).await;
         let why = why.map_or_else(
             || format!("its VM {vm} is gone: the provider does not have it any more, and its guest does not answer"),
             |why| format!("its VM {vm} has ended: {why}"),
         );
-        let cause = format!("{why}{}", console.unwrap_or_default());
+        let cause = format!("{why}{console}");
         match self.fail("vm", cause).await {
             Ok(()) => Ok(true),
             Err(Unapplied::Disk(error)) => Err(error),

@@ -35,7 +35,7 @@ use tokio::{
 };
 
 /// What a test waits for at most, on a slow machine.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub const PATIENCE: Duration = Duration::from_secs(40);
 
 /// Fails the test instead of waiting for ever.
 pub async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {

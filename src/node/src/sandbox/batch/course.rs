@@ -115,6 +115,7 @@ impl Batches {
     async fn compose(&self, course: &Course, shape: CreateRequest) -> Result<Batch, String> {
         let (fx, settings) = (&self.0.fx, &self.0.settings);
         let claims = u32::try_from(course.members.len()).map_err(|error| error.to_string())?;
+        fx.settled().await;
         let ticket = fx.ticket(settings.ticket_ttl)?;
         let user_data = fx.user_data(&ticket, claims)?;
         let trust = fx.trusted().borrow().id.clone();

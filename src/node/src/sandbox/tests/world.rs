@@ -155,6 +155,7 @@ pub(super) struct World {
     /// There is a cluster, which takes so long to show an intent.
     pub in_cluster: AtomicBool,
     pub announce_takes: Mutex<Duration>,
+    pub console_takes: Mutex<Duration>,
     pub reserve_fails: Mutex<Option<NetworkError>>,
     pub guest_error: Mutex<String>,
     pub guests_stay_away: AtomicBool,
@@ -254,6 +255,7 @@ impl World {
             find_fails: Mutex::default(),
             in_cluster: AtomicBool::new(false),
             announce_takes: Mutex::default(),
+            console_takes: Mutex::default(),
             reserve_fails: Mutex::default(),
             guest_error: Mutex::default(),
             guests_stay_away: AtomicBool::new(false),
@@ -551,6 +553,8 @@ impl Effects for Fake {
         Ticket::new_at(now, ttl).map_err(|error| error.to_string())
     }
 
+    async fn settled(&self) {}
+
     fn user_data(&self, ticket: &Ticket, claims: u32) -> Result<String, String> {
         let addresses = ["10.99.0.1:15151".parse().unwrap()];
         Ok(crate::birth::user_data(ticket, claims, &addresses, None, &[[7; 32]], Duration::from_secs(900)))
@@ -815,6 +819,8 @@ impl Effects for Fake {
     }
 
     async fn console(&self, _: &InstanceId) -> Option<String> {
+        let takes = *self.world.console_takes.lock().unwrap();
+        tokio::time::sleep(takes).await;
         Some("kernel panic".into())
     }
 

@@ -1,0 +1,202 @@
+//! Which kind of domain can be started here. Tried, not read: starts VMs without a disk, which end by themselves or with
+//! our connection.
+
+use std::time::Duration;
+
+use peerpod_provider_api::Error;
+use tokio::time::{Instant, sleep};
+
+use crate::Shared;
+use crate::config::Acceleration;
+use crate::create::libvirt_is_real;
+use crate::refusal::refuse;
+use crate::rpc::calls::Domain;
+use crate::rpc::{Connection, RpcError};
+use crate::xml;
+
+/// Between two looks.
+const LOOK: Duration = Duration::from_millis(50);
+/// Firmware finds nothing to boot in a fraction of a second with KVM. When it takes longer one that is emulated shows
+/// whether that is the host's slowness.
+const COMPARE: Duration = Duration::from_secs(1);
+/// Nothing bad is said of KVM before.
+const LEAST: Duration = Duration::from_secs(10);
+/// KVM that needs so many times longer than emulation never gets there.
+const SLOWER: u32 = 3;
+/// No longer is waited: creates wait for it.
+const PROOF: Duration = Duration::from_secs(30);
+/// Before a host that was too slow to tell is asked again.
+const DOUBT: Duration = Duration::from_secs(300);
+
+/// A kind of domain, and until when it counts; `None`: for good.
+pub(crate) struct Known {
+    kind: &'static str,
+    until: Option<Instant>,
+}
+
+impl Known {
+    fn new(kind: &'static str, is_sure: bool, now: Instant) -> Known {
+        Known { kind, until: (!is_sure).then(|| now + DOUBT) }
+    }
+
+    fn at(&self, now: Instant) -> Option<&'static str> {
+        self.until.is_none_or(|until| now < until).then_some(self.kind)
+    }
+}
+
+/// What a VM shows of KVM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Proof {
+    Runs,
+    /// One that is emulated was done long ago.
+    Never,
+    /// It may be the host, which is slow.
+    Unknown,
+}
+
+impl Proof {
+    fn words(self) -> &'static str {
+        match self {
+            Proof::Runs => "it works",
+            Proof::Never => "a VM starts with it, and never executes anything",
+            Proof::Unknown => "a VM starts with it, and did not come to its end; is the host overloaded?",
+        }
+    }
+
+    /// Of a VM that has not come to its end after so long. `emulated`: how long one needed that is. `None`: it is to be
+    /// waited for longer.
+    fn of_one_that_runs(waited: Duration, emulated: Option<Duration>) -> Option<Proof> {
+        match emulated {
+            Some(took) if waited >= LEAST && waited >= took * SLOWER => Some(Proof::Never),
+            _ if waited >= PROOF => Some(Proof::Unknown),
+            _ => None,
+        }
+    }
+}
+
+impl Shared {
+    /// The kind of domain that can be started here, found by starting one.
+    pub(crate) async fn kind(&self, libvirt: &Connection) -> Result<&'static str, Error> {
+        if !libvirt_is_real(self.link.driver()) {
+            return Ok("test");
+        }
+        let mut known = self.kind.lock().await;
+        if let Some(kind) = known.as_ref().and_then(|known| known.at(Instant::now())) {
+            return Ok(kind);
+        }
+        let (kind, is_sure) = match self.config.acceleration {
+            Acceleration::Emulated => ("qemu", true),
+            wanted => match self.runs(libvirt).await {
+                Ok(Proof::Runs) => ("kvm", true),
+                Err(error) if error.code().is_none() => {
+                    return Err(refuse("find out whether KVM works", error));
+                }
+                shown => {
+                    let is_sure = !matches!(shown, Ok(Proof::Unknown));
+                    let why = match shown {
+                        Ok(proof) => proof.words().to_owned(),
+                        Err(error) => error.to_string(),
+                    };
+                    if wanted == Acceleration::Kvm {
+                        let text = format!(
+                            "libvirt: no VM can be started with KVM: {why}; enable virtualisation on the host, or set \
+                             provider.libvirt.acceleration to emulated (slow)"
+                        );
+                        return Err(if is_sure { Error::invalid(text) } else { Error::transient(text) });
+                    }
+                    tracing::warn!("KVM does not work, VMs are emulated, which is slow: {why}");
+                    ("qemu", is_sure)
+                }
+            },
+        };
+        *known = Some(Known::new(kind, is_sure, Instant::now()));
+        Ok(kind)
+    }
+
+    /// Whether guest code runs in a domain with KVM. That one can be started is no proof: there are hosts whose KVM makes
+    /// VMs and never executes an instruction.
+    async fn runs(&self, libvirt: &Connection) -> Result<Proof, RpcError> {
+        let domain = self.probe(libvirt, "kvm").await?;
+        let mut emulated = None;
+        let outcome = self.watch(libvirt, &domain, &mut emulated).await;
+        for domain in [Some(&domain), emulated.as_ref()].into_iter().flatten() {
+            match libvirt.destroy(domain).await {
+                // It ends with our connection at the latest.
+                Err(error) if !error.is_absent() => {
+                    tracing::warn!(domain = domain.name, "cannot end the VM that tried KVM: {error}");
+                }
+                _ => {}
+            }
+        }
+        outcome
+    }
+
+    /// Waits for the end of a VM with KVM; makes one that is `emulated` to compare it with, when that takes long.
+    async fn watch(
+        &self,
+        libvirt: &Connection,
+        domain: &Domain,
+        emulated: &mut Option<Domain>,
+    ) -> Result<Proof, RpcError> {
+        let (since, mut compared, mut took) = (Instant::now(), None, None);
+        loop {
+            if has_ended(libvirt, domain).await? {
+                return Ok(Proof::Runs);
+            }
+            if compared.is_none() && since.elapsed() >= COMPARE {
+                compared = Some(Instant::now());
+                // Where there is none to compare with, it stays a matter of time.
+                *emulated = self.probe(libvirt, "qemu").await.ok();
+            }
+            if let (None, Some(began), Some(other)) = (took, compared, emulated.as_ref())
+                && has_ended(libvirt, other).await?
+            {
+                took = Some(began.elapsed());
+            }
+            if let Some(proof) = Proof::of_one_that_runs(since.elapsed(), took) {
+                return Ok(proof);
+            }
+            sleep(LOOK).await;
+        }
+    }
+
+    async fn probe(&self, libvirt: &Connection, kind: &str) -> Result<Domain, RpcError> {
+        let nonce = std::time::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos();
+        let name = format!("{}probe-{}-{nonce:x}", self.owner.prefix(), std::process::id());
+        libvirt.run_once(&xml::probe(&name, kind, "x86_64", &self.config.machine)).await
+    }
+}
+
+async fn has_ended(libvirt: &Connection, domain: &Domain) -> Result<bool, RpcError> {
+    match libvirt.state(domain).await {
+        Err(error) if error.is_absent() => Ok(true),
+        other => other.map(|_| false),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slow_host_is_no_proof_against_kvm() {
+        let (seconds, of) = (Duration::from_secs, Proof::of_one_that_runs);
+        // The host runs others well.
+        assert_eq!(of(seconds(9), Some(seconds(1))), None);
+        assert_eq!(of(seconds(10), Some(seconds(1))), Some(Proof::Never));
+        // It hardly does, or nobody knows.
+        for emulated in [None, Some(seconds(11))] {
+            assert_eq!(of(seconds(11), emulated), None, "{emulated:?}");
+            assert_eq!(of(seconds(30), emulated), Some(Proof::Unknown), "{emulated:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_sure_is_found_out_again() {
+        let now = Instant::now();
+        let later = now + DOUBT;
+        assert_eq!(Known::new("kvm", true, now).at(later), Some("kvm"));
+        let doubtful = Known::new("qemu", false, now);
+        assert_eq!((doubtful.at(now), doubtful.at(later)), (Some("qemu"), None));
+    }
+}
