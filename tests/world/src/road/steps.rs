@@ -17,9 +17,10 @@ use crate::{
     ping::ping,
 };
 
-const PATIENCE: Duration = Duration::from_secs(20);
-/// A VM of the local provider is up in well under a second; this is for a machine busy with tests.
-const BOOT_PATIENCE: Duration = Duration::from_secs(60);
+/// On a machine that is busy with other tests, and where the VM may be an emulated one.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// A VM of the local provider is up in well under a second; an emulated machine takes its time.
+const BOOT_PATIENCE: Duration = Duration::from_secs(180);
 const TRANSFER: usize = 64 << 20;
 const PAGE_PORT: u16 = 8080;
 /// SYN, ACK, the request and FIN are four packets at least: Ethernet, IP and TCP headers of them, over IPv4 and IPv6.
