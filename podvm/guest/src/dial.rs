@@ -209,10 +209,9 @@ mod tests {
             let before = BEATS.load(SeqCst);
             let connected = timeout(Duration::from_secs(30), dialling).await.unwrap().unwrap();
             assert_eq!(connected, address);
-            // Told in beats: how long one is on a busy machine is not the dialler's matter. Each is too short for an old
-            // attempt to end in it.
+            // Told in beats: how long one is on a busy machine is not the dialler's matter. So many are one attempt's time.
             let beats = BEATS.load(SeqCst) - before;
-            assert!(beats < 5, "{beats} beats");
+            assert!(beats < 10, "{beats} beats");
             drop(listener);
         }
     }
@@ -244,7 +243,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let good = listener.local_addr().unwrap();
         // Whoever waits for the other one waits that long every time; a busy machine only takes a moment now and then.
-        let mut took = Vec::new();
+        let mut took: Vec<Duration> = Vec::new();
         while took.len() < 5 && took.iter().all(|it| *it >= ATTEMPT) {
             let since = Instant::now();
             let mut dialler = Dialler::new(vec![black_hole, good]);
