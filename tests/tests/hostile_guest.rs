@@ -443,7 +443,7 @@ async fn a_guest_that_logs_without_end_delays_nobody_not_even_its_own_health_che
     };
 
     let (mut times, mut stream) = (Vec::new(), 3);
-    while lines("left_out") < 20_000.0 {
+    while times.is_empty() || lines("left_out") < 20_000.0 {
         let asked = Instant::now();
         shim.goes_on(stream, "between lines").await;
         times.push(asked.elapsed());
