@@ -146,7 +146,7 @@ async fn tcp_here(
                 }
             }
         }
-        Ok(place)
+        anyhow::Ok(place)
     };
     let (sent, came) = tokio::try_join!(send, receive)?;
     ensure!(came == sent, "{came} of {sent} bytes came back");
