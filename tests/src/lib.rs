@@ -10,13 +10,13 @@ pub mod volumes;
 use std::{
     path::PathBuf,
     sync::atomic::{AtomicU32, Ordering},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context, ensure};
 use peerpod_client::{AgentClient, Annotations, ContainerSpec, Output, ShimClient, exec_request};
 use peerpod_proto::agent::CreateSandboxRequest;
-use peerpod_world::{Daemons, Namespace, Pod, Sight, World, eventually};
+use peerpod_world::{Daemons, Namespace, Pod, Sight, World, eventually, stop};
 
 /// How long anything may take on a machine that is busy with other tests.
 pub const PATIENCE: Duration = Duration::from_secs(30);
@@ -108,33 +108,14 @@ impl Sandbox {
     }
 }
 
-/// What "well under a second" is when the node lives: the relay's own answer for one that does not comes after 400 ms.
-const PROMPT: Duration = Duration::from_millis(300);
-/// And at the worst, on a machine that is busy with other tests, or without a node.
-const IN_TIME: Duration = Duration::from_millis(900);
-
 /// StopVM, answered inside the shim's second.
 pub async fn stop_in_time(shim: &ShimClient, id: &str) -> anyhow::Result<()> {
-    stop_within(IN_TIME, shim, id).await.map(drop)
-}
-
-async fn stop_within(bound: Duration, shim: &ShimClient, id: &str) -> anyhow::Result<Duration> {
-    let began = Instant::now();
-    shim.stop_vm(id).await?;
-    let took = began.elapsed();
-    ensure!(took < bound, "StopVM took {took:?}, not less than {bound:?}");
-    Ok(took)
+    stop::in_time(shim, id).await.map(drop)
 }
 
 /// StopVM three times, as shims do it: each in its second, and not all of them as slow as only a relay alone would be.
 pub async fn stop_promptly(shim: &ShimClient, id: &str) -> anyhow::Result<()> {
-    let mut took = Vec::new();
-    for _ in 0..3 {
-        took.push(stop_within(IN_TIME, shim, id).await?);
-    }
-    took.sort_unstable();
-    ensure!(took[1] < PROMPT, "of three StopVMs the middle one took {:?}: {took:?}", took[1]);
-    Ok(())
+    stop::promptly(shim, id).await.map(drop)
 }
 
 /// The value of the first sample whose line begins so.

@@ -97,10 +97,11 @@ async fn an_id_that_is_no_id_is_refused_before_anything_is_made() {
         assert_eq!(error.code(), Some(Code::INVALID_ARGUMENT), "{shown:?}: {error}");
         assert!(error.answer().len() < 1000, "{shown:?}: the answer does not repeat it all");
         assert!(shim.start_vm(id).await.is_err(), "{shown:?}");
-        // Refused or ignored, but answered at once and without a trace.
-        let began = Instant::now();
-        drop(shim.stop_vm(id).await);
-        assert!(began.elapsed() < Duration::from_millis(900), "{shown:?}");
+        // Refused or ignored, but answered and without a trace.
+        let answer = stop_in_time(&shim, id).await.map_err(|error| error.downcast::<Error>());
+        if let Err(error) = answer {
+            assert!(matches!(&error, Ok(error) if error.code().is_some()), "{shown:?}: {error:?}");
+        }
     }
     // Fits the rule, but no socket could have its path.
     let unfit = "x".repeat(128);
@@ -159,7 +160,7 @@ async fn a_network_namespace_that_is_none_is_refused() {
         };
         let error = outcome.expect_err(&path.display().to_string());
         assert!(error.answer().contains("namespace"), "{}: {error}", path.display());
-        assert!(began.elapsed() < Duration::from_secs(5), "{}: {:?}", path.display(), began.elapsed());
+        assert!(began.elapsed() < PATIENCE, "{}: {:?}", path.display(), began.elapsed());
     }
     eventually("nothing lives", PATIENCE, async || {
         daemons.ledger().ok()?.iter().all(|entry| entry.is_tombstone()).then_some(())
@@ -345,7 +346,7 @@ async fn twenty_thousand_unanswered_calls_are_carried() {
     }
     let began = Instant::now();
     sandbox.agent.check().await.unwrap();
-    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+    assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
     sandbox.lives().await.unwrap();
     assert!(resident(daemons.relay_pid().unwrap()).unwrap() < 128 << 20);
     // All of them are answered when there is an answer.
@@ -364,6 +365,7 @@ async fn a_flood_and_a_reader_that_never_reads_do_not_delay_a_health_check() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "flood").await.unwrap();
+    let (_, calm, _) = health_checks(&sandbox, 100).await;
     // A flood of output that somebody reads as fast as he can…
     let flood = exec_request(CONTAINER, "flood", &["yes", "a line of the flood of output"]);
     sandbox.agent.exec_process(&flood).await.unwrap();
@@ -386,26 +388,28 @@ async fn a_flood_and_a_reader_that_never_reads_do_not_delay_a_health_check() {
     for call in 0..64 {
         never.write_all(&request(2 * call + 1, "grpc.AgentService", "ReadStdout", &read)).await.unwrap();
     }
+    let (p50, p99, worst) = health_checks(&sandbox, 300).await;
+    println!("p50 {p50:?}, p99 {p99:?}, worst {worst:?}; without a flood p99 {calm:?}");
+    // The flood takes its part of the processor, and no more than that.
+    assert!(p99 < Duration::from_secs(1).max(20 * calm), "p50 {p50:?}, p99 {p99:?}, worst {worst:?}");
+    assert!(!reader.is_finished(), "the flood went on");
+    assert!(reads.load(Ordering::Relaxed) > 100, "and was one: {reads:?} reads");
+    reader.abort();
+    drop(never);
+    sandbox.stop(&daemons).await.unwrap();
+}
+
+/// How long health checks take: the median, the 99th percentile and the worst.
+async fn health_checks(sandbox: &Sandbox, count: usize) -> (Duration, Duration, Duration) {
     let mut times = Vec::new();
-    for _ in 0..300 {
+    for _ in 0..count {
         let began = Instant::now();
         sandbox.agent.check().await.unwrap();
         times.push(began.elapsed());
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     times.sort_unstable();
-    let p99 = times[times.len() * 99 / 100];
-    assert!(
-        p99 < Duration::from_millis(50),
-        "p50 {:?}, p99 {p99:?}, worst {:?}",
-        times[times.len() / 2],
-        times[299]
-    );
-    assert!(!reader.is_finished(), "the flood went on");
-    assert!(reads.load(Ordering::Relaxed) > 100, "and was one: {reads:?} reads");
-    reader.abort();
-    drop(never);
-    sandbox.stop(&daemons).await.unwrap();
+    (times[count / 2], times[count * 99 / 100], times[count - 1])
 }
 
 #[test]

@@ -13,7 +13,7 @@ use std::{
 
 use network_common::Vm;
 use peerpod_link::net::netns::Netns;
-use peerpod_tests::{PATIENCE, nothing_beyond, stop_in_time};
+use peerpod_tests::{PATIENCE, nothing_beyond, sample, stop_in_time};
 use peerpod_world::{
     Daemons, Settings, Sight, World, eventually,
     traffic::{self, ECHO_PORT, Echo},
@@ -32,13 +32,22 @@ async fn connect(from: &Netns, to: SocketAddr) -> std::io::Result<TcpStream> {
     from.run(make)??.connect(to).await
 }
 
-async fn refused(from: &Netns, port: u16) {
+/// In both families, and at once: a busy machine may be late now and then, who leaves SYNs unanswered always is. Returns how
+/// many connections were tried.
+async fn refused(from: &Netns, port: u16) -> usize {
+    let mut tried = 0;
     for address in LOCALHOST {
-        let start = Instant::now();
-        let error = connect(from, SocketAddr::new(address, port)).await.unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::ConnectionRefused, "{address} port {port}: {error}");
-        assert!(start.elapsed() < AT_ONCE, "{:?}", start.elapsed());
+        let mut took: Vec<Duration> = Vec::new();
+        while took.len() < 5 && took.iter().all(|it| *it >= AT_ONCE) {
+            let start = Instant::now();
+            let error = connect(from, SocketAddr::new(address, port)).await.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::ConnectionRefused, "{address} port {port}: {error}");
+            took.push(start.elapsed());
+        }
+        assert!(took.iter().any(|it| *it < AT_ONCE), "{took:?}");
+        tried += took.len();
     }
+    tried
 }
 
 async fn carried(from: &Netns, bytes: usize) -> anyhow::Result<()> {
@@ -92,13 +101,15 @@ async fn the_nodes_side_reaches_the_pods_localhost_in_its_vm_whatever_the_daemon
         traffic::streams(here, to, 100, 100_000).await.unwrap();
     }
     carried(here, 64 << 20).await.unwrap();
-    refused(here, ECHO_PORT + 1).await;
+    let tried = refused(here, ECHO_PORT + 1).await;
     // The client's own address, and the server's as the client named it.
     let mut stays = connect(here, (Ipv4Addr::LOCALHOST, ECHO_PORT).into()).await.unwrap();
     assert_eq!(stays.peer_addr().unwrap(), (Ipv4Addr::LOCALHOST, ECHO_PORT).into());
     stays.read_exact(&mut [0; 64]).await.unwrap();
     let page = daemons.metrics("relay").unwrap();
-    assert!(page.contains("localhost_connections_total{outcome=\"refused\"} 2"), "{page}");
+    let counted = sample(&page, "peerpod_relay_localhost_connections_total{outcome=\"refused\"}").unwrap();
+    // A SYN that was sent again may be asked for again.
+    assert!((tried..=2 * tried).contains(&(counted as usize)), "{counted} of {tried}: {page}");
 
     // The node is nothing to connections, open ones or new.
     daemons.kill_node().unwrap();

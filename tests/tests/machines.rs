@@ -11,7 +11,7 @@ use std::{
 
 use peerpod_client::{AgentClient, Annotations, ContainerSpec, exec_request};
 use peerpod_proto::agent::CreateSandboxRequest;
-use peerpod_tests::{fresh_id, machines::Place, report, stop_promptly};
+use peerpod_tests::{fresh_id, machines::Place, report, stop_in_time};
 use peerpod_world::{
     Daemons, Pod, World, eventually,
     page::{PageServer, page_for},
@@ -208,7 +208,7 @@ async fn a_node_that_is_killed_leaves_pod_exec_and_disks_in_peace() {
     daemons.ready().await.unwrap();
     assert!(machine.agent.read_stdout("main", "stream", 4096).await.unwrap().starts_with(b"tick"));
     ping(other.namespace(), machine.pod.v4(), 56, PATIENCE).unwrap();
-    stop_promptly(&machine.shim, &machine.id).await.unwrap();
+    stop_in_time(&machine.shim, &machine.id).await.unwrap();
     daemons.gone(&machine.id, PATIENCE).await.unwrap();
     place.assert_clean();
 }
@@ -232,7 +232,7 @@ async fn a_provider_may_open_its_metadata_service_to_pods() {
     let of_the_vm = page_of_the_vm(&machine, service.port()).await;
     assert!(of_the_vm.contains("a page for 10.97.0."), "{of_the_vm}");
     assert_eq!(page_of_the_pod(&machine, METADATA, service.port()).await, Ok(of_the_vm));
-    stop_promptly(&machine.shim, &machine.id).await.unwrap();
+    stop_in_time(&machine.shim, &machine.id).await.unwrap();
     daemons.gone(&machine.id, PATIENCE).await.unwrap();
     place.assert_clean();
 }
@@ -253,9 +253,9 @@ async fn a_machine_that_is_destroyed_from_outside_is_known_at_once_and_by_its_po
     let cause = cause.await.unwrap();
     report("vm_death_detect_s", began.elapsed().as_secs_f64());
     assert!(cause.contains("has ended: it was destroyed by somebody's hand"), "{cause}");
-    let log = daemons.log_tails();
+    let log = fs::read_to_string(daemons.log("node")).unwrap();
     assert!(log.contains(&format!("default/{}", machine.id)), "{log}");
-    stop_promptly(&machine.shim, &machine.id).await.unwrap();
+    stop_in_time(&machine.shim, &machine.id).await.unwrap();
     daemons.gone(&machine.id, PATIENCE).await.unwrap();
     place.assert_clean();
 }
@@ -302,7 +302,7 @@ async fn a_machine_whose_power_button_is_pressed_ends_in_order() {
     });
     let cause = cause.await.unwrap();
     assert!(cause.contains("has ended: it was shut down or powered itself off"), "{cause}");
-    stop_promptly(&machine.shim, &machine.id).await.unwrap();
+    stop_in_time(&machine.shim, &machine.id).await.unwrap();
     daemons.gone(&machine.id, PATIENCE).await.unwrap();
     place.assert_clean();
 }
@@ -327,14 +327,15 @@ async fn a_machine_that_never_calls_home_is_given_up_with_the_end_of_its_console
         .settings
         .clone()
         .set("provider.libvirt.cmdline", "console=ttyS0 rdinit=/nowhere init=/nowhere panic=0")
-        .set("node.boot-timeout", "20s");
+        // From CreateVM on: the upload of the image, QEMU and an emulated kernel until its panic are in it.
+        .set("node.boot-timeout", "60s");
     let daemons = Daemons::start(&place.world, settings).await.unwrap();
     let (id, pod) = (fresh_id("mute"), place.world.pod().unwrap());
     let shim = daemons.shim().await.unwrap();
     shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
     let error = tokio::time::timeout(BOOT, shim.start_vm(&id)).await.unwrap().unwrap_err().to_string();
     assert!(error.contains("Kernel panic") || error.contains("not syncing"), "{error}");
-    stop_promptly(&shim, &id).await.unwrap();
+    stop_in_time(&shim, &id).await.unwrap();
     daemons.gone(&id, PATIENCE).await.unwrap();
     place.assert_clean();
 }
@@ -357,7 +358,7 @@ async fn eight_machines_at_once_come_and_go() {
         assert_eq!(machine.shell("echo alive").await.unwrap(), "alive\n");
     }
     for machine in machines {
-        stop_promptly(&machine.shim, &machine.id).await.unwrap();
+        stop_in_time(&machine.shim, &machine.id).await.unwrap();
         daemons.gone(&machine.id, PATIENCE).await.unwrap();
     }
     place.assert_clean();

@@ -8,6 +8,10 @@ mod network_common;
 use std::{
     collections::BTreeSet,
     net::{IpAddr, SocketAddr},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -108,7 +112,11 @@ async fn flaps(kind: &str) {
         [("the VM's uplink", &node, uplink(&scene.world)), ("the pod's eth0", &pod, "eth0".to_owned())]
     {
         let from = scene.other.namespace().netns().clone();
-        let stream = tokio::spawn(async move { traffic::tcp(&from, at(to), 64 << 20).await });
+        let over = Arc::new(AtomicBool::new(false));
+        let stream = tokio::spawn({
+            let over = over.clone();
+            async move { traffic::tcp_until(&from, at(to), &over).await }
+        });
         // Somewhere in the middle of it.
         let sent = || scene.other.namespace().counters("eth0").unwrap().1;
         let began = sent();
@@ -119,7 +127,13 @@ async fn flaps(kind: &str) {
         let silent = traffic::udp_once(scene.other.namespace().netns(), at(to), 100).await;
         assert!(silent.is_err(), "{name} is down and there is an answer");
         assert!(!stream.is_finished(), "{name}: the stream had to be in the middle");
+        let began = sent();
         namespace.ip(&format!("link set {link} up\n")).unwrap();
+        let goes_on = eventually("the stream goes on", PATIENCE, async || {
+            (stream.is_finished() || sent() > began + 1_000_000).then_some(())
+        });
+        goes_on.await.unwrap_or_else(|error| panic!("{name}: {error}"));
+        over.store(true, Ordering::SeqCst);
         let seen = stream.await.unwrap().unwrap_or_else(|e| panic!("{name}: {e:#}"));
         assert_eq!(seen, scene.other.v4(), "{name}");
         scene.talks_again().await;

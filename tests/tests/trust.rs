@@ -92,8 +92,9 @@ fn tls_hex(bytes: &[u8]) -> String {
 async fn a_vm_that_does_not_join_in_time_is_named_and_taken_away() {
     let world = World::new().unwrap();
     let settings = Settings::none()
-        .set("node.ticket-ttl", "2s")
-        .set("node.boot-timeout", "2s")
+        // Long enough that its birth is seen, which ends with them.
+        .set("node.ticket-ttl", "10s")
+        .set("node.boot-timeout", "10s")
         .set("provider.local.boot-delay", "60s");
     let daemons = Daemons::start(&world, settings).await.unwrap();
     let pod = world.pod().unwrap();
@@ -103,7 +104,7 @@ async fn a_vm_that_does_not_join_in_time_is_named_and_taken_away() {
     shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
     let birth = birth_of(&daemons, &id).await;
     let error = tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap_err();
-    for word in ["join", "within 2s", "firewall", "10.99.0.1:15151"] {
+    for word in ["join", "within 10s", "firewall", "10.99.0.1:15151"] {
         assert!(error.answer().contains(word), "the stage and what to look at are named: {error}");
     }
     daemons.gone(&id, PATIENCE).await.unwrap();

@@ -77,9 +77,12 @@ impl Home {
     fn new() -> Home {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().enable_all().worker_threads(2).build().unwrap();
-        let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        let relay = runtime.block_on(Relay::new(SANDBOX).listen(&free.to_string()));
-        Home { runtime, relay, port: free.port() }
+        let (relay, port) = runtime.block_on(async {
+            let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let port = listener.local_addr().unwrap().port();
+            (Relay::new(SANDBOX).on(listener), port)
+        });
+        Home { runtime, relay, port }
     }
 }
 

@@ -5,7 +5,7 @@
 
 mod net_world;
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use net_world::World;
 use peerpod_link::net::look::look;
@@ -175,7 +175,7 @@ fn an_address_that_expired_is_not_put_back() {
 }
 
 #[test]
-fn a_thousand_routes_take_the_guest_no_second() {
+fn a_thousand_routes_cost_the_guest_less_than_a_process_each() {
     let mut world = World::new();
     let mut plan = two_interfaces(&mut world);
     let template = plan.interfaces[0].routes[0].clone();
@@ -187,7 +187,12 @@ fn a_thousand_routes_take_the_guest_no_second() {
     let began = Instant::now();
     world.apply_in("podns", &plan, None).unwrap();
     let took = began.elapsed();
-    println!("1000 routes applied in {took:?}");
-    assert!(took < Duration::from_secs(1), "{took:?}");
+    let began = Instant::now();
+    for _ in 0..50 {
+        world.ip("podns", "link show lo");
+    }
+    let process = began.elapsed() / 50;
+    println!("1000 routes applied in {took:?}; a process takes {process:?}");
+    assert!(took < 1000 * process, "{took:?}; a process takes {process:?}");
     assert!(!world.apply_in("podns", &plan, Some(&plan)).unwrap().changed);
 }

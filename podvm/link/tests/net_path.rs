@@ -104,7 +104,7 @@ impl Relay {
             let top = ask::figures(node).unwrap().device;
             self.runtime.block_on(ask::ask(SocketAddr::new(node, PORT), token(), top)).unwrap()
         });
-        assert!(began.elapsed() < Duration::from_millis(900), "{:?}", began.elapsed());
+        assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
         outcome
     }
 }

@@ -17,7 +17,7 @@ use peerpod_link::net::uplink;
 use peerpod_link::net::vxlan::{self, Held};
 use peerpod_link::net::{Error, guest};
 
-const DEADLINE: Duration = Duration::from_secs(10);
+const DEADLINE: Duration = Duration::from_secs(30);
 
 /// Two echoes there and back, of a size that fills a small packet.
 fn ping(world: &World, from: &str, to: &str) {

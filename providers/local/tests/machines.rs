@@ -237,14 +237,14 @@ fn addresses_run_out_with_a_typed_error_and_come_back() {
 fn a_slow_boot_does_not_delay_the_answer() {
     let place = Place::new("echo booted; exec sleep infinity");
     let mut config = place.config();
-    config.boot_delay = Duration::from_secs(2);
+    config.boot_delay = Duration::from_secs(6);
     let provider = LocalProvider::open(config).unwrap();
     let start = Instant::now();
     let (id, _) = create(&provider, 1);
-    assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+    // Told by their order, whatever the create took.
     assert_eq!(console(&provider, &id), "");
     until("it has booted", || console(&provider, &id) == "booted\n");
-    assert!(start.elapsed() >= Duration::from_secs(2), "{:?}", start.elapsed());
+    assert!(start.elapsed() >= Duration::from_secs(6), "{:?}", start.elapsed());
     delete(&provider, &id);
     place.assert_clean();
 }

@@ -4,7 +4,7 @@
 
 mod common;
 
-use std::{sync::Arc, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use common::{
     Ca, Identity, World,
@@ -19,7 +19,7 @@ use peerpod_proto::{
 };
 use tokio::{
     io::AsyncReadExt,
-    net::{TcpListener, TcpStream},
+    net::{TcpListener, TcpSocket, TcpStream},
     time::timeout,
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
@@ -50,10 +50,18 @@ impl World {
 
 /// Takes the next connection, as the guest that is its TLS client.
 async fn answer(listener: &TcpListener, ca: &Ca, identity: Option<&Identity>) -> TlsStream<TcpStream> {
-    let (tcp, _) = soon("a dial", listener.accept()).await.unwrap();
-    let identity = identity.map(|(chain, key)| (chain.clone(), key.clone_key()));
-    let config = tls::client_config(&[ca.sha256()], identity).unwrap();
-    soon("the handshake", TlsConnector::from(config).connect(tls::server_name(), tcp)).await.unwrap()
+    let handshake = async {
+        loop {
+            let (tcp, _) = listener.accept().await.unwrap();
+            let identity = identity.map(|(chain, key)| (chain.clone(), key.clone_key()));
+            let config = tls::client_config(&[ca.sha256()], identity).unwrap();
+            // Before it there may be one that the relay has given up meanwhile.
+            if let Ok(stream) = TlsConnector::from(config).connect(tls::server_name(), tcp).await {
+                return stream;
+            }
+        }
+    };
+    soon("a dial and its handshake", handshake).await
 }
 
 async fn dropped(mut stream: impl AsyncReadExt + Unpin) {
@@ -61,10 +69,23 @@ async fn dropped(mut stream: impl AsyncReadExt + Unpin) {
     assert!(matches!(closed, Ok(0) | Err(_)), "{closed:?}");
 }
 
-async fn nobody_dials(listener: &TcpListener) {
-    // One may have been on its way.
+/// Takes those that were on their way.
+async fn drain(listener: &TcpListener) {
     while timeout(Duration::from_millis(50), listener.accept()).await.is_ok() {}
+}
+
+async fn nobody_dials(listener: &TcpListener) {
+    drain(listener).await;
     assert!(timeout(A_WHILE, listener.accept()).await.is_err());
+}
+
+/// A port that nobody listens on yet, held so that nobody else gets it.
+fn held() -> (TcpSocket, SocketAddr) {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_reuseaddr(true).unwrap();
+    socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let address = socket.local_addr().unwrap();
+    (socket, address)
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -73,17 +94,13 @@ async fn a_guest_is_dialled_until_it_is_there_again_when_it_is_cut_and_never_aft
     world.configure().await;
     let identity = world.ca.client();
     // A port where nobody listens, one whose owner only stalls, and one that the guest has later.
-    let refusing = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let dead = refusing.local_addr().unwrap();
-    drop(refusing);
+    let (_refusing, dead) = held();
     let stalling = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let held = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let to = held.local_addr().unwrap();
-    drop(held);
+    let (later, to) = held();
     let dial = [dead, stalling.local_addr().unwrap(), to].map(|address| address.to_string()).to_vec();
     world.put_waiting("a", &[&identity], dial.clone()).await;
     let (_stalled, _) = soon("a dial", stalling.accept()).await.unwrap();
-    let listener = TcpListener::bind(to).await.unwrap();
+    let listener = later.listen(16).unwrap();
 
     let guest = Guest::waiting(world.ca.sha256());
     guest.handle.attach(answer(&listener, &world.ca, Some(&identity)).await.into());
@@ -129,6 +146,7 @@ async fn who_answers_as_another_sandbox_s_guest_is_dropped() {
     let b = world.state("b", "the other", |_| true).await;
     assert!(!b.guest_connected, "its certificate opened nothing here");
     // It gives up its own link for each of our calls, so it is left in peace.
+    drain(&listener).await;
     let called = tokio::time::timeout(Duration::from_secs(3), listener.accept()).await;
     assert!(called.is_err(), "another sandbox's guest is called again");
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -10,7 +10,8 @@ use std::{
 
 use anyhow::{Context, bail};
 
-const PATIENCE: Duration = Duration::from_secs(5);
+/// In an emulated machine, too.
+const PATIENCE: Duration = Duration::from_secs(20);
 
 /// `page PORT` serves a page with the asker's address until it is ended; `fetch ADDRESS:PORT` prints one; `pause` waits to
 /// be ended.

@@ -4,6 +4,7 @@
 //! * [`Daemons`]: the real `peerpod-relay` and `peerpod-node` in it, with the local provider, to be killed and started.
 //! * [`cni`]: two nodes and pods in the shape of one CNI or another; [`picture`]: what a pod's namespace looks like.
 //! * [`ping`], [`page`], [`proxy`], [`traffic`]: traffic and troubles; [`spy`]: which way it took.
+//! * [`stop`]: StopVM as shims ask for it, and whether it was answered in time.
 //! * [`Sight`]: what `ip`, `tc`, `nft` and `/proc` see, so that "nothing is left" is said by somebody else than us.
 //! * [`road`]: one pod from CreateVM to a running exec and away again, as `peerpod demo` shows it and the tests check it.
 //!
@@ -24,6 +25,7 @@ pub mod qemu;
 pub mod road;
 mod sight;
 pub mod spy;
+pub mod stop;
 pub mod traffic;
 mod wait;
 mod world;

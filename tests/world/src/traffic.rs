@@ -3,6 +3,7 @@
 use std::{
     io,
     net::{IpAddr, SocketAddr},
+    sync::atomic::{AtomicBool, Ordering},
     time::Duration,
 };
 
@@ -92,14 +93,24 @@ pub async fn tcp_of(
     bytes: usize,
 ) -> anyhow::Result<IpAddr> {
     let attempt = || format!("{bytes} bytes of TCP to {to}");
-    timeout(PATIENCE, tcp_here(from, source, to, bytes)).await.with_context(attempt)?.with_context(attempt)
+    let talk = tcp_here(from, source, to, |sent| bytes - sent);
+    timeout(PATIENCE, talk).await.with_context(attempt)?.with_context(attempt)
 }
 
+/// As [`tcp`], with as many bytes as can be sent until `over` is set; within a minute and a half.
+pub async fn tcp_until(from: &Netns, to: SocketAddr, over: &AtomicBool) -> anyhow::Result<IpAddr> {
+    const LONGEST: Duration = Duration::from_secs(90);
+    let attempt = || format!("a stream of TCP to {to}");
+    let talk = tcp_here(from, None, to, |_| if over.load(Ordering::SeqCst) { 0 } else { PIECE });
+    timeout(LONGEST, talk).await.with_context(attempt)?.with_context(attempt)
+}
+
+/// `left`: what is to be sent when so much was.
 async fn tcp_here(
     from: &Netns,
     source: Option<IpAddr>,
     to: SocketAddr,
-    bytes: usize,
+    left: impl Fn(usize) -> usize,
 ) -> anyhow::Result<IpAddr> {
     let socket = from.run(|| if to.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() })??;
     if let Some(source) = source {
@@ -111,13 +122,17 @@ async fn tcp_here(
     reader.read_exact(&mut seen).await?;
     let peer = std::str::from_utf8(&seen)?.trim().parse()?;
     let send = async {
-        let mut left = bytes;
-        while left > 0 {
-            let count = left.min(PIECE);
-            writer.write_all(&pattern(bytes - left, count)).await?;
-            left -= count;
+        let mut sent = 0;
+        loop {
+            let count = left(sent).min(PIECE);
+            if count == 0 {
+                break;
+            }
+            writer.write_all(&pattern(sent, count)).await?;
+            sent += count;
         }
-        anyhow::Ok(writer.shutdown().await?)
+        writer.shutdown().await?;
+        anyhow::Ok(sent)
     };
     let receive = async {
         let mut place = 0;
@@ -131,10 +146,10 @@ async fn tcp_here(
                 }
             }
         }
-        ensure!(place == bytes, "{place} of {bytes} bytes came back");
-        Ok(())
+        anyhow::Ok(place)
     };
-    tokio::try_join!(send, receive)?;
+    let (sent, came) = tokio::try_join!(send, receive)?;
+    ensure!(came == sent, "{came} of {sent} bytes came back");
     Ok(peer)
 }
 

@@ -113,10 +113,13 @@ impl Relay {
         }
     }
 
-    pub(crate) async fn listen(mut self, address: &str) -> Relay {
-        let acceptor = self.acceptor();
-        let listener = TcpListener::bind(address.parse::<SocketAddr>().unwrap()).await.unwrap();
+    pub(crate) async fn listen(self, address: &str) -> Relay {
+        self.on(TcpListener::bind(address.parse::<SocketAddr>().unwrap()).await.unwrap())
+    }
 
+    /// Serves who comes to it; within a runtime.
+    pub(crate) fn on(mut self, listener: TcpListener) -> Relay {
+        let acceptor = self.acceptor();
         let (links, link_events) = mpsc::unbounded_channel();
         let (replies, reply_events) = mpsc::unbounded_channel();
         let (endpoint, handle) = Endpoint::new(Role::Relay, Side { links, replies }, Limits::default());

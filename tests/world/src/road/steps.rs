@@ -15,19 +15,17 @@ use crate::{
     Daemons, Pod, Settings, Sight, World, eventually,
     page::{self, PageServer},
     ping::ping,
+    stop,
 };
 
-const PATIENCE: Duration = Duration::from_secs(20);
-/// A VM of the local provider is up in well under a second; this is for a machine busy with tests.
-const BOOT_PATIENCE: Duration = Duration::from_secs(60);
+/// On a machine that is busy with other tests, and where the VM may be an emulated one.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// A VM of the local provider is up in well under a second; an emulated machine takes its time.
+const BOOT_PATIENCE: Duration = Duration::from_secs(180);
 const TRANSFER: usize = 64 << 20;
 const PAGE_PORT: u16 = 8080;
 /// SYN, ACK, the request and FIN are four packets at least: Ethernet, IP and TCP headers of them, over IPv4 and IPv6.
 const TWO_CONNECTIONS: u64 = 4 * (14 + 20 + 20) + 4 * (14 + 40 + 20);
-/// The shim allows a second, on whatever machine. A node that lives answers before the relay does it in its place (400
-/// ms); of three answers one may be late on a machine that is busy with tests.
-const STOP_AT_WORST: Duration = Duration::from_millis(900);
-const STOP_PROMPTLY: Duration = Duration::from_millis(300);
 const NAMESPACE: &str = "default";
 const POD: &str = "road";
 
@@ -353,16 +351,8 @@ impl Walk {
         let more = self.running.beyond(&self.before, None);
         ensure!(more.len() > 5, "the witnesses see a running pod: {more:?}");
         let shim = self.shim()?;
-        let (mut seen, mut took) = (Vec::new(), Vec::new());
-        for _ in 0..3 {
-            let began = Instant::now();
-            shim.stop_vm(&self.id).await?;
-            took.push(began.elapsed());
-            seen.push(format!("{:.1} ms", began.elapsed().as_secs_f64() * 1e3));
-        }
-        took.sort_unstable();
-        ensure!(took[2] < STOP_AT_WORST, "StopVM took {:?}", took[2]);
-        ensure!(took[1] < STOP_PROMPTLY, "of three StopVMs the middle one took {:?}", took[1]);
+        let took = stop::promptly(shim, &self.id).await?;
+        let seen: Vec<String> = took.iter().map(|it| format!("{:.1} ms", it.as_secs_f64() * 1e3)).collect();
         self.agent = None;
         self.shim = None;
         if let Some(oom) = self.oom.take() {
