@@ -40,8 +40,9 @@ impl Machine {
             "tcg",
             "-machine",
             "q35",
+            // Without what is only fast where it is not emulated, as our own VMs.
             "-cpu",
-            "max",
+            "max,-erms,-fsrm",
             "-m",
             &memory,
             "-display",
