@@ -96,7 +96,7 @@ impl Machine<'_> {
         self.os(&mut xml);
         if self.kind != "test" {
             xml.push_str("<features><acpi/><apic/></features>\n");
-            add!(xml, "{}\n<clock offset='utc'/>\n", cpu(self.kind));
+            add!(xml, "{}\n<clock offset='utc'/>\n", cpu(self.kind, self.arch));
             // Memory of a pod has no business in a core file.
             xml.push_str("<on_poweroff>destroy</on_poweroff><on_reboot>destroy</on_reboot><on_crash>destroy</on_crash>\n");
         }
@@ -232,12 +232,13 @@ impl Disk {
 
 /// All that the host's CPU can do, or all that QEMU can. Where it is emulated, but for `rep movsb` and `rep stosb` being fast,
 /// which then is not so: the kernel would clear and copy its pages byte by byte.
-fn cpu(kind: &str) -> &'static str {
-    match kind {
-        "kvm" => "<cpu mode='host-passthrough'/>",
-        _ => {
+fn cpu(kind: &str, arch: &str) -> &'static str {
+    match (kind, arch) {
+        ("kvm", _) => "<cpu mode='host-passthrough'/>",
+        (_, "x86_64") => {
             "<cpu mode='maximum'><feature policy='disable' name='erms'/><feature policy='disable' name='fsrm'/></cpu>"
         }
+        _ => "<cpu mode='maximum'/>",
     }
 }
 
@@ -284,6 +285,6 @@ pub(crate) fn probe(name: &str, kind: &str, arch: &str, machine: &str) -> String
         escape(name),
         escape(arch),
         escape(machine),
-        cpu(kind)
+        cpu(kind, arch)
     )
 }
