@@ -127,6 +127,15 @@ async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_
     }
 
     assert_eq!(place.libvirtd.firmware().unwrap().len(), 1, "libvirt keeps what UEFI remembers");
+    // The power button: the guest program flushes, and systemd ends the machine in order.
+    let domain = place.libvirtd.domains().unwrap().remove(0);
+    place.libvirtd.virsh(&["shutdown", &domain, "--mode", "acpi"]).unwrap();
+    let cause = eventually("the node says what became of it", PATIENCE, async || {
+        machine.shim.start_vm(&machine.id).await.err().map(|error| error.to_string())
+    });
+    let cause = cause.await.unwrap_or_else(|error| panic!("{error:#}\n{}", place.consoles()));
+    assert!(cause.contains("has ended: it was shut down or powered itself off"), "{cause}");
+    assert!(cause.contains("power button was pressed"), "its console is told: {cause}");
     stop_promptly(&machine.shim, &machine.id).await.unwrap();
     daemons.gone(&machine.id, PATIENCE).await.unwrap();
     place.assert_clean();

@@ -37,7 +37,7 @@ use crate::{
     status::{self, Past},
 };
 
-mod button;
+pub(crate) mod button;
 pub(crate) mod modules;
 mod root;
 mod settle;

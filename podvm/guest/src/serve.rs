@@ -31,7 +31,7 @@ use crate::{
     personalise::{self, Person},
     power::{self, Lease},
     sources,
-    status::Status,
+    status::{self, Status},
     uplink::{self, Watcher},
 };
 
@@ -56,7 +56,7 @@ pub(crate) fn run(settings: &Settings, ring: &Ring) -> anyhow::Result<ExitCode> 
     runtime.shutdown_timeout(Duration::from_millis(100));
     match end {
         End::Stopped => Ok(ExitCode::SUCCESS),
-        End::LeaseOver => {
+        End::LeaseOver | End::Button => {
             // In namespaces nothing goes off, and pid 1 ends them.
             power::have_ended();
             Ok(ExitCode::from(power::POWER_OFF))
@@ -75,6 +75,8 @@ async fn complete() {
 enum End {
     Stopped,
     LeaseOver,
+    /// Somebody pressed the power button.
+    Button,
 }
 
 async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
@@ -132,12 +134,16 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     let mut interrupt = signal(SignalKind::interrupt())?;
     let end = tokio::select! {
         () = lease.expired() => End::LeaseOver,
+        () = init::button::pressed(), if status::in_first_pid_namespace() && !init::is_ours() => End::Button,
         _ = terminate.recv() => End::Stopped,
         _ = interrupt.recv() => End::Stopped,
         () = home((settings, ring), (identity, tunnel_key), &status, &agent, &lease, &control) => End::Stopped,
     };
-    if let End::LeaseOver = end {
-        tracing::error!("the link was silent for the whole lease: powering off");
+    if let End::LeaseOver | End::Button = end {
+        match end {
+            End::Button => tracing::warn!("the power button was pressed: powering off"),
+            _ => tracing::error!("the link was silent for the whole lease: powering off"),
+        }
         match tokio::time::timeout(power::LAST_FLUSH, control.flush()).await {
             Ok(Ok(())) => {}
             Ok(Err(problems)) => tracing::error!(problems, "the last flush is not complete"),

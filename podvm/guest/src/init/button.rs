@@ -2,12 +2,19 @@
 
 use std::{
     fs::{self, File},
-    io::Read,
+    io::{self, Read},
     os::{
         fd::{AsFd, BorrowedFd},
         unix::fs::OpenOptionsExt,
     },
     path::PathBuf,
+    time::Duration,
+};
+
+use tokio::{
+    io::{Interest, unix::AsyncFd},
+    task::JoinSet,
+    time::sleep,
 };
 
 /// `struct input_event`: a time of 16 bytes, type, code, value.
@@ -15,6 +22,39 @@ const EVENT: usize = 24;
 const EV_KEY: u16 = 1;
 const KEY_POWER: u16 = 116;
 const MOST: usize = 8;
+/// Drivers of buttons come late, and some machines have none.
+const LOOK: Duration = Duration::from_secs(5);
+
+/// Waits until one is pressed, for where another program is pid 1 and perhaps nobody listens.
+pub(crate) async fn pressed() {
+    loop {
+        let mut buttons = Buttons::default();
+        buttons.look();
+        let mut presses: JoinSet<_> = buttons.0.into_iter().map(|(_, file)| press(file)).collect();
+        while let Some(pressed) = presses.join_next().await {
+            match pressed {
+                Ok(Ok(())) => return,
+                Ok(Err(error)) => tracing::debug!(%error, "a button is gone"),
+                Err(_) => {}
+            }
+        }
+        sleep(LOOK).await;
+    }
+}
+
+async fn press(button: File) -> io::Result<()> {
+    let button = AsyncFd::with_interest(button, Interest::READABLE)?;
+    loop {
+        let mut events = [0; EVENT * 16];
+        let read = |button: &AsyncFd<File>| button.get_ref().read(&mut events);
+        match button.readable().await?.try_io(read) {
+            Ok(Ok(0)) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(Ok(length)) if is_press(&events[..length]) => return Ok(()),
+            Ok(Ok(_)) | Err(_) => {}
+            Ok(Err(error)) => return Err(error),
+        }
+    }
+}
 
 /// The buttons there are.
 #[derive(Default)]
