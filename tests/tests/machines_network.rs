@@ -378,6 +378,8 @@ impl Drop for Transfer {
 
 /// What the DHCP server gives the VM from its next question on.
 const OTHER_ADDRESS: &str = "10.97.0.252";
+/// Whose address the VM's first one is from then on.
+const OTHER_MAC: &str = "52:54:00:00:00:fe";
 
 /// On a wire with jumbo frames from the start: the server refuses to renew the lease and gives another address of the same
 /// network, while an exec and a connection stream; later the card loses its cable and gets it back.
@@ -401,8 +403,13 @@ async fn moves(place: &Place, daemons: &Daemons) -> anyhow::Result<()> {
     let mut ticks = Ticks::start(&machine).await?;
     let transfer = Transfer::start(machine.other.namespace(), machine.pod.v4())?;
 
-    let host = format!("<host mac='{}' ip='{OTHER_ADDRESS}'/>", machine.mac);
-    place.libvirtd.virsh(&["net-update", NETWORK, "add-last", "ip-dhcp-host", &host, "--live"])?;
+    let old = before.split("inet ").nth(1).and_then(|rest| rest.split('/').next()).context("no address")?;
+    // That the address is another host's now is what dnsmasq refuses a renewal for: the client names the server in it,
+    // which then looks no further.
+    for (mac, address) in [(machine.mac.as_str(), OTHER_ADDRESS), (OTHER_MAC, old)] {
+        let host = format!("<host mac='{mac}' ip='{address}'/>");
+        place.libvirtd.virsh(&["net-update", NETWORK, "add-last", "ip-dhcp-host", &host, "--live"])?;
+    }
     let known = eventually("the node knows the new address", PATIENCE, async || {
         let entry = daemons.ledger().ok()?.into_iter().find(|entry| entry.id == machine.id)?;
         entry.record.to_string().contains(OTHER_ADDRESS).then_some(())
