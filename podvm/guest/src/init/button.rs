@@ -4,13 +4,14 @@ use std::{
     fs::{self, File},
     io::{self, Read},
     os::{
-        fd::{AsFd, BorrowedFd},
+        fd::{AsFd, BorrowedFd, OwnedFd},
         unix::fs::OpenOptionsExt,
     },
     path::PathBuf,
     time::Duration,
 };
 
+use peerpod_link::reactor;
 use tokio::{
     io::{Interest, unix::AsyncFd},
     task::JoinSet,
@@ -43,10 +44,10 @@ pub(crate) async fn pressed() {
 }
 
 async fn press(button: File) -> io::Result<()> {
-    let button = AsyncFd::with_interest(button, Interest::READABLE)?;
+    let button = reactor::register(button.into(), Interest::READABLE)?;
     loop {
         let mut events = [0; EVENT * 16];
-        let read = |button: &AsyncFd<File>| button.get_ref().read(&mut events);
+        let read = |button: &AsyncFd<OwnedFd>| Ok(nix::unistd::read(button, &mut events)?);
         match button.readable().await?.try_io(read) {
             Ok(Ok(0)) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(Ok(length)) if is_press(&events[..length]) => return Ok(()),
