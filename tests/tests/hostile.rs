@@ -391,7 +391,10 @@ async fn a_flood_and_a_reader_that_never_reads_do_not_delay_a_health_check() {
     let (p50, p99, worst) = health_checks(&sandbox, 300).await;
     println!("p50 {p50:?}, p99 {p99:?}, worst {worst:?}; without a flood p99 {calm:?}");
     // The flood takes its part of the processor, and no more than that.
-    assert!(p99 < Duration::from_secs(1).max(20 * calm), "p50 {p50:?}, p99 {p99:?}, worst {worst:?}");
+    let words = format!("p50 {p50:?}, p99 {p99:?}, worst {worst:?}; without a flood p99 {calm:?}");
+    assert!(p99 < Duration::from_secs(1).max(20 * calm), "{words}");
+    // Half of all are not late on any machine unless the flood makes them so.
+    assert!(p50 < Duration::from_millis(100).max(5 * calm), "{words}");
     assert!(!reader.is_finished(), "the flood went on");
     assert!(reads.load(Ordering::Relaxed) > 100, "and was one: {reads:?} reads");
     reader.abort();

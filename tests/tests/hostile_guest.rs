@@ -451,9 +451,9 @@ async fn a_guest_that_logs_without_end_delays_nobody_not_even_its_own_health_che
     }
     times.sort_unstable();
     // Not the worst: a busy machine may be late with any one of them.
-    let median = times[times.len() / 2];
-    println!("{} health checks, median {median:?}, worst {:?}", times.len(), times[times.len() - 1]);
-    assert!(median < Duration::from_secs(1), "a health check took {median:?}");
+    let p90 = times[times.len() * 9 / 10];
+    println!("{} health checks, p90 {p90:?}, worst {:?}", times.len(), times[times.len() - 1]);
+    assert!(p90 < Duration::from_secs(1), "a tenth of the health checks took {p90:?} or more");
     other.lives().await.unwrap();
     unharmed(&daemons, relay, idle);
     assert!(lines("written") < 2000.0, "{}", lines("written"));

@@ -31,6 +31,8 @@ const AT_ONCE: usize = 8;
 const MOST: usize = 32;
 /// A TLS handshake may take so long, on busy machines, too.
 const HANDSHAKE: Duration = Duration::from_secs(15);
+/// The same where there is another address to try: another machine may have this one by now.
+const HANDSHAKE_OF_MANY: Duration = Duration::from_secs(5);
 
 /// The address that the kernel would speak from. Nothing is sent.
 fn source(target: SocketAddr) -> io::Result<IpAddr> {
@@ -140,7 +142,8 @@ impl Dialler {
         connected();
         let connecting = TlsConnector::from(config).connect(tls::server_name(), tcp);
         let failed = |source| Error { address, source };
-        let result = match timeout(HANDSHAKE, connecting).await {
+        let patience = if self.addresses.len() > 1 { HANDSHAKE_OF_MANY } else { HANDSHAKE };
+        let result = match timeout(patience, connecting).await {
             Ok(result) => result,
             Err(late) => Err(late.into()),
         };

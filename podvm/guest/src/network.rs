@@ -176,9 +176,10 @@ impl Network {
         }
     }
 
-    /// As [`Network::make`], for a VM whose cards may still be getting addresses.
+    /// As [`Network::make`], for a VM whose cards may still be getting addresses: before its first network is made.
     pub(crate) async fn make_soon(&self, plan: &NetworkPlan) -> Result<Applied, Error> {
-        if let Some(node) = Told::of(plan).node {
+        let is_first = self.previous.lock().await.is_none();
+        if let Some(node) = Told::of(plan).node.filter(|_| is_first) {
             // Without one, the attempt says what is wrong.
             drop(
                 timeout(WAY, async {

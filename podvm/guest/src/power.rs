@@ -232,10 +232,10 @@ pub(crate) fn unescape(field: &str) -> String {
 }
 
 /// How long whoever is pid 1 may take to end the machine in order, once asked.
-const ORDERLY: Duration = Duration::from_secs(60);
+pub(crate) const ORDERLY: Duration = Duration::from_secs(60);
 
-/// Has pid 1 end the machine in order: ours, or systemd. Returns when it is known to be under way; where nobody does it,
-/// the power goes off at once.
+/// Has a pid 1 of ours end the machine in order. Returns when it is known to be under way; where nobody does it, the power
+/// goes off at once.
 pub(crate) fn have_ended() {
     if crate::init::is_ours() {
         // It hears also of our own end, which a thread that hangs in its flush could hold up.
@@ -243,15 +243,21 @@ pub(crate) fn have_ended() {
             Ok(()) => return,
             Err(error) => tracing::error!(%error, "cannot tell pid 1"),
         }
-    } else if status::in_first_pid_namespace() && Path::new("/run/systemd/system").exists() {
-        let asked = std::process::Command::new("systemctl").args(["--no-block", "poweroff"]).status();
-        match asked {
-            Ok(status) if status.success() => std::thread::sleep(ORDERLY),
-            Ok(status) => tracing::error!(%status, "systemctl poweroff"),
-            Err(error) => tracing::error!(%error, "systemctl poweroff"),
-        }
     }
     off();
+}
+
+/// Has systemd end the machine in order, where that is pid 1. Whether it does: then it ends us, too, before [`ORDERLY`].
+pub(crate) fn is_ended_by_systemd() -> bool {
+    if !status::in_first_pid_namespace() || !Path::new("/run/systemd/system").exists() {
+        return false;
+    }
+    match std::process::Command::new("systemctl").args(["--no-block", "poweroff"]).status() {
+        Ok(status) if status.success() => return true,
+        Ok(status) => tracing::error!(%status, "systemctl poweroff"),
+        Err(error) => tracing::error!(%error, "systemctl poweroff"),
+    }
+    false
 }
 
 /// Ends the machine, or, where pid 1 is one of many, the program: the end of pid 1 is the end of such a "VM".

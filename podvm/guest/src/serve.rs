@@ -132,7 +132,7 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     });
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
-    let end = tokio::select! {
+    let mut end = tokio::select! {
         () = lease.expired() => End::LeaseOver,
         () = init::button::pressed(), if status::in_first_pid_namespace() && !init::is_ours() => End::Button,
         _ = terminate.recv() => End::Stopped,
@@ -148,6 +148,11 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
             Ok(Ok(())) => {}
             Ok(Err(problems)) => tracing::error!(problems, "the last flush is not complete"),
             Err(_) => tracing::error!("the last flush takes too long"),
+        }
+        if power::is_ended_by_systemd()
+            && tokio::time::timeout(power::ORDERLY, terminate.recv()).await.is_ok()
+        {
+            end = End::Stopped;
         }
     }
     agent_task.abort();

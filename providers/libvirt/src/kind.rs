@@ -27,20 +27,23 @@ const SLOWER: u32 = 3;
 const PROOF: Duration = Duration::from_secs(30);
 /// Before a host that was too slow to tell is asked again.
 const DOUBT: Duration = Duration::from_secs(300);
+/// The same where nothing can be made meanwhile.
+const DOUBT_WITHOUT: Duration = Duration::from_secs(60);
 
-/// A kind of domain, and until when it counts; `None`: for good.
+/// What was found, and until when it counts; `None`: for good.
 pub(crate) struct Known {
-    kind: &'static str,
+    found: Result<&'static str, Error>,
     until: Option<Instant>,
 }
 
 impl Known {
-    fn new(kind: &'static str, is_sure: bool, now: Instant) -> Known {
-        Known { kind, until: (!is_sure).then(|| now + DOUBT) }
+    fn new(found: Result<&'static str, Error>, is_sure: bool, now: Instant) -> Known {
+        let doubt = if found.is_ok() { DOUBT } else { DOUBT_WITHOUT };
+        Known { found, until: (!is_sure).then(|| now + doubt) }
     }
 
-    fn at(&self, now: Instant) -> Option<&'static str> {
-        self.until.is_none_or(|until| now < until).then_some(self.kind)
+    fn at(&self, now: Instant) -> Option<Result<&'static str, Error>> {
+        self.until.is_none_or(|until| now < until).then(|| self.found.clone())
     }
 }
 
@@ -81,36 +84,29 @@ impl Shared {
             return Ok("test");
         }
         let mut known = self.kind.lock().await;
-        if let Some(kind) = known.as_ref().and_then(|known| known.at(Instant::now())) {
-            return Ok(kind);
+        if let Some(found) = known.as_ref().and_then(|known| known.at(Instant::now())) {
+            return found;
         }
-        let (kind, is_sure) = match self.config.acceleration {
-            Acceleration::Emulated => ("qemu", true),
-            wanted => match self.runs(libvirt).await {
-                Ok(Proof::Runs) => ("kvm", true),
+        let wanted = self.config.acceleration;
+        let (found, is_sure) = if wanted == Acceleration::Emulated {
+            (Ok("qemu"), true)
+        } else {
+            let (why, is_sure) = match self.runs(libvirt).await {
+                Ok(Proof::Runs) => (None, true),
+                Ok(proof) => (Some(proof.words().to_owned()), proof == Proof::Never),
                 Err(error) if error.code().is_none() => {
                     return Err(refuse("find out whether KVM works", error));
                 }
-                shown => {
-                    let is_sure = !matches!(shown, Ok(Proof::Unknown));
-                    let why = match shown {
-                        Ok(proof) => proof.words().to_owned(),
-                        Err(error) => error.to_string(),
-                    };
-                    if wanted == Acceleration::Kvm {
-                        let text = format!(
-                            "libvirt: no VM can be started with KVM: {why}; enable virtualisation on the host, or set \
-                             provider.libvirt.acceleration to emulated (slow)"
-                        );
-                        return Err(if is_sure { Error::invalid(text) } else { Error::transient(text) });
-                    }
-                    tracing::warn!("KVM does not work, VMs are emulated, which is slow: {why}");
-                    ("qemu", is_sure)
+                // Of a host that is short of something just now it is no proof, either.
+                Err(error) => {
+                    let text = error.to_string();
+                    (Some(text), refuse("find out whether KVM works", error).class() == "invalid")
                 }
-            },
+            };
+            (judged(wanted, why, is_sure), is_sure)
         };
-        *known = Some(Known::new(kind, is_sure, Instant::now()));
-        Ok(kind)
+        *known = Some(Known::new(found.clone(), is_sure, Instant::now()));
+        found
     }
 
     /// Whether guest code runs in a domain with KVM. That one can be started is no proof: there are hosts whose KVM makes
@@ -149,7 +145,8 @@ impl Shared {
                 *emulated = self.probe(libvirt, "qemu").await.ok();
             }
             if let (None, Some(began), Some(other)) = (took, compared, emulated.as_ref())
-                && has_ended(libvirt, other).await?
+                // Without an answer there is nothing to compare with, and no more.
+                && has_ended(libvirt, other).await.unwrap_or(false)
             {
                 took = Some(began.elapsed());
             }
@@ -165,6 +162,26 @@ impl Shared {
         let name = format!("{}probe-{}-{nonce:x}", self.owner.prefix(), std::process::id());
         libvirt.run_once(&xml::probe(&name, kind, "x86_64", &self.config.machine)).await
     }
+}
+
+/// What follows for creates. `why`: what is wrong with KVM.
+fn judged(wanted: Acceleration, why: Option<String>, is_sure: bool) -> Result<&'static str, Error> {
+    let Some(why) = why else { return Ok("kvm") };
+    if wanted == Acceleration::Kvm {
+        let text = format!(
+            "libvirt: no VM can be started with KVM: {why}; enable virtualisation on the host, or set \
+             provider.libvirt.acceleration to emulated (slow)"
+        );
+        return Err(if is_sure { Error::invalid(text) } else { Error::transient(text) });
+    }
+    if is_sure {
+        tracing::warn!("KVM does not work, VMs are emulated, which is slow: {why}");
+    } else {
+        tracing::warn!(
+            "KVM could not be tried, VMs are emulated, which is slow, until it is tried again: {why}"
+        );
+    }
+    Ok("qemu")
 }
 
 async fn has_ended(libvirt: &Connection, domain: &Domain) -> Result<bool, RpcError> {
@@ -194,9 +211,15 @@ mod tests {
     #[test]
     fn what_is_not_sure_is_found_out_again() {
         let now = Instant::now();
-        let later = now + DOUBT;
-        assert_eq!(Known::new("kvm", true, now).at(later), Some("kvm"));
-        let doubtful = Known::new("qemu", false, now);
-        assert_eq!((doubtful.at(now), doubtful.at(later)), (Some("qemu"), None));
+        assert_eq!(Known::new(Ok("kvm"), true, now).at(now + DOUBT), Some(Ok("kvm")));
+        let doubtful = Known::new(judged(Acceleration::Auto, Some("busy".into()), false), false, now);
+        assert_eq!((doubtful.at(now), doubtful.at(now + DOUBT)), (Some(Ok("qemu")), None));
+        // A refusal, too: nobody waits for one proof after the other.
+        let refused = Known::new(judged(Acceleration::Kvm, Some("busy".into()), false), false, now);
+        assert_eq!(refused.at(now).map(|found| found.unwrap_err().class()), Some("transient"));
+        assert_eq!(refused.at(now + DOUBT_WITHOUT), None);
+        let never = judged(Acceleration::Kvm, Some("it has none".into()), true);
+        assert_eq!(never.unwrap_err().class(), "invalid");
+        assert_eq!(judged(Acceleration::Kvm, None, true), Ok("kvm"));
     }
 }

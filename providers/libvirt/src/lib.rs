@@ -93,7 +93,10 @@ impl Provider for LibvirtProvider {
     }
 
     async fn preflight(&self) -> Result<Preflight, Error> {
-        self.shared.preflight().await
+        // In a task of its own, as creates: what it tries is cleared away, and known to the next one.
+        let shared = Arc::clone(&self.shared);
+        let work = tokio::spawn(async move { shared.preflight().await });
+        work.await.unwrap_or_else(|error| Err(Error::transient(format!("preflight: {error}"))))
     }
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error> {

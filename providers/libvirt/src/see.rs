@@ -201,9 +201,10 @@ impl Shared {
         self.images.forget().await;
         let kind = self.kind(&libvirt).await?;
         match kind {
-            "qemu" => found
-                .warnings
-                .push("KVM does not work here: VMs are emulated, and many times slower".to_owned()),
+            "qemu" => found.warnings.push(
+                "KVM does not work here, or could not be tried: VMs are emulated, and many times slower"
+                    .to_owned(),
+            ),
             kind => found.facts.push(format!("VMs of kind {kind}")),
         }
         match self.sweep(&libvirt).await.map_err(fail)? {

@@ -349,12 +349,12 @@ async fn an_ipv6_lease_that_comes_first_is_not_all_that_is_told() {
     let made = create(&*provider, 1).await;
     let v6 = |[first, middle, last]: [u8; 3]| format!("fd97::{first:x}:{middle:x}:{last:x}");
     place.libvirtd.lease(|own| vec![v6(own)]).unwrap();
-    let asked = tokio::spawn({
+    let mut asked = tokio::spawn({
         let (provider, id) = (provider.clone(), made.id.clone());
         async move { provider.addresses(&id).await.unwrap() }
     });
-    // It has seen the one when it has asked for leases a few times.
-    tokio::time::sleep(Duration::from_millis(500)).await;
+    let early = tokio::time::timeout(Duration::from_secs(1), &mut asked).await;
+    assert!(early.is_err(), "the one alone is not told yet: {early:?}");
     place.libvirtd.lease(|own| vec![v6(own), format!("10.97.{}.{}", own[1], own[2])]).unwrap();
     let told = asked.await.unwrap();
     assert!(told.len() == 2 && told[0].is_ipv4() && told[1].is_ipv6(), "{told:?}");

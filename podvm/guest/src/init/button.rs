@@ -24,22 +24,25 @@ const EV_KEY: u16 = 1;
 const KEY_POWER: u16 = 116;
 const MOST: usize = 8;
 /// Drivers of buttons come late, and some machines have none.
-const LOOK: Duration = Duration::from_secs(5);
+const LOOK: Duration = Duration::from_secs(10);
 
 /// Waits until one is pressed, for where another program is pid 1 and perhaps nobody listens.
 pub(crate) async fn pressed() {
+    let (mut buttons, mut heard, mut presses) = (Buttons::default(), 0, JoinSet::new());
     loop {
-        let mut buttons = Buttons::default();
         buttons.look();
-        let mut presses: JoinSet<_> = buttons.0.into_iter().map(|(_, file)| press(file)).collect();
-        while let Some(pressed) = presses.join_next().await {
-            match pressed {
+        for file in buttons.0[heard..].iter().filter_map(|(_, file)| file.try_clone().ok()) {
+            presses.spawn(press(file));
+        }
+        heard = buttons.0.len();
+        tokio::select! {
+            Some(pressed) = presses.join_next() => match pressed {
                 Ok(Ok(())) => return,
                 Ok(Err(error)) => tracing::debug!(%error, "a button is gone"),
                 Err(_) => {}
-            }
+            },
+            () = sleep(LOOK) => {}
         }
-        sleep(LOOK).await;
     }
 }
 

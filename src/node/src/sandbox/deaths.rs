@@ -8,7 +8,7 @@
 
 use std::{collections::HashMap, time::Duration};
 
-use futures_util::StreamExt;
+use futures_util::{StreamExt, future::join_all};
 use peerpod_provider_api::{EventKind, InstanceId, Owned, OwnedState, ProviderEvent};
 use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{info, warn};
@@ -66,26 +66,14 @@ impl Deaths {
         }
     }
 
-    /// Judges the VMs that the provider told of.
+    /// Judges the VMs that the provider told of, all at once: each may take as long as the cloud likes to show a console.
     async fn hear(&mut self, table: &Sandboxes) {
-        for (vm, why) in std::mem::take(&mut self.told) {
-            let Some((id, pod)) = table.of_vm(&vm) else { continue };
-            match timeout(ADDRESSES, table.0.fx.addresses(&vm)).await {
-                Ok(Err(CloudError::NotFound { .. })) => {}
-                // It has some: it was started again, and it was not this end that we were told of.
-                Ok(Ok(_)) => continue,
-                Ok(Err(_)) | Err(_) => {
-                    self.told.push((vm, why));
-                    continue;
-                }
-            }
-            warn!(sandbox = %id, pod = &*pod, %vm, why, "its VM has ended");
-            match table.lost(&id, &vm, Some(why.clone())).await {
-                Ok(_) => drop(self.away.remove(&id)),
-                Err(error) => {
-                    warn!(sandbox = %id, pod = &*pod, %vm, %error, "its failure cannot be recorded; trying again");
-                    self.told.push((vm, why));
-                }
+        let told = std::mem::take(&mut self.told);
+        for heard in join_all(told.into_iter().map(|(vm, why)| hear(table, vm, why))).await {
+            match heard {
+                Heard::Dead(id) => drop(self.away.remove(&id)),
+                Heard::Later(vm, why) => self.told.push((vm, why)),
+                Heard::Nothing => {}
             }
         }
     }
@@ -110,8 +98,23 @@ impl Deaths {
         }
         match table.0.fx.owned().await {
             Ok(owned) => {
+                let mut missing = Vec::new();
                 for (id, vm) in due {
-                    self.judge(table, id, &vm, &owned).await;
+                    if self.is_missing(table, &id, &vm, &owned) {
+                        missing.push((id, vm));
+                    }
+                }
+                let judged = join_all(missing.iter().map(|(id, vm)| judge(table, id, vm))).await;
+                for (judged, (id, _)) in judged.into_iter().zip(&missing) {
+                    match judged {
+                        Judged::Dead => drop(self.away.remove(id)),
+                        Judged::Alive => {
+                            if let Some(away) = self.away.get_mut(id) {
+                                away.missing = None;
+                            }
+                        }
+                        Judged::Unknown => {}
+                    }
                 }
             }
             Err(error) => {
@@ -125,46 +128,84 @@ impl Deaths {
         }
     }
 
-    async fn judge(&mut self, table: &Sandboxes, id: SandboxId, vm: &InstanceId, owned: &[Owned]) {
+    /// Whether the provider has not shown the VM twice, some time apart.
+    fn is_missing(&mut self, table: &Sandboxes, id: &SandboxId, vm: &InstanceId, owned: &[Owned]) -> bool {
         let grace = table.0.settings.vm_gone_grace;
-        let Some(away) = self.away.get_mut(&id) else { return };
+        let Some(away) = self.away.get_mut(id) else { return false };
         let now = Instant::now();
-        let pod = table.pod(&id);
+        let pod = table.pod(id);
         let alive = |other: &&Owned| {
             other.id == *vm && matches!(other.state, OwnedState::Pending | OwnedState::Running)
         };
         if let Some(vm) = owned.iter().find(alive) {
-            table.moved(&id, vm.addresses.clone());
+            table.moved(id, vm.addresses.clone());
             // Its guest may come back; it has its lease for that.
             (away.ask, away.missing) = (now + grace, None);
-            return;
+            return false;
         }
         away.ask = now + pause(grace);
         let Some(missing) = away.missing else {
             warn!(sandbox = %id, pod = &*pod, %vm, away_for = ?away.since.elapsed(), "its guest is away and the provider does not show its VM; looking once more");
             away.missing = Some(now);
-            return;
+            return false;
         };
-        if now.duration_since(missing) < pause(grace) {
-            return;
+        now.duration_since(missing) >= pause(grace)
+    }
+}
+
+/// What became of a VM that the provider told of.
+enum Heard {
+    Dead(SandboxId),
+    /// That cannot be said yet.
+    Later(InstanceId, String),
+    Nothing,
+}
+
+async fn hear(table: &Sandboxes, vm: InstanceId, why: String) -> Heard {
+    let Some((id, pod)) = table.of_vm(&vm) else { return Heard::Nothing };
+    match timeout(ADDRESSES, table.0.fx.addresses(&vm)).await {
+        Ok(Err(CloudError::NotFound { .. })) => {}
+        // It has some: it was started again, and it was not this end that we were told of.
+        Ok(Ok(_)) => return Heard::Nothing,
+        Ok(Err(_)) | Err(_) => return Heard::Later(vm, why),
+    }
+    warn!(sandbox = %id, pod = &*pod, %vm, why, "its VM has ended");
+    match table.lost(&id, &vm, Some(why.clone())).await {
+        Ok(_) => Heard::Dead(id),
+        Err(error) => {
+            warn!(sandbox = %id, pod = &*pod, %vm, %error, "its failure cannot be recorded; trying again");
+            Heard::Later(vm, why)
         }
-        match timeout(ADDRESSES, table.0.fx.addresses(vm)).await {
-            Ok(Err(CloudError::NotFound { .. })) => {}
-            Ok(Err(error)) => {
-                warn!(sandbox = %id, pod = &*pod, %vm, %error, "whether its VM is gone cannot be said; asking again");
-                return;
-            }
-            Ok(Ok(_)) | Err(_) => {
-                away.missing = None;
-                return;
-            }
+    }
+}
+
+/// What became of a VM that the provider's list has not.
+enum Judged {
+    Dead,
+    /// It has addresses, or may have.
+    Alive,
+    Unknown,
+}
+
+async fn judge(table: &Sandboxes, id: &SandboxId, vm: &InstanceId) -> Judged {
+    let pod = table.pod(id);
+    match timeout(ADDRESSES, table.0.fx.addresses(vm)).await {
+        Ok(Err(CloudError::NotFound { .. })) => {}
+        Ok(Err(error)) => {
+            warn!(sandbox = %id, pod = &*pod, %vm, %error, "whether its VM is gone cannot be said; asking again");
+            return Judged::Unknown;
         }
-        match table.lost(&id, vm, None).await {
-            Ok(true) => drop(self.away.remove(&id)),
-            Ok(false) => info!(sandbox = %id, pod = &*pod, %vm, "it came back, or is stopped, just now"),
-            Err(error) => {
-                warn!(sandbox = %id, pod = &*pod, %vm, %error, "its failure cannot be recorded; trying again");
-            }
+        Ok(Ok(_)) | Err(_) => return Judged::Alive,
+    }
+    match table.lost(id, vm, None).await {
+        Ok(true) => Judged::Dead,
+        Ok(false) => {
+            info!(sandbox = %id, pod = &*pod, %vm, "it came back, or is stopped, just now");
+            Judged::Unknown
+        }
+        Err(error) => {
+            warn!(sandbox = %id, pod = &*pod, %vm, %error, "its failure cannot be recorded; trying again");
+            Judged::Unknown
         }
     }
 }
