@@ -8,7 +8,7 @@
 
 use std::{collections::HashMap, time::Duration};
 
-use futures_util::{StreamExt, future::join_all};
+use futures_util::{FutureExt, StreamExt, future::join_all};
 use peerpod_provider_api::{EventKind, InstanceId, Owned, OwnedState, ProviderEvent};
 use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{info, warn};
@@ -47,12 +47,19 @@ impl Deaths {
                     self.pass(&table).await;
                     next = Instant::now() + every;
                 }
-                Some(event) = events.next() => self.event(&table, event).await,
+                Some(event) = events.next() => {
+                    self.event(&table, event);
+                    // A host takes all of its VMs with it.
+                    while let Some(Some(event)) = events.next().now_or_never() {
+                        self.event(&table, event);
+                    }
+                    self.hear(&table).await;
+                }
             }
         }
     }
 
-    async fn event(&mut self, table: &Sandboxes, ProviderEvent { id: vm, kind }: ProviderEvent) {
+    fn event(&mut self, table: &Sandboxes, ProviderEvent { id: vm, kind }: ProviderEvent) {
         match kind {
             EventKind::Interruption { at } => table.interrupted(&vm, at),
             EventKind::Ended { reason } => {
@@ -60,7 +67,6 @@ impl Deaths {
                     warn!(sandbox = %id, pod = &*pod, %vm, reason, "the provider says that this pod's VM has ended");
                     table.0.metrics.noticed("ended");
                     self.told.push((vm, reason));
-                    self.hear(table).await;
                 }
             }
         }
