@@ -10,6 +10,7 @@ use std::{
     num::NonZeroU32,
     os::unix::fs::{DirBuilderExt, OpenOptionsExt, symlink},
     path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
     time::Duration,
 };
 
@@ -328,10 +329,12 @@ fn created(id: &str, drilled: &Drilled) -> Result<Created, Error> {
     Ok(Created { id, addresses: vec![drilled.address.into()], instance_type: None, disks: Vec::new() })
 }
 
-/// Whole or not at all: whoever watches the folder sees only complete files.
+/// Whole or not at all: whoever watches the folder sees only complete files, also when several write the same one.
 fn write(path: &Path, content: &impl Serialize) -> Result<(), Error> {
     let json = serde_json::to_vec(content).map_err(|error| Error::Invalid { text: error.to_string() })?;
-    let temporary = path.with_extension("new");
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let temporary = path.with_extension(format!("{}-{number}.new", std::process::id()));
     let written = fs::OpenOptions::new()
         .write(true)
         .create(true)
@@ -346,6 +349,27 @@ fn write(path: &Path, content: &impl Serialize) -> Result<(), Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn creates_with_one_key_do_not_cut_each_others_file() {
+        let dir = std::env::temp_dir().join(format!("peerpod-drill-writes-{}", std::process::id()));
+        fs::create_dir_all(&dir).unwrap();
+        let path = dir.join("drill-one.json");
+        let content = "x".repeat(4096);
+        write(&path, &content).unwrap();
+        std::thread::scope(|scope| {
+            let writers: Vec<_> =
+                (0..4).map(|_| scope.spawn(|| (0..200).try_for_each(|_| write(&path, &content)))).collect();
+            while writers.iter().any(|writer| !writer.is_finished()) {
+                assert_eq!(serde_json::from_slice::<String>(&fs::read(&path).unwrap()).unwrap(), content);
+            }
+            for writer in writers {
+                writer.join().unwrap().unwrap();
+            }
+        });
+        assert_eq!(fs::read_dir(&dir).unwrap().count(), 1, "nothing else is left");
+        fs::remove_dir_all(dir).unwrap();
+    }
 
     #[test]
     fn an_address_is_one_vms_alone_and_stays_its_own_when_a_create_is_repeated() {
