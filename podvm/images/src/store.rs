@@ -153,7 +153,8 @@ impl Store {
             process: image.config.config.clone().unwrap_or_default(),
         };
         let path = self.record(reference);
-        let new = path.with_extension("new");
+        // Each pull is a process of its own, and two may be of one image.
+        let new = path.with_extension(format!("{}.new", std::process::id()));
         let failed = |error: io::Error| crate::cause::disk("writing", &path, &error);
         let text = serde_json::to_vec(&record).map_err(|error| failed(error.into()))?;
         fs::write(&new, text).and_then(|()| fs::rename(&new, &path)).map_err(failed)
