@@ -233,6 +233,8 @@ pub(crate) fn unescape(field: &str) -> String {
 
 /// How long whoever is pid 1 may take to end the machine in order, once asked.
 pub(crate) const ORDERLY: Duration = Duration::from_secs(60);
+/// And so long to say that it will. A systemd that hangs must not keep a machine alive whose lease is over.
+const ASKED: Duration = Duration::from_secs(10);
 
 /// Has a pid 1 of ours end the machine in order. Returns when it is known to be under way; where nobody does it, the power
 /// goes off at once.
@@ -252,10 +254,12 @@ pub(crate) fn is_ended_by_systemd() -> bool {
     if !status::in_first_pid_namespace() || !Path::new("/run/systemd/system").exists() {
         return false;
     }
-    match std::process::Command::new("systemctl").args(["--no-block", "poweroff"]).status() {
-        Ok(status) if status.success() => return true,
-        Ok(status) => tracing::error!(%status, "systemctl poweroff"),
-        Err(error) => tracing::error!(%error, "systemctl poweroff"),
+    let ask = || std::process::Command::new("systemctl").args(["--no-block", "poweroff"]).status();
+    match within(ASKED, ask) {
+        Some(Ok(status)) if status.success() => return true,
+        Some(Ok(status)) => tracing::error!(%status, "systemctl poweroff"),
+        Some(Err(error)) => tracing::error!(%error, "systemctl poweroff"),
+        None => tracing::error!("systemd does not answer within {ASKED:?}; the power goes off without it"),
     }
     false
 }

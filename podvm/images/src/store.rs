@@ -157,7 +157,11 @@ impl Store {
         let new = path.with_extension(format!("{}.new", std::process::id()));
         let failed = |error: io::Error| crate::cause::disk("writing", &path, &error);
         let text = serde_json::to_vec(&record).map_err(|error| failed(error.into()))?;
-        fs::write(&new, text).and_then(|()| fs::rename(&new, &path)).map_err(failed)
+        fs::write(&new, text).and_then(|()| fs::rename(&new, &path)).map_err(|error| {
+            // Half of one on a full disk is of no use to the next pull, which has another name.
+            drop(fs::remove_file(&new));
+            failed(error)
+        })
     }
 
     /// What the name meant last, if all of it is still here.

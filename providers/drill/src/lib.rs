@@ -343,7 +343,11 @@ fn write(path: &Path, content: &impl Serialize) -> Result<(), Error> {
         .open(&temporary)
         .and_then(|mut file| io::Write::write_all(&mut file, &json))
         .and_then(|()| fs::rename(&temporary, path));
-    written.map_err(|error| transient("writing", path, &error))
+    written.map_err(|error| {
+        // The next try has another name.
+        drop(fs::remove_file(&temporary));
+        transient("writing", path, &error)
+    })
 }
 
 #[cfg(test)]
@@ -367,7 +371,11 @@ mod tests {
                 writer.join().unwrap().unwrap();
             }
         });
+        assert!(write(&dir, &content).is_err(), "a folder is in the way");
         assert_eq!(fs::read_dir(&dir).unwrap().count(), 1, "nothing else is left");
+        let beside = format!("peerpod-drill-writes-{}.", std::process::id());
+        let mut beside_it = fs::read_dir(std::env::temp_dir()).unwrap().flatten();
+        assert!(!beside_it.any(|entry| entry.file_name().to_string_lossy().starts_with(&beside)));
         fs::remove_dir_all(dir).unwrap();
     }
 

@@ -94,7 +94,8 @@ impl Sandboxes {
     }
 
     /// CreateVM. Answers with the agent's socket as soon as the intent is durable; the rest goes on behind it. A known
-    /// id, also a stopped one, gets its path before anything else is looked at.
+    /// id, also a stopped one, gets its path before anything else is looked at. Just after the node's start a new one waits
+    /// until it is known where VMs find this node, and not for ever.
     ///
     /// # Errors
     /// When the wish cannot be granted; then nothing was done.
