@@ -69,6 +69,23 @@ fn the_minimal_image_boots_to_the_guest_program() {
 }
 
 #[test]
+fn the_minimal_image_locks_the_kernel_down_when_it_has_its_drivers() {
+    let folder = Folder::new("lockdown");
+    let image = images().join("minimal");
+    for (word, by) in [("", "securityfs"), ("lockdown=integrity", "command line")] {
+        // By signature the kernel takes no driver of the way home but from /usr: that costs time, and nothing else.
+        let machine = Machine::new(512).user_network("");
+        let machine = machine.minimal_image(&image, &format!("{word} loglevel=6")).unwrap();
+        let mut machine = machine.start(&folder.0).unwrap();
+        machine.line_blocking(&format!("Kernel is locked down from {by}"), PATIENCE).unwrap();
+        machine.line_blocking("DHCP lease", PATIENCE).unwrap();
+        let console = machine.console();
+        assert_eq!(console.matches("Kernel is locked down").count(), 1, "{console}");
+        assert!(!console.contains("ERROR"), "{console}");
+    }
+}
+
+#[test]
 fn the_disk_boots_by_uefi_with_systemd_and_takes_the_rest_of_it() {
     let folder = Folder::new("disk");
     let path = disk(&folder);

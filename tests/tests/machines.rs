@@ -218,7 +218,8 @@ async fn a_node_that_is_killed_leaves_pod_exec_and_disks_in_peace() {
 async fn a_provider_may_open_its_metadata_service_to_pods() {
     let line = include_str!("../../providers/libvirt/guest.toml");
     let line = format!("{line}\n[metadata]\naddresses = [\"{METADATA}\"]\nopen-to-pods = true\n");
-    let place = Place::with(&[("etc/peerpod/sources/libvirt.toml", line.as_bytes())]);
+    let line: serde_json::Value = basic_toml::from_str(&line).unwrap();
+    let place = Place::with(&[("etc/peerpod/sources/libvirt.json", line.to_string().as_bytes())]);
     let settings = place
         .settings
         .clone()

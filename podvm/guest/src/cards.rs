@@ -35,11 +35,13 @@ use crate::status::{self, Stage, Status};
 mod line;
 mod names;
 mod silence;
+mod soonest;
 mod wanted;
 
 use line::Line;
 use names::Names;
 use silence::Silence;
+use soonest::{Attempt, soonest};
 use wanted::{Wanted, addresses, bring_up, is_permanent, is_tentative, local};
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
@@ -60,6 +62,8 @@ const REQUEST: Duration = Duration::from_secs(4);
 /// nothing: a client that begins anew each time would never get further.
 const LONGEST_REQUEST: Duration = Duration::from_secs(32);
 const AGAIN: Duration = Duration::from_secs(1);
+/// So many clients of DHCPv4 draw lots who asks first.
+const DRAWN: usize = 8;
 
 /// A card as the kernel has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -235,6 +239,29 @@ impl Keeper {
     }
 }
 
+/// A client that was run until its state changed.
+type Run = Result<(DhcpV4Client, DhcpV4State), mozim::DhcpError>;
+
+async fn run(mut client: DhcpV4Client) -> Run {
+    let state = client.run().await?;
+    Ok((client, state))
+}
+
+/// A new client's first run: it asks the server it had a lease from, or else anybody.
+async fn first_run(config: DhcpV4Config, lease: Option<DhcpV4Lease>) -> Run {
+    if lease.is_some() {
+        return run(DhcpV4Client::init(config, lease).await?).await;
+    }
+    let mut drawn: Vec<Attempt<Run>> = Vec::with_capacity(DRAWN);
+    for _ in 0..DRAWN {
+        drawn.push(Box::pin(run(DhcpV4Client::init(config.clone(), None).await?)));
+    }
+    match soonest(drawn).await {
+        Some(run) => run,
+        None => std::future::pending().await, // there are some
+    }
+}
+
 /// How long the next client waits.
 struct Patience {
     /// Of the first ones, for an offer.
@@ -314,13 +341,13 @@ impl Shared {
         patience: &mut Patience,
     ) -> Result<std::convert::Infallible, Option<String>> {
         let failed = |error: mozim::DhcpError| Some(error.to_string());
-        let mut client = DhcpV4Client::init(config.clone(), lease.take()).await.map_err(failed)?;
+        let mut running: Attempt<Run> = Box::pin(first_run(config.clone(), lease.take()));
         let (mut limit, mut offered) = (patience.first.next(), false);
         loop {
-            let run = self.asking(client.run());
-            let state = match limit {
-                Some(limit) => match timeout(limit, run).await {
-                    Ok(state) => state,
+            let asking = self.asking(running.as_mut());
+            let ran = match limit {
+                Some(limit) => match timeout(limit, asking).await {
+                    Ok(ran) => ran,
                     Err(_) => {
                         if offered {
                             patience.request = (patience.request * 2).min(LONGEST_REQUEST);
@@ -328,9 +355,10 @@ impl Shared {
                         return Err(None);
                     }
                 },
-                None => run.await,
+                None => asking.await,
             };
-            let state = state.map_err(failed)?;
+            let (client, state) = ran.map_err(failed)?;
+            running = Box::pin(run(client));
             offered = matches!(state, DhcpV4State::Selecting);
             limit = match state {
                 DhcpV4State::Done(granted) => {

@@ -6,7 +6,7 @@
 use std::{
     io,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, OnceLock},
 };
 
 use peerpod_link::{birth, tls};
@@ -52,7 +52,8 @@ struct Grant {
 /// The key and, once granted, its certificate.
 pub(crate) struct Identity {
     dir: PathBuf,
-    key: KeyPair,
+    /// Once it was needed, or was there already.
+    key: OnceLock<KeyPair>,
     sandbox_id: String,
     chain: Vec<CertificateDer<'static>>,
     /// From a roll-over; empty = user-data's.
@@ -60,21 +61,18 @@ pub(crate) struct Identity {
 }
 
 impl Identity {
-    /// Reads the identity from `dir` (made if need be), or makes a key and keeps it before it is used.
-    pub(crate) fn load_or_make(dir: &Path) -> Result<Identity, Error> {
+    /// Reads the identity from `dir` (made if need be). A key that is not there is made when it is needed.
+    pub(crate) fn load(dir: &Path) -> Result<Identity, Error> {
         files::make_private_dir(dir).map_err(failed("making", dir))?;
         let path = dir.join(KEY);
         let stored = files::read_bounded(&path, MAX_LEN).map_err(failed("reading", &path))?;
         let key = match stored.map(KeyPair::try_from) {
-            Some(Ok(key)) => key,
-            damaged => {
-                if damaged.is_some() {
-                    tracing::warn!(path = %path.display(), "the stored key is damaged, making another one");
-                }
-                let key = KeyPair::generate()?; // P-256
-                files::write_private(&path, key.serialized_der()).map_err(failed("writing", &path))?;
-                key
+            Some(Ok(key)) => OnceLock::from(key),
+            Some(Err(error)) => {
+                tracing::warn!(path = %path.display(), %error, "the stored key is damaged, making another one");
+                OnceLock::new()
             }
+            None => OnceLock::new(),
         };
         let mut identity = Identity {
             dir: dir.to_owned(),
@@ -99,9 +97,14 @@ impl Identity {
         !self.chain.is_empty()
     }
 
+    /// Makes the key, if there is none. Until the node has answered our greeting is a good time for it.
+    pub(crate) fn prepare(&self) -> Result<(), Error> {
+        self.key().map(drop)
+    }
+
     /// A certificate request for the key. The subject says nothing: the node writes its own.
     pub(crate) fn csr(&self) -> Result<Vec<u8>, Error> {
-        Ok(CertificateParams::default().serialize_request(&self.key)?.der().to_vec())
+        Ok(CertificateParams::default().serialize_request(self.key()?)?.der().to_vec())
     }
 
     /// Keeps what the node granted, after making sure that it can be used with our key.
@@ -120,7 +123,7 @@ impl Identity {
             return Err(Error::OtherSandbox { ours: self.sandbox_id.clone(), theirs: sandbox_id.to_owned() });
         }
         let chain: Vec<_> = certificates.iter().map(|der| CertificateDer::from(der.clone())).collect();
-        tls::client_config(&[[0; 32]], Some((chain.clone(), self.private_key())))?;
+        tls::client_config(&[[0; 32]], Some((chain.clone(), self.private_key()?)))?;
         let pins = match trusted {
             [] => self.pins.clone(),
             some => some.iter().map(|der| tls::fingerprint(&CertificateDer::from(der.as_slice()))).collect(),
@@ -144,12 +147,25 @@ impl Identity {
         with_certificate: bool,
     ) -> Result<Arc<rustls::ClientConfig>, Error> {
         let pins = if self.pins.is_empty() { birth_pins } else { &self.pins };
-        let identity = with_certificate.then(|| (self.chain.clone(), self.private_key()));
+        let identity = match with_certificate {
+            true => Some((self.chain.clone(), self.private_key()?)),
+            false => None,
+        };
         Ok(tls::client_config(pins, identity)?)
     }
 
-    fn private_key(&self) -> PrivateKeyDer<'static> {
-        PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(self.key.serialize_der()))
+    /// The key; one that is made here is kept before it is used.
+    fn key(&self) -> Result<&KeyPair, Error> {
+        if let Some(key) = self.key.get() {
+            return Ok(key);
+        }
+        let (key, path) = (KeyPair::generate()?, self.dir.join(KEY)); // P-256
+        files::write_private(&path, key.serialized_der()).map_err(failed("writing", &path))?;
+        Ok(self.key.get_or_init(|| key))
+    }
+
+    fn private_key(&self) -> Result<PrivateKeyDer<'static>, Error> {
+        Ok(PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(self.key()?.serialize_der())))
     }
 
     fn read_grant(&self) -> Option<Grant> {
@@ -169,8 +185,8 @@ impl Identity {
         let chain: Option<Vec<_>> =
             grant.certificates.iter().map(|text| unhex(text).map(CertificateDer::from)).collect();
         let pins: Option<Vec<_>> = grant.ca_sha256.iter().map(|text| birth::from_hex(text)).collect();
-        let (Some(chain), Some(pins)) = (chain, pins) else { return };
-        let usable = tls::client_config(&[[0; 32]], Some((chain.clone(), self.private_key()))).is_ok();
+        let (Some(chain), Some(pins), Ok(key)) = (chain, pins, self.private_key()) else { return };
+        let usable = tls::client_config(&[[0; 32]], Some((chain.clone(), key))).is_ok();
         if usable {
             (self.sandbox_id, self.chain, self.pins) = (grant.sandbox_id, chain, pins);
         }
@@ -232,9 +248,12 @@ mod tests {
     fn the_key_is_made_once_and_is_for_root_alone() {
         let dir = TempDir::new();
         let state = dir.path().join("guest");
-        let first = Identity::load_or_make(&state).unwrap();
-        let again = Identity::load_or_make(&state).unwrap();
-        assert_eq!(first.key.public_key_raw(), again.key.public_key_raw());
+        let first = Identity::load(&state).unwrap();
+        assert!(!state.join(KEY).exists(), "not before it is needed");
+        first.prepare().unwrap();
+        let again = Identity::load(&state).unwrap();
+        let public = |identity: &Identity| identity.key().unwrap().public_key_raw().to_vec();
+        assert_eq!(public(&first), public(&again));
         assert!(!again.is_granted());
         let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
         assert_eq!((mode(&state), mode(&state.join(KEY))), (0o700, 0o600));
@@ -243,13 +262,13 @@ mod tests {
     #[test]
     fn a_grant_survives_a_restart_and_its_file_is_for_root_alone() {
         let dir = TempDir::new();
-        let mut identity = Identity::load_or_make(dir.path()).unwrap();
+        let mut identity = Identity::load(dir.path()).unwrap();
         let chain = sign(&identity.csr().unwrap());
         identity.grant("sandbox-1", &chain, &[]).unwrap();
         let path = dir.path().join(GRANT);
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
 
-        let mut again = Identity::load_or_make(dir.path()).unwrap();
+        let mut again = Identity::load(dir.path()).unwrap();
         assert!(again.is_granted());
         assert_eq!(again.sandbox_id(), "sandbox-1");
         assert!(again.tls(&[[1; 32]], true).is_ok());
@@ -259,7 +278,7 @@ mod tests {
         // A roll-over's trust is kept too, and alone is enough.
         assert!(again.pins.is_empty());
         again.trust(&chain[1..]).unwrap();
-        let third = Identity::load_or_make(dir.path()).unwrap();
+        let third = Identity::load(dir.path()).unwrap();
         assert_eq!(third.pins, [tls::fingerprint(&CertificateDer::from(chain[1].as_slice()))]);
         assert!(third.tls(&[], true).is_ok());
     }
@@ -267,8 +286,8 @@ mod tests {
     #[test]
     fn a_certificate_for_another_key_or_none_is_refused_and_nothing_is_kept() {
         let (dir, other) = (TempDir::new(), TempDir::new());
-        let mut identity = Identity::load_or_make(dir.path()).unwrap();
-        let theirs = Identity::load_or_make(other.path()).unwrap();
+        let mut identity = Identity::load(dir.path()).unwrap();
+        let theirs = Identity::load(other.path()).unwrap();
         let chain = sign(&theirs.csr().unwrap());
         assert!(matches!(identity.grant("s", &chain, &[]), Err(Error::Tls(_))));
         assert!(matches!(identity.grant("s", &[], &[]), Err(Error::Count(0, 0))));
@@ -279,15 +298,21 @@ mod tests {
     #[test]
     fn damaged_files_are_replaced_not_fatal() {
         let dir = TempDir::new();
-        let mut identity = Identity::load_or_make(dir.path()).unwrap();
+        let mut identity = Identity::load(dir.path()).unwrap();
         let chain = sign(&identity.csr().unwrap());
         identity.grant("s", &chain, &[]).unwrap();
         for content in ["{", "{\"version\":2}", r#"{"version":1,"sandbox_id":"s","certificates":["zz"]}"#] {
             std::fs::write(dir.path().join(GRANT), content).unwrap();
-            assert!(!Identity::load_or_make(dir.path()).unwrap().is_granted());
+            assert!(!Identity::load(dir.path()).unwrap().is_granted());
         }
         std::fs::write(dir.path().join(KEY), "junk").unwrap();
-        let other = Identity::load_or_make(dir.path()).unwrap();
-        assert_ne!(other.key.public_key_raw(), identity.key.public_key_raw());
+        let other = Identity::load(dir.path()).unwrap();
+        let public = |identity: &Identity| identity.key().unwrap().public_key_raw().to_vec();
+        assert_ne!(public(&other), public(&identity));
+        assert_eq!(
+            public(&other),
+            public(&Identity::load(dir.path()).unwrap()),
+            "kept in the place of the junk"
+        );
     }
 }

@@ -38,6 +38,7 @@ use crate::{
 };
 
 pub(crate) mod button;
+mod lockdown;
 pub(crate) mod modules;
 mod root;
 mod settle;
@@ -72,7 +73,7 @@ const LATE: i32 = 19;
 pub(crate) fn run(settings: &Settings) -> anyhow::Result<ExitCode> {
     let began = status::since_boot();
     let first_root = root::build();
-    settle::settle();
+    settle::limits();
     if let Err(error) = loopback_up() {
         tracing::warn!(error, "cannot bring lo up");
     }
@@ -89,6 +90,10 @@ pub(crate) fn run(settings: &Settings) -> anyhow::Result<ExitCode> {
         stages.push(Past::new("modules", began));
         machine
     });
+    if machine.is_none() {
+        root::complete();
+        settle::settle();
+    }
     if let Err(error) = files::make_private_dir(&settings.state_dir)
         .and_then(|()| status::note_past(&settings.state_dir, &stages))
     {
@@ -117,9 +122,9 @@ pub(crate) fn is_ours() -> bool {
     nix::unistd::getppid().as_raw() == 1 && exe("1").is_some_and(|init| Some(init) == exe("self"))
 }
 
-/// Whether all of the image is mounted.
+/// Whether all is mounted.
 pub(crate) fn is_complete() -> bool {
-    usr::is_mounted()
+    root::is_complete() && usr::is_mounted()
 }
 
 /// Tells pid 1, if it is ours, that home was called: what was put off for that may begin.
@@ -142,8 +147,8 @@ struct Machine {
 }
 
 impl Machine {
-    /// Loads the drivers that it takes to call home. The others are loaded by [`Machine::complete`], at once if that
-    /// does not suffice.
+    /// Loads the drivers that it takes to call home, and then closes the kernel to others than the distribution's. What is
+    /// left is loaded by [`Machine::complete`], at once if that does not suffice.
     fn new(first_root: Option<OwnedFd>) -> Machine {
         let modules = Modules::open();
         if modules.is_empty() {
@@ -165,6 +170,7 @@ impl Machine {
                 all_here &= modules.load_first(alias);
             }
         }
+        lockdown::raise();
         let modules = Some(modules);
         let mut machine =
             Machine { modules, first_root, uevents, buttons: Buttons::default(), watchdog: None };
@@ -177,6 +183,8 @@ impl Machine {
     /// Mounts what is left to be mounted and loads all other drivers.
     fn complete(&mut self) {
         let Some(modules) = self.modules.take() else { return };
+        root::complete();
+        settle::settle();
         usr::mount_file(&modules, self.first_root.take().as_ref());
         nice(LATE);
         modules.cold_plug();

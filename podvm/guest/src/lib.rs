@@ -97,9 +97,9 @@ pub mod fuzzed {
             || crate::sources::http::parse(bytes, true).is_ok_and(|answer| answer.is_some())
     }
 
-    /// A cloud's `guest.toml`; whether it is one.
+    /// A cloud's line, as the image's builder writes it; whether it is one.
     pub fn source(bytes: &[u8]) -> bool {
-        crate::sources::Source::parse(bytes, Path::new("fuzz.toml")).is_ok()
+        crate::sources::Source::parse(bytes, Path::new("fuzz.json")).is_ok()
     }
 
     /// What `depmod` wrote, an alias, and an event of the kernel's.

@@ -17,7 +17,6 @@ use peerpod_link::{
     endpoint::{EndpointHandle, Filter, Handler, LinkEvent, Target, Transport},
 };
 use peerpod_proto::guest::Claim;
-use peerpod_wireguard::PublicKey;
 use tokio::{
     net::{TcpStream, UnixStream},
     sync::{mpsc, watch},
@@ -28,6 +27,7 @@ use tokio_rustls::client::TlsStream;
 use crate::{
     agent::Agent,
     dial::{self, Dialler},
+    encrypted::Encrypted,
     identity::{self, Identity},
     intercept::{Intercept, Notice},
     localhost::Localhost,
@@ -132,7 +132,7 @@ pub(crate) struct Keeper {
     pub(crate) birth: BirthData,
     pub(crate) identity: Arc<Mutex<Identity>>,
     /// Who this VM is in an encrypted tunnel.
-    pub(crate) tunnel_key: PublicKey,
+    pub(crate) encrypted: Arc<Encrypted>,
     pub(crate) status: Arc<Status>,
     pub(crate) lease: Arc<Lease>,
     /// Where the node is found besides where birth data says.
@@ -354,7 +354,7 @@ impl Keeper {
         claim.ticket_id = self.birth.ticket.id.clone();
         claim.ticket_secret = self.birth.ticket.secret.expose().to_vec();
         claim.csr = self.identity().csr()?;
-        claim.tunnel_key = self.tunnel_key.as_bytes().to_vec();
+        claim.tunnel_key = self.encrypted.public_key().as_bytes().to_vec();
         claim.guest_version = env!("CARGO_PKG_VERSION").to_owned();
         let reply = timeout(CLAIM, claim::ask(&mut stream, &claim)).await.map_err(|_| ClaimError::Late)??;
         if !reply.error.is_empty() {

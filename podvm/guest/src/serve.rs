@@ -6,13 +6,12 @@
 use std::{
     path::Path,
     process::ExitCode,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
 use nix::sys::signal::SigSet;
 use peerpod_link::endpoint::{Endpoint, Limits, Role};
-use peerpod_wireguard::PublicKey;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
@@ -81,7 +80,7 @@ enum End {
 
 async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     entropy::wait()?;
-    let identity = Identity::load_or_make(&settings.state_dir)?;
+    let identity = Identity::load(&settings.state_dir)?;
     let restarted = identity.is_granted();
     let status = Arc::new(Status::new(&settings.state_dir, restarted));
     if restarted {
@@ -103,19 +102,20 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     let lease = Arc::new(Lease::load(&settings.state_dir));
     let agent = Arc::new(Agent::new(settings, status.clone(), ring.clone()));
     let encrypted = Arc::new(Encrypted::load_or_make(&settings.state_dir)?);
-    let tunnel_key = encrypted.public_key();
     let images = Images::new(&settings.images);
     let components = Components::new(settings, status.clone());
-    let person = Person::load(settings, status.clone(), agent.clone(), lease.clone(), encrypted)
+    let person = Person::load(settings, status.clone(), agent.clone(), lease.clone(), encrypted.clone())
         .with_images(images.clone(), components.clone());
     let flushing = tokio::sync::Mutex::new(());
     let control = Arc::new(Control { identity: identity.clone(), status: status.clone(), person, flushing });
 
     let agent_task = tokio::spawn({
-        let (agent, status) = (agent.clone(), status.clone());
+        let (agent, status, identity) = (agent.clone(), status.clone(), identity.clone());
         async move {
             if !restarted {
                 status.called(FIRST_WORD).await;
+                // While the node works on its answer. Whoever asks for the key is told what is wrong.
+                drop(identity.lock().unwrap_or_else(PoisonError::into_inner).prepare());
                 init::go_on();
                 complete().await;
             }
@@ -137,7 +137,7 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
         () = init::button::pressed(), if status::in_first_pid_namespace() && !init::is_ours() => End::Button,
         _ = terminate.recv() => End::Stopped,
         _ = interrupt.recv() => End::Stopped,
-        () = home((settings, ring), (identity, tunnel_key), &status, &agent, &lease, &control) => End::Stopped,
+        () = home((settings, ring), (identity, encrypted), &status, &agent, &lease, &control) => End::Stopped,
     };
     if let End::LeaseOver | End::Button = end {
         match end {
@@ -166,7 +166,7 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
 /// From user-data to the link, which is then kept for ever.
 async fn home(
     (settings, ring): (&Settings, &Ring),
-    (identity, tunnel_key): (Arc<Mutex<Identity>>, PublicKey),
+    (identity, encrypted): (Arc<Mutex<Identity>>, Arc<Encrypted>),
     status: &Arc<Status>,
     agent: &Arc<Agent>,
     lease: &Arc<Lease>,
@@ -218,11 +218,17 @@ async fn home(
         status: status.clone(),
         handle: handle.clone(),
     };
-    let watching = tokio::spawn(watcher.run(link.subscribe()));
+    let watching = tokio::spawn({
+        let (status, links) = (status.clone(), link.subscribe());
+        async move {
+            status.called(FIRST_WORD).await;
+            watcher.run(links).await;
+        }
+    });
     let keeper = Keeper {
         birth,
         identity,
-        tunnel_key,
+        encrypted,
         status: status.clone(),
         lease: lease.clone(),
         uplink: link,

@@ -1,5 +1,6 @@
-//! Where clouds keep user-data: one table, of which each cloud's line is the `guest.toml` in its provider's folder (copied
-//! into the image; `providers/README.md` explains the format). A cloud is recognised by what the machine itself says: its
+//! Where clouds keep user-data: one table, of which each cloud's line is the `guest.toml` in its provider's folder
+//! (`providers/README.md` explains the format). The image's builder copies them as JSON, which this program reads anyway:
+//! a reader of TOML on a machine's way home would cost it more than all else about user-data. A cloud is recognised by what the machine itself says: its
 //! firmware's strings, a file of the kernel's, a disk's label. Nobody is asked by name, and nothing is asked of a network
 //! before the machine says whose it is.
 
@@ -197,8 +198,8 @@ impl Source {
         let of = |found| Error::Version { file: file.to_owned(), found };
         // Once, where all is well: this is on a machine's way home.
         let mut source: Source =
-            basic_toml::from_slice(text).map_err(|error| {
-                match basic_toml::from_slice::<Versioned>(text) {
+            serde_json::from_slice(text).map_err(|error| {
+                match serde_json::from_slice::<Versioned>(text) {
                     Ok(Versioned { version }) if version != VERSION => of(version),
                     _ => wrong(error.to_string()),
                 }
@@ -325,7 +326,7 @@ pub(crate) fn load(folder: &Path) -> (Vec<Source>, Vec<Error>) {
     let mut paths: Vec<PathBuf> = std::fs::read_dir(folder)
         .map(|entries| entries.filter_map(|entry| Some(entry.ok()?.path())).collect())
         .unwrap_or_default();
-    paths.retain(|path| path.extension().is_some_and(|end| end == "toml"));
+    paths.retain(|path| path.extension().is_some_and(|end| end == "json"));
     paths.sort_unstable();
     let (mut sources, mut errors) = (Vec::new(), Vec::new());
     for path in paths.into_iter().take(MOST) {
@@ -350,8 +351,13 @@ mod tests {
     use super::*;
     use crate::files::testing::TempDir;
 
-    fn parse(text: &str) -> Result<Source, String> {
-        Source::parse(text.as_bytes(), Path::new("/x/cloud.toml")).map_err(|error| error.to_string())
+    /// As the image's builder writes it.
+    fn json(toml: &str) -> Vec<u8> {
+        basic_toml::from_str::<serde_json::Value>(toml).unwrap().to_string().into_bytes()
+    }
+
+    fn parse(toml: &str) -> Result<Source, String> {
+        Source::parse(&json(toml), Path::new("/x/cloud.json")).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -360,8 +366,8 @@ mod tests {
         let mut read = 0;
         for folder in std::fs::read_dir(providers).unwrap() {
             let file = folder.unwrap().path().join("guest.toml");
-            if let Ok(text) = std::fs::read(&file) {
-                let source = Source::parse(&text, &file).unwrap();
+            if let Ok(text) = std::fs::read_to_string(&file) {
+                let source = Source::parse(&json(&text), &file).unwrap();
                 assert!(!source.places().is_empty(), "{}", file.display());
                 read += 1;
             }
@@ -407,7 +413,7 @@ mod tests {
             (place("http = 'http://1.2.3.4/x'\nheaders = { A = \"b\\r\\nC: d\" }"), "header"),
             (place("file = '/a'\nencoding = 'rot13'"), "rot13"),
         ] {
-            assert!(error.contains(named) && error.contains("cloud.toml"), "{named}: {error}");
+            assert!(error.contains(named) && error.contains("cloud.json"), "{named}: {error}");
         }
     }
 
@@ -432,12 +438,12 @@ mod tests {
     #[test]
     fn a_bad_line_does_not_cost_the_others() {
         let dir = TempDir::new();
-        std::fs::write(dir.path().join("a.toml"), "version = 1\n[[user-data]]\nfile = '/a'").unwrap();
-        std::fs::write(dir.path().join("b.toml"), "version = 'x'").unwrap();
+        std::fs::write(dir.path().join("a.json"), json("version = 1\n[[user-data]]\nfile = '/a'")).unwrap();
+        std::fs::write(dir.path().join("b.json"), "{\"version\": \"x\"}").unwrap();
         std::fs::write(dir.path().join("c.txt"), "").unwrap();
         let (sources, errors) = load(dir.path());
         assert_eq!((sources.len(), errors.len()), (1, 1));
-        assert!(errors[0].to_string().contains("b.toml"));
+        assert!(errors[0].to_string().contains("b.json"));
         assert!(load(Path::new("/nonexistent")).0.is_empty());
     }
 

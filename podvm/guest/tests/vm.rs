@@ -145,7 +145,7 @@ fn a_machine_boots_calls_home_and_ends_with_its_lease_and_a_clean_disk() {
 /// The three kinds of disk that clouds and hypervisors bring user-data on.
 #[test]
 fn user_data_is_found_on_disks_of_each_kind() {
-    let config_drive = b"version = 1\n[[when]]\ndisk = \"config-2\"\n[[user-data]]\ndisk = \"config-2\"\n\
+    let config_drive = "version = 1\n[[when]]\ndisk = \"config-2\"\n[[user-data]]\ndisk = \"config-2\"\n\
         path = \"openstack/latest/user_data\"\n";
     for kind in ["vfat", "iso", "config-drive"] {
         let folder = Folder::new(kind);
@@ -171,7 +171,8 @@ fn user_data_is_found_on_disks_of_each_kind() {
         }
         let mut qemu = words(&CARD);
         qemu.extend(words(&["-drive", &format!("file={at},if=virtio,format=raw,readonly=on")]));
-        let files = vec![("etc/peerpod/sources/openstack.toml", 0o644, config_drive.to_vec())];
+        let line: serde_json::Value = basic_toml::from_str(config_drive).unwrap();
+        let files = vec![("etc/peerpod/sources/openstack.json", 0o644, line.to_string().into_bytes())];
         let vm = Vm::boot(&folder, Wanted { qemu, files, ..Wanted::default() });
         let said = vm.says("the link is up");
         home.relay.up(&home.runtime);

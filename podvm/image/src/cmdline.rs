@@ -2,7 +2,7 @@
 
 const LINES: &str = include_str!("../data/cmdline.txt");
 
-/// The words that every image has, and those for `which` kinds of boot (`disk`, `emulated`).
+/// The words that every image has, and those for `which` kinds of boot (`disk`, `minimal`, `emulated`).
 pub(crate) fn line(which: &[&str]) -> String {
     let mut words = Vec::new();
     for line in LINES.lines() {
@@ -30,5 +30,7 @@ mod tests {
         assert!(!plain.contains('#') && !plain.contains(':'), "{plain}");
         assert!(!plain.contains("no_timer_check") && line(&["emulated"]).ends_with(" no_timer_check"));
         assert!(line(&["disk"]).contains("net.ifnames=0"));
+        assert!(line(&["disk"]).contains(" lockdown=integrity"));
+        assert!(line(&["minimal"]).contains(" peerpod.lockdown=integrity"));
     }
 }

@@ -117,10 +117,13 @@ impl Parts {
             let folder = entry?.path();
             let file = folder.join("guest.toml");
             if let (true, Some(name)) = (file.is_file(), folder.file_name().and_then(|name| name.to_str())) {
+                let text = std::fs::read(&file).with_context(what)?;
+                let json: serde_json::Value =
+                    basic_toml::from_slice(&text).with_context(|| format!("read {}", file.display()))?;
                 tree.file(
-                    &format!("etc/peerpod/sources/{name}.toml"),
+                    &format!("etc/peerpod/sources/{name}.json"),
                     0o644,
-                    std::fs::read(&file).with_context(what)?,
+                    format!("{json}\n").into_bytes(),
                 );
             }
         }

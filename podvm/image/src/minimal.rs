@@ -25,10 +25,11 @@ const KERNEL: &str = "vmlinuz";
 const INITRD: &str = "initrd.img";
 /// Everything below /usr; the guest program mounts it there.
 const USR: &str = "usr.squashfs";
-/// What is in the archive itself of /usr, besides depmod's tables: modules for what mounting the rest takes, and for the
-/// first word home of a machine of QEMU's, which then comes before the mount. Others mount first.
-const FIRST_MODULES: [&str; 6] =
-    ["virtio_pci", "virtio_net", "virtio_blk", "qemu_fw_cfg", "loop", "squashfs"];
+/// What is in the archive itself of /usr, besides depmod's tables: modules for the first word home of a machine of QEMU's,
+/// which then comes before the mount. Others mount first. These have no signature here (`peerpod.lockdown`).
+const FIRST_MODULES: [&str; 4] = ["virtio_pci", "virtio_net", "virtio_blk", "qemu_fw_cfg"];
+/// And what mounting the rest takes.
+const MOUNT_MODULES: [&str; 2] = ["loop", "squashfs"];
 /// Mount points and places that are written to.
 const FOLDERS: [&str; 7] = ["dev", "etc", "proc", "root", "run", "sys", "var/lib/peerpod"];
 
@@ -73,8 +74,8 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, out: &Path) -> anyhow::Resul
     report.write(out, INITRD, &initramfs(inputs, &tree, &release)?)?;
     report.kernel = Some(KERNEL.to_owned());
     report.initrd = Some(INITRD.to_owned());
-    report.cmdline = cmdline::line(&[]);
-    report.cmdline_emulated = cmdline::line(&["emulated"]);
+    report.cmdline = cmdline::line(&["minimal"]);
+    report.cmdline_emulated = cmdline::line(&["minimal", "emulated"]);
     report.contents(&tree);
     report.finish(out)
 }
@@ -83,6 +84,8 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, out: &Path) -> anyhow::Resul
 fn initramfs(inputs: &Inputs, tree: &Tree, release: &str) -> anyhow::Result<Vec<u8>> {
     let mut early = Tree::merged();
     modules::in_order(&mut early, &inputs.packages, release, FIRST_MODULES.into_iter())?;
+    modules::unsign(&mut early)?;
+    modules::in_order(&mut early, &inputs.packages, release, MOUNT_MODULES.into_iter())?;
     let tables = format!("usr/lib/modules/{release}/modules.");
     for (path, node) in tree.iter().filter(|(path, _)| !path.starts_with("usr/") || path.starts_with(&tables))
     {

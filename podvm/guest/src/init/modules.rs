@@ -216,7 +216,7 @@ impl Modules {
             return true;
         }
         match self.load(alias) {
-            Err(Error::Load { source, .. }) if source.kind() == io::ErrorKind::NotFound => false,
+            Err(Error::Load { source, .. }) if is_in_usr(&source) => false,
             Err(error @ Error::Load { .. }) => {
                 tracing::warn!(%error, alias, "kernel module");
                 true
@@ -255,6 +255,13 @@ impl Modules {
 /// the lack of the thing; there is nobody to write to.
 pub(crate) fn requested(name: &str) -> bool {
     Modules::open().load(name).is_ok()
+}
+
+/// Whether the module may still be loaded from the image's /usr: it is not here, or it has no signature here and this
+/// kernel is locked down already (`lockdown=`, secure boot).
+fn is_in_usr(error: &io::Error) -> bool {
+    let errno = error.raw_os_error().map(Errno::from_raw);
+    matches!(errno, Some(Errno::ENOENT | Errno::EPERM | Errno::EKEYREJECTED))
 }
 
 /// Where cards, disks and user-data are found.

@@ -23,9 +23,14 @@ type Mount = (&'static str, &'static str, &'static str, MsFlags, Option<&'static
 
 const SAFE: MsFlags = MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOEXEC);
 const PROC: Mount = ("proc", "/proc", "proc", SAFE, None);
-const MOUNTS: &[Mount] = &[
+/// What the way home needs.
+const FIRST: &[Mount] = &[
     ("sysfs", "/sys", "sysfs", SAFE, None),
     ("devtmpfs", "/dev", "devtmpfs", MsFlags::MS_NOSUID, Some("mode=0755")),
+    ("tmpfs", "/run", "tmpfs", MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV), Some("mode=0755")),
+];
+/// What agent and containers need.
+const LATER: &[Mount] = &[
     (
         "devpts",
         "/dev/pts",
@@ -34,14 +39,13 @@ const MOUNTS: &[Mount] = &[
         Some("gid=5,mode=620,ptmxmode=666"),
     ),
     ("tmpfs", "/dev/shm", "tmpfs", MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV), Some("mode=1777")),
-    ("tmpfs", "/run", "tmpfs", MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV), Some("mode=0755")),
     ("tmpfs", "/tmp", "tmpfs", MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV), Some("mode=1777")),
     ("cgroup2", "/sys/fs/cgroup", "cgroup2", SAFE, None),
 ];
-/// In a machine only, and only if the kernel has them.
+/// In a machine only, and only if the kernel has them: what locks it down, and what else there is.
+const SECURITY: &[Mount] = &[("securityfs", "/sys/kernel/security", "securityfs", SAFE, None)];
 const EXTRAS: &[Mount] = &[
     ("mqueue", "/dev/mqueue", "mqueue", SAFE, None),
-    ("securityfs", "/sys/kernel/security", "securityfs", SAFE, None),
     ("configfs", "/sys/kernel/config", "configfs", SAFE, None), // attestation reports (TSM)
     ("bpf", "/sys/fs/bpf", "bpf", SAFE, Some("mode=0700")),
 ];
@@ -54,10 +58,10 @@ const LINKS: [(&str, &str); 4] = [
 /// Where the copy of the root is moved from.
 const STAGE: &str = "/.root";
 
-/// Mounts what is missing, and moves off the kernel's first root; that one, where there is one.
+/// Mounts what is missing for the way home, and moves off the kernel's first root; that one, where there is one.
 pub(super) fn build() -> Option<OwnedFd> {
     let mut first = None;
-    mount_missing(&PROC);
+    mount_missing(&[PROC]);
     if status::in_first_pid_namespace() && is_first_root() {
         match leave_first_root() {
             Ok(root) => first = Some(root),
@@ -66,15 +70,19 @@ pub(super) fn build() -> Option<OwnedFd> {
             }
         }
     }
-    for entry in MOUNTS {
-        mount_missing(entry);
-    }
+    mount_missing(FIRST);
     if status::in_first_pid_namespace() {
-        let known = fs::read_to_string("/proc/filesystems").unwrap_or_default();
-        for entry in EXTRAS.iter().filter(|entry| known.lines().any(|line| line.ends_with(entry.2))) {
-            mount_missing(entry);
-        }
+        mount_known(SECURITY);
         take_console();
+    }
+    first
+}
+
+/// Mounts the rest.
+pub(super) fn complete() {
+    mount_missing(LATER);
+    if status::in_first_pid_namespace() {
+        mount_known(EXTRAS);
     }
     for (to, link) in LINKS {
         match symlink(to, link) {
@@ -84,7 +92,11 @@ pub(super) fn build() -> Option<OwnedFd> {
             _ => {}
         }
     }
-    first
+}
+
+/// Whether all is mounted: the last thing that [`complete`] does is seen.
+pub(super) fn is_complete() -> bool {
+    LINKS.iter().all(|(_, link)| fs::symlink_metadata(link).is_ok())
 }
 
 /// Whether the root is what the kernel began with: it has no mount below it.
@@ -124,19 +136,25 @@ fn take_console() {
     }
 }
 
-/// Mounts unless something is mounted there. A failure is said and survived: namespaces do not allow all of it.
-fn mount_missing(&(source, target, kind, flags, data): &Mount) {
+/// Mounts each unless something is mounted there. A failure is said and survived: namespaces do not allow all of it.
+fn mount_missing(entries: &[Mount]) {
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    if is_mounted(&mounts, target) {
-        return;
+    for (source, target, kind, flags, data) in entries.iter().filter(|entry| !is_mounted(&mounts, entry.1)) {
+        if let Err(error) = fs::create_dir_all(target) {
+            tracing::warn!(target, %error, "cannot make a mount point");
+            continue;
+        }
+        if let Err(error) = mount(Some(*source), *target, Some(*kind), *flags, *data) {
+            tracing::warn!(target, kind, %error, "cannot mount");
+        }
     }
-    if let Err(error) = fs::create_dir_all(target) {
-        tracing::warn!(target, %error, "cannot make a mount point");
-        return;
-    }
-    if let Err(error) = mount(Some(source), target, Some(kind), flags, data) {
-        tracing::warn!(target, kind, %error, "cannot mount");
-    }
+}
+
+/// Those that the kernel has.
+fn mount_known(entries: &[Mount]) {
+    let known = fs::read_to_string("/proc/filesystems").unwrap_or_default();
+    let known = |entry: &&Mount| known.lines().any(|line| line.split_whitespace().last() == Some(entry.2));
+    mount_missing(&entries.iter().filter(known).copied().collect::<Vec<_>>());
 }
 
 pub(super) fn is_mounted(mountinfo: &str, target: &str) -> bool {

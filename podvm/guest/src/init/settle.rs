@@ -23,22 +23,24 @@ const SETTINGS: [(&str, &str); 6] = [
 ];
 const DEFAULT_NAME: &str = "peerpod";
 
-/// Settles it. What does not work is said and survived.
-pub(super) fn settle() {
+/// What `serve` inherits, and so comes before it. What does not work is said and survived.
+pub(super) fn limits() {
     let raised = setrlimit(Resource::RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES);
     if let Err(error) = raised {
         tracing::warn!(%error, "cannot raise the limit of open files");
     }
+}
+
+/// The rest, before anything of the pod's runs. The same holds for it.
+pub(super) fn settle() {
     if !status::in_first_pid_namespace() {
         return; // the machine is somebody else's
     }
     let kernel_line = fs::read_to_string("/proc/cmdline").unwrap_or_default();
     for (name, value) in SETTINGS {
-        // What the image's kernel line says stays.
-        if name == "kernel/panic" && kernel_line.split(' ').any(|word| word.starts_with("panic=")) {
-            continue;
+        if !is_said(&kernel_line, name) {
+            set(name, value);
         }
-        set(name, value);
     }
     // The kernel asks this program for modules, where it would ask modprobe.
     if let Ok(us) = fs::read_link("/proc/self/exe") {
@@ -54,6 +56,15 @@ pub(super) fn settle() {
     }
 }
 
+/// Whether the image's kernel line says what a setting is to be: that stays.
+fn is_said(kernel_line: &str, name: &str) -> bool {
+    let key = |word: &str| word.split_once('=').map(|(key, _)| key.replace('.', "/"));
+    kernel_line
+        .split_ascii_whitespace()
+        .filter_map(key)
+        .any(|key| (name == "kernel/panic" && key == "panic") || key.strip_prefix("sysctl/") == Some(name))
+}
+
 fn set(name: &str, value: &str) {
     let path = Path::new("/proc/sys").join(name);
     match fs::write(&path, value) {
@@ -61,5 +72,25 @@ fn set(name: &str, value: &str) {
             tracing::warn!(setting = name, value, %error, "cannot set");
         }
         _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_kernels_line_says_stays() {
+        let line =
+            "quiet panic=1 sysctl.kernel.kptr_restrict=2 sysctl.fs/inotify/max_user_watches=9 kernel.x=1";
+        for (name, said) in [
+            ("kernel/panic", true),
+            ("kernel/kptr_restrict", true),
+            ("fs/inotify/max_user_watches", true),
+            ("kernel/dmesg_restrict", false),
+            ("kernel/x", false),
+        ] {
+            assert_eq!(is_said(line, name), said, "{name}");
+        }
     }
 }

@@ -130,14 +130,6 @@ impl Vm {
         if let Some(guest) = std::env::var_os("PEERPOD_TEST_GUEST") {
             files.push(("init", 0o755, fs::read(guest).unwrap())); // another one than the image's
         }
-        let providers = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../providers");
-        for folder in fs::read_dir(providers).unwrap().map(|entry| entry.unwrap().path()) {
-            if let Ok(toml) = fs::read(folder.join("guest.toml")) {
-                let name = folder.file_name().unwrap().to_str().unwrap();
-                let path: &'static str = format!("etc/peerpod/sources/{name}.toml").leak();
-                files.push((path, 0o644, toml));
-            }
-        }
         files.extend(wanted.files);
         let initrd = folder.0.join("initrd");
         let mut archives = fs::read(image("initrd.img")).unwrap();

@@ -1,0 +1,95 @@
+//! Of several attempts the one that has to wait least.
+//!
+//! The DHCP library lets a new client wait up to 200 ms, by chance, before it asks for the first time (RFC 2131 4.4.1:
+//! machines that are switched on together are to ask one after the other). On a fast machine that is the longest part of
+//! the way home. So several clients are made, and only the one whose wait is over first is heard of: what is left of the
+//! wait is some 20 ms, which is still another for each machine.
+
+use std::{
+    pin::Pin,
+    sync::{Arc, OnceLock},
+    task::{Context, Poll, Wake, Waker},
+};
+
+use tokio::sync::Notify;
+
+/// One attempt. It does nothing but wait until it is woken for the first time.
+pub(super) type Attempt<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+
+/// Lets each begin to wait, goes on with the one that is woken first, and drops the others. `None`: there are none.
+pub(super) async fn soonest<T>(mut attempts: Vec<Attempt<T>>) -> Option<T> {
+    let woken = Arc::new(Woken::default());
+    for (number, attempt) in attempts.iter_mut().enumerate() {
+        let waker = Waker::from(Arc::new(Bell { number, woken: woken.clone() }));
+        if let Poll::Ready(done) = attempt.as_mut().poll(&mut Context::from_waker(&waker)) {
+            return Some(done);
+        }
+    }
+    if attempts.is_empty() {
+        return None;
+    }
+    let first = loop {
+        match woken.first.get() {
+            Some(first) => break *first,
+            None => woken.told.notified().await,
+        }
+    };
+    let attempt = attempts.swap_remove(first);
+    drop(attempts);
+    Some(attempt.await)
+}
+
+#[derive(Default)]
+struct Woken {
+    first: OnceLock<usize>,
+    told: Notify,
+}
+
+struct Bell {
+    number: usize,
+    woken: Arc<Woken>,
+}
+
+impl Wake for Bell {
+    fn wake(self: Arc<Self>) {
+        if self.woken.first.set(self.number).is_ok() {
+            self.woken.told.notify_one();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::Mutex, time::Duration};
+
+    use tokio::time::{Instant, sleep};
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn only_the_one_that_waits_least_goes_on() {
+        let went_on = Arc::new(Mutex::new(Vec::new()));
+        let attempt = |wait: u64| -> Attempt<u64> {
+            let went_on = went_on.clone();
+            Box::pin(async move {
+                sleep(Duration::from_millis(wait)).await;
+                went_on.lock().unwrap().push(wait);
+                sleep(Duration::from_secs(3)).await; // for an answer
+                wait
+            })
+        };
+        let began = Instant::now();
+        let done = soonest([170, 40, 90, 199].map(attempt).into()).await;
+        assert_eq!(done, Some(40));
+        assert_eq!(*went_on.lock().unwrap(), [40]);
+        assert!(began.elapsed() < Duration::from_millis(3100), "{:?}", began.elapsed());
+    }
+
+    #[tokio::test]
+    async fn what_is_done_at_once_is_taken_and_nothing_comes_of_nothing() {
+        let attempts: Vec<Attempt<u8>> =
+            vec![Box::pin(std::future::pending()), Box::pin(std::future::ready(7))];
+        assert_eq!(soonest(attempts).await, Some(7));
+        assert_eq!(soonest(Vec::<Attempt<u8>>::new()).await, None);
+    }
+}

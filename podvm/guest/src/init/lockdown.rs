@@ -1,0 +1,80 @@
+//! The kernel's lockdown, where the image leaves that to this program (`peerpod.lockdown=` on the kernel's line, in the
+//! words of `lockdown=`): from then on root cannot change the running kernel, and modules load with the distribution's
+//! signature alone. The drivers of the way home are loaded before and have none: to check it takes longer than to load
+//! them. Nothing else runs in the machine until then.
+
+use std::{fs, io, path::Path};
+
+const FILE: &str = "/sys/kernel/security/lockdown";
+const WORD: &str = "peerpod.lockdown=";
+/// The kernel's, each with what those before it have.
+const LEVELS: [&str; 3] = ["none", "integrity", "confidentiality"];
+
+/// Why the kernel is not locked down as the image wants it.
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error("{WORD}{0}: the kernel knows none, integrity, confidentiality")]
+    Level(String),
+    #[error("{attempt} {FILE}: {source} (a kernel without CONFIG_SECURITY_LOCKDOWN_LSM?)")]
+    Kernel { attempt: &'static str, source: io::Error },
+}
+
+/// Locks the kernel down, if its line says so and it is not. A failure is said and survived: the pod comes first, as it
+/// does where a kernel does not know `lockdown=`.
+pub(super) fn raise() {
+    let line = fs::read_to_string("/proc/cmdline").unwrap_or_default();
+    if let Err(error) = try_raise(&line, Path::new(FILE)) {
+        tracing::error!(%error, "the kernel is not locked down: root in this VM can change it");
+    }
+}
+
+fn try_raise(kernel_line: &str, file: &Path) -> Result<(), Error> {
+    let Some(wanted) = kernel_line.split_ascii_whitespace().rev().find_map(|word| word.strip_prefix(WORD))
+    else {
+        return Ok(());
+    };
+    let level = |name: &str| LEVELS.iter().position(|level| *level == name);
+    let Some(rank) = level(wanted) else { return Err(Error::Level(wanted.to_owned())) };
+    let failed = |attempt| move |source| Error::Kernel { attempt, source };
+    let now = fs::read_to_string(file).map_err(failed("read"))?;
+    if level(current(&now)) >= Some(rank) {
+        return Ok(()); // the kernel refuses to be told again
+    }
+    fs::write(file, wanted).map_err(failed("write"))
+}
+
+/// Of `none [integrity] confidentiality`.
+fn current(content: &str) -> &str {
+    content.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map_or("", |(level, _)| level)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::files::testing::TempDir;
+
+    fn after(line: &str, before: &str) -> Result<String, String> {
+        let folder = TempDir::new();
+        let file = folder.path().join("lockdown");
+        fs::write(&file, before).unwrap();
+        try_raise(line, &file).map_err(|error| error.to_string())?;
+        Ok(fs::read_to_string(&file).unwrap())
+    }
+
+    #[test]
+    fn it_is_raised_as_the_line_says_and_never_lowered() {
+        let (open, closed) = ("[none] integrity confidentiality\n", "none [integrity] confidentiality\n");
+        assert_eq!(after("quiet peerpod.lockdown=integrity", open).unwrap(), "integrity");
+        assert_eq!(after("peerpod.lockdown=integrity", closed).unwrap(), closed);
+        assert_eq!(after("peerpod.lockdown=confidentiality", closed).unwrap(), "confidentiality");
+        assert_eq!(
+            after("peerpod.lockdown=integrity peerpod.lockdown=none", open).unwrap(),
+            open,
+            "the last"
+        );
+        assert_eq!(after("lockdown=integrity", open).unwrap(), open, "that is the kernel's own");
+        assert!(after("peerpod.lockdown=high", open).unwrap_err().contains("peerpod.lockdown=high"));
+        let missing = try_raise("peerpod.lockdown=integrity", Path::new("/nonexistent/lockdown"));
+        assert!(missing.unwrap_err().to_string().contains("CONFIG_SECURITY_LOCKDOWN_LSM"));
+    }
+}
