@@ -1,5 +1,5 @@
-//! Which kind of domain can be started here. Tried, not read: starts VMs without a disk, which end by themselves or with
-//! our connection.
+//! Which kind of domain can be started here. Tried, not read: starts VMs that count and end by themselves ([`probe`]), or
+//! with our connection.
 
 use std::time::Duration;
 
@@ -9,15 +9,16 @@ use tokio::time::{Instant, sleep};
 use crate::Shared;
 use crate::config::Acceleration;
 use crate::create::libvirt_is_real;
+use crate::probe;
 use crate::refusal::refuse;
-use crate::rpc::calls::Domain;
+use crate::rpc::calls::{Domain, Volume};
 use crate::rpc::{Connection, RpcError};
 use crate::xml;
 
 /// Between two looks.
 const LOOK: Duration = Duration::from_millis(50);
-/// Firmware finds nothing to boot in a fraction of a second with KVM. When it takes longer one that is emulated shows
-/// whether that is the host's slowness.
+/// With KVM firmware and counting take a fraction of a second. When it is more one VM that is emulated shows whether that is
+/// the host's slowness.
 const COMPARE: Duration = Duration::from_secs(1);
 /// Nothing bad is said of KVM before.
 const LEAST: Duration = Duration::from_secs(10);
@@ -61,7 +62,7 @@ impl Proof {
     fn words(self) -> &'static str {
         match self {
             Proof::Runs => "it works",
-            Proof::Never => "a VM starts with it, and never executes anything",
+            Proof::Never => "a VM starts with it, and executes nothing, or far slower than emulation",
             Proof::Unknown => "a VM starts with it, and did not come to its end; is the host overloaded?",
         }
     }
@@ -112,9 +113,27 @@ impl Shared {
     /// Whether guest code runs in a domain with KVM. That one can be started is no proof: there are hosts whose KVM makes
     /// VMs and never executes an instruction.
     async fn runs(&self, libvirt: &Connection) -> Result<Proof, RpcError> {
-        let domain = self.probe(libvirt, "kvm").await?;
+        let pool = libvirt.pool(&self.config.pool).await?;
+        let name = format!("{}probe.img", self.owner.prefix());
+        if let Some(old) = libvirt.volume(&pool, &name).await? {
+            libvirt.delete_volume(&old).await?;
+        }
+        let xml = xml::volume(&name, "raw", probe::DISK, None);
+        let volume = libvirt.create_volume(&pool, &xml).await?;
+        let outcome = self.try_kvm(libvirt, &volume).await;
+        if let Err(error) = libvirt.delete_volume(&volume).await {
+            // What is left is removed when we start the next time.
+            tracing::warn!(name, "cannot remove the disk that KVM was tried with: {error}");
+        }
+        outcome
+    }
+
+    async fn try_kvm(&self, libvirt: &Connection, volume: &Volume) -> Result<Proof, RpcError> {
+        libvirt.upload(volume, probe::BYTES as u64, probe::sector().as_slice()).await?;
+        let sector = libvirt.volume_path(volume).await?;
+        let domain = self.probe(libvirt, "kvm", &sector).await?;
         let mut emulated = None;
-        let outcome = self.watch(libvirt, &domain, &mut emulated).await;
+        let outcome = self.watch(libvirt, &domain, &sector, &mut emulated).await;
         for domain in [Some(&domain), emulated.as_ref()].into_iter().flatten() {
             match libvirt.destroy(domain).await {
                 // It ends with our connection at the latest.
@@ -132,6 +151,7 @@ impl Shared {
         &self,
         libvirt: &Connection,
         domain: &Domain,
+        sector: &str,
         emulated: &mut Option<Domain>,
     ) -> Result<Proof, RpcError> {
         let (since, mut compared, mut took) = (Instant::now(), None, None);
@@ -142,7 +162,7 @@ impl Shared {
             if compared.is_none() && since.elapsed() >= COMPARE {
                 compared = Some(Instant::now());
                 // Where there is none to compare with, it stays a matter of time.
-                *emulated = self.probe(libvirt, "qemu").await.ok();
+                *emulated = self.probe(libvirt, "qemu", sector).await.ok();
             }
             if let (None, Some(began), Some(other)) = (took, compared, emulated.as_ref())
                 // Without an answer there is nothing to compare with, and no more.
@@ -157,10 +177,10 @@ impl Shared {
         }
     }
 
-    async fn probe(&self, libvirt: &Connection, kind: &str) -> Result<Domain, RpcError> {
+    async fn probe(&self, libvirt: &Connection, kind: &str, sector: &str) -> Result<Domain, RpcError> {
         let nonce = std::time::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos();
         let name = format!("{}probe-{}-{nonce:x}", self.owner.prefix(), std::process::id());
-        libvirt.run_once(&xml::probe(&name, kind, "x86_64", &self.config.machine)).await
+        libvirt.run_once(&xml::probe(&name, kind, "x86_64", &self.config.machine, sector)).await
     }
 }
 

@@ -13,6 +13,7 @@ mod disks;
 mod events;
 mod kind;
 mod marks;
+mod probe;
 mod refusal;
 mod remove;
 pub mod rpc;

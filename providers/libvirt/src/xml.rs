@@ -273,18 +273,21 @@ pub(crate) fn volume(name: &str, format: &str, bytes: u64, backing: Option<(&str
     xml
 }
 
-/// A domain whose firmware finds nothing to boot and resets at once, which ends it: it can only do so where guest code
+/// A domain that boots the disk `sector`, or finds nothing to boot, and resets, which ends it: it can only do so where guest code
 /// truly runs. With the CPU that VMs get, which may be more than the host can do.
-pub(crate) fn probe(name: &str, kind: &str, arch: &str, machine: &str) -> String {
+pub(crate) fn probe(name: &str, kind: &str, arch: &str, machine: &str, sector: &str) -> String {
     format!(
         "<domain type='{kind}'><name>{}</name><memory unit='MiB'>32</memory><vcpu>1</vcpu>\
          <os><type arch='{}' machine='{}'>hvm</type><bootmenu enable='no'/><bios rebootTimeout='0'/></os>\
          <features><acpi/><apic/></features>{}\
-         <on_reboot>destroy</on_reboot><on_crash>destroy</on_crash><devices><controller type='usb' model='none'/><memballoon model='none'/></devices>\
+         <on_reboot>destroy</on_reboot><on_crash>destroy</on_crash><devices>\
+         <disk type='file' device='disk'><driver name='qemu' type='raw'/><source file='{}'/><target dev='vda' bus='virtio'/><readonly/></disk>\
+         <controller type='usb' model='none'/><memballoon model='none'/></devices>\
          </domain>",
         escape(name),
         escape(arch),
         escape(machine),
-        cpu(kind, arch)
+        cpu(kind, arch),
+        escape(sector)
     )
 }

@@ -9,7 +9,8 @@ use std::{
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
     process::Child,
-    time::Duration,
+    thread,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, ensure};
@@ -18,6 +19,10 @@ use crate::{Settings, World, command::run, wait::eventually_blocking};
 
 /// libvirtd asks QEMU what it can do when nobody has asked it before, which takes a while on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(90);
+
+/// A node tries KVM for so long at most, and then some.
+const TRIAL: Duration = Duration::from_secs(60);
+const STEP: Duration = Duration::from_millis(50);
 
 const QEMU_CONF: &str = "user = \"root\"\n\
     group = \"root\"\n\
@@ -253,20 +258,24 @@ impl Libvirtd {
         run("virsh", &[&["-q", "-c", &uri], arguments].concat(), "")
     }
 
-    /// The names of all domains, running or not.
+    /// The names of all domains, running or not. The VM that a node tries KVM with, which ends by itself, is waited for.
     pub fn domains(&self) -> anyhow::Result<Vec<String>> {
-        Ok(self.virsh(&["list", "--all", "--name"])?.split_whitespace().map(str::to_owned).collect())
+        without_trial("probe-", || {
+            Ok(self.virsh(&["list", "--all", "--name"])?.split_whitespace().map(str::to_owned).collect())
+        })
     }
 
-    /// The files of a pool that belong to a VM, not to all.
+    /// The files of a pool that belong to a VM, not to all; as [`Libvirtd::domains`].
     pub fn files(&self, pool: &str) -> anyhow::Result<Vec<String>> {
-        let mut names = Vec::new();
-        for entry in fs::read_dir(self.pool_folder(pool))? {
-            let name = entry?.file_name().to_string_lossy().into_owned();
-            names.extend(Some(name).filter(|name| !name.starts_with("peerpod-base-")));
-        }
-        names.sort();
-        Ok(names)
+        without_trial("probe.img", || {
+            let mut names = Vec::new();
+            for entry in fs::read_dir(self.pool_folder(pool))? {
+                let name = entry?.file_name().to_string_lossy().into_owned();
+                names.extend(Some(name).filter(|name| !name.starts_with("peerpod-base-")));
+            }
+            names.sort();
+            Ok(names)
+        })
     }
 
     /// What UEFI machines keep between boots: files that libvirt itself makes, one for each.
@@ -323,4 +332,16 @@ impl Drop for Libvirtd {
 
 fn uri_of(socket: &Path) -> String {
     format!("qemu+unix:///system?socket={}", socket.display())
+}
+
+/// Looks until nothing with `part` in its name is there, but not for ever: what is left then is for the caller to see.
+fn without_trial(part: &str, look: impl Fn() -> anyhow::Result<Vec<String>>) -> anyhow::Result<Vec<String>> {
+    let deadline = Instant::now() + TRIAL;
+    loop {
+        let names = look()?;
+        if Instant::now() > deadline || !names.iter().any(|name| name.contains(part)) {
+            return Ok(names);
+        }
+        thread::sleep(STEP);
+    }
 }
