@@ -24,7 +24,7 @@ use crate::{
     stages,
 };
 
-const ROUNDS: usize = 5;
+const ROUNDS: usize = 9;
 const PATIENCE: Duration = Duration::from_secs(60);
 const MEMORY: u32 = 512;
 /// What QEMU's own network calls the machine it runs on.
@@ -74,23 +74,27 @@ fn boots(folder: &Path, image: &Path, report: &mut Report) -> anyhow::Result<()>
     let description: serde_json::Value = serde_json::from_slice(&fs::read(image.join("image.json"))?)?;
     let command_line = description["cmdline_emulated"].as_str().context("image.json: no cmdline_emulated")?;
     let bare = bare_initramfs(folder)?;
-    let (mut bare_took, mut ours_took) = (Vec::new(), Vec::new());
+    let (mut bare_took, mut ours_took, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
         have_memory();
         let machine =
             Machine::new(MEMORY).user_network("").kernel(&image.join("vmlinuz"), &bare, command_line);
         let mut running = machine.start(folder)?;
         running.line_blocking("bare: up", PATIENCE)?;
-        bare_took.push(running.began().elapsed().as_secs_f64());
+        let bare = running.began().elapsed().as_secs_f64();
         drop(running);
         have_memory();
-        ours_took.push(first_byte_home(folder, image)?);
+        let ours = first_byte_home(folder, image)?;
+        bare_took.push(bare);
+        ours_took.push(ours);
+        // Turn by turn: what others take of the machine changes more slowly than that.
+        ratios.push(ours / bare);
     }
-    let bare = quantile(&mut bare_took, 0.5).context("no boots")?;
-    let ours = quantile(&mut ours_took, 0.5).context("no boots")?;
+    let median = |figures: &mut Vec<f64>| quantile(figures, 0.5).context("no boots");
+    let (bare, ours, ratio) = (median(&mut bare_took)?, median(&mut ours_took)?, median(&mut ratios)?);
     report.figure("boot_bare_s", bare, Goal::None, "power-on to the one-line init's line; emulated");
     report.figure("guest_boot_s", ours, Goal::None, "power-on to the guest's first byte home; emulated");
-    report.figure("guest_boot_vs_bare", ours / bare, Goal::AtMost(1.3), "the two above; medians in turns");
+    report.figure("guest_boot_vs_bare", ratio, Goal::AtMost(1.3), "the two above, turn by turn; the median");
     Ok(())
 }
 
