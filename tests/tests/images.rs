@@ -17,12 +17,12 @@ use std::{
 
 use base64::{Engine, prelude::BASE64_STANDARD};
 use images_common::{
-    Folder, Image, Layer, LayerBuilder, Packing, Registry, Serving, begin, free_port, hostile,
+    Folder, Image, Layer, LayerBuilder, Packing, Registry, Serving, begin, container, free_port, hostile,
     hostile::{Hostile, answer, for_ever, head},
     inspect, job, layers_in, ordinary, pull,
 };
-use peerpod_client::{AgentClient, Annotations, ContainerSpec};
-use peerpod_proto::agent::{CreateContainerRequest, CreateSandboxRequest, Storage};
+use peerpod_client::{AgentClient, Annotations};
+use peerpod_proto::agent::CreateSandboxRequest;
 use peerpod_tests::{PATIENCE, fresh_id, stop_in_time};
 use peerpod_world::{Daemons, Settings, World, eventually_blocking};
 use serde_json::json;
@@ -414,21 +414,6 @@ fn a_hostile_layer_stays_within_the_image() {
     assert!(seen.starts_with("ininin"), "{seen}");
     assert_eq!(fs::read_dir(&outside.0).unwrap().count(), 0);
     assert!(!Path::new("/tmp/through").exists());
-}
-
-fn container(image: &str, id: &str, arguments: &[&str]) -> CreateContainerRequest {
-    let mut request = ContainerSpec::new(id, arguments)
-        .annotation("io.kubernetes.cri.container-type", "container")
-        .annotation("io.kubernetes.cri.image-name", image)
-        .request();
-    let mut storage = Storage::new();
-    storage.driver = "image_guest_pull".into();
-    storage.source = image.into();
-    storage.fstype = "overlay".into();
-    storage.driver_options = vec!["image_guest_pull={\"metadata\":{}}".into()];
-    storage.mount_point = format!("/run/kata-containers/{id}/rootfs");
-    request.storages.push(storage);
-    request
 }
 
 #[tokio::test(flavor = "multi_thread")]

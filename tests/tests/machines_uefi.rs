@@ -3,8 +3,11 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
+mod images_common;
+
 use std::{ffi::OsStr, fs, net::SocketAddr, time::Duration};
 
+use images_common::{Registry, container, ordinary};
 use peerpod_client::{
     AgentClient, Annotations, ContainerSpec, SHARED_CONTAINERS, ShimClient, copy_file, exec_request,
 };
@@ -19,6 +22,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const PIECE: usize = 1 << 20;
 /// What the image has not, and is given: below [`SHARED_CONTAINERS`], where the shim may put files.
 const BUSYBOX: &str = "busybox";
+const IMAGE: &str = "team/app:v1";
 
 /// A pod in a machine of its own.
 struct Machine {
@@ -74,7 +78,9 @@ fn shell(script: &str) -> [String; 4] {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_away_again() {
     let place = Place::uefi();
-    let mut daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
+    let registry = Registry::for_machines(&place.world, &[(IMAGE, &ordinary())]);
+    let settings = registry.settings(&place.settings, IMAGE);
+    let mut daemons = Daemons::start(&place.world, settings).await.unwrap();
     let machine = Machine::start(&place.world, &daemons).await;
     let machine =
         machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()));
@@ -108,6 +114,16 @@ async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_
     let seen = machine.shell(script).await;
     let seen = seen.unwrap_or_else(|error| panic!("{error:#}\n{}", place.consoles()));
     assert_eq!(seen, "efi\nsystemd\n1\n1\n1\n", "{}", place.consoles());
+
+    // A container's image is on that, and not in memory.
+    let image = format!("{}/{IMAGE}", registry.address);
+    let says = container(&image, "image", &["/bin/sh", "-c", "busybox cat /old/one"]);
+    machine.agent.create_container(&says).await.unwrap();
+    machine.agent.start_container("image").await.unwrap();
+    assert_eq!(machine.agent.output("image", "").await.unwrap().stdout, b"one");
+    let layers = machine.shell("$B ls /var/lib/peerpod/images/l | $B wc -l").await.unwrap();
+    assert_eq!(layers, "3\n");
+    drop(registry);
 
     // An exec that streams, and the node killed in its middle.
     let ticks = shell("while :; do echo tick; $B sleep 0.1; done");

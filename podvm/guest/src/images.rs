@@ -50,20 +50,28 @@ struct Inner {
     settings: config::Images,
     /// What the node said last; none yet: pulls wait for it.
     access: watch::Sender<Option<guest::Images>>,
+    /// Whether the store is what it stays; pulls wait for that, too.
+    is_open: watch::Sender<bool>,
     /// Pulls under way.
     running: Mutex<Running>,
     places: Semaphore,
 }
 
 impl Images {
-    /// Nothing is pulled before [`Images::access`].
+    /// Nothing is pulled before [`Images::access`] and [`Images::open`].
     pub(crate) fn new(settings: &config::Images) -> Images {
         Images(Arc::new(Inner {
             settings: settings.clone(),
             access: watch::Sender::new(None),
+            is_open: watch::Sender::new(false),
             running: Mutex::default(),
             places: Semaphore::new(AT_ONCE),
         }))
+    }
+
+    /// The store is there: its disk is mounted, or will not be.
+    pub(crate) fn open(&self) {
+        self.0.is_open.send_replace(true);
     }
 
     /// Serves the agent for as long as the answer lives.
@@ -156,6 +164,7 @@ impl Images {
         let mut access = self.0.access.subscribe();
         let gone = || Error::new(Cause::Internal, "the guest program ends");
         let access = access.wait_for(Option::is_some).await.map_err(|_| gone())?.clone().unwrap_or_default();
+        self.0.is_open.subscribe().wait_for(|is_open| *is_open).await.map_err(|_| gone())?;
         let _place = self.0.places.acquire().await.map_err(|_| gone())?;
         let mut plain_http = settings.plain_http.clone();
         plain_http.extend(access.plain_http);

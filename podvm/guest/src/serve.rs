@@ -32,6 +32,7 @@ use crate::{
     sources,
     status::{self, Status},
     uplink::{self, Watcher},
+    volumes::scratch,
 };
 
 /// The agent, and all that can wait, wait so long for home to be called: with one processor they would come before it.
@@ -111,6 +112,7 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
 
     let agent_task = tokio::spawn({
         let (agent, status, identity) = (agent.clone(), status.clone(), identity.clone());
+        let state_dir = settings.state_dir.clone();
         async move {
             if !restarted {
                 status.called(FIRST_WORD).await;
@@ -119,6 +121,16 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
                 init::go_on();
                 complete().await;
             }
+            // Beside the agent: pulls wait for it, and nobody else.
+            tokio::spawn({
+                let (images, status) = (images.clone(), status.clone());
+                async move {
+                    if init::is_ours() && status::in_first_pid_namespace() {
+                        status.note("disk", scratch::mount(&state_dir).await.err());
+                    }
+                    images.open();
+                }
+            });
             // Before the agent: it looks for the socket once, at its start.
             let _images = images.serve().await.unwrap_or_else(|error| {
                 // Pods whose images come otherwise must run.

@@ -4,7 +4,7 @@
 //! mounts it is mounted here, below [`SHARES`], and the agent is told of a folder: it writes down what it is told.
 //!
 //! May look at disks, run the makers of file systems on a disk that is provably empty, mount a volume for a moment below
-//! [`MOMENT`], and such shares below [`SHARES`].
+//! [`MOMENT`], and such shares below [`SHARES`]. The disk that the VM has for itself is [`scratch`]'s.
 
 use std::{
     collections::BTreeMap,
@@ -25,6 +25,7 @@ mod fill;
 mod find;
 mod make;
 mod moment;
+pub(crate) mod scratch;
 mod shares;
 mod signed_in;
 

@@ -17,6 +17,8 @@ const PULL: &str = "usr/local/bin/peerpod-pull";
 /// started by the agent: the guest program does it, in order.
 const AGENT_CONFIG: &str =
     "server_addr = \"unix:///run/peerpod/agent.sock\"\nguest_components_procs = \"none\"\n";
+/// Where the VM has a disk for itself, it is mounted on /var/lib/peerpod; all else is the guest program's defaults.
+const SETTINGS: &str = "{\"version\":1,\"images\":{\"store\":\"/var/lib/peerpod/images\"}}\n";
 /// Said on the console at each boot by the test agent.
 const NOTICE_PATH: &str = "etc/peerpod/test-agent";
 const NOTICE: &str =
@@ -68,8 +70,7 @@ impl Parts {
             tree.add_file(path, from)?;
             check_static(tree, path, from)?;
         }
-        // Its default settings are the image's. The file says that they were meant.
-        tree.file("etc/peerpod/guest.json", 0o644, *b"{\"version\":1}\n");
+        tree.file("etc/peerpod/guest.json", 0o644, SETTINGS.as_bytes());
         self.sources(tree)?;
         if let Some(folder) = &self.guest_components {
             tree.add_folder("", folder).context("--guest-components")?;

@@ -218,7 +218,8 @@ fn the_disk_is_the_same_twice_in_every_format_and_all_of_it_is_roots() {
         &[tree.to_str().unwrap(), "(", "!", "-uid", "0", "-o", "!", "-gid", "0", "-o", "-perm", "/6000", ")"],
     );
     assert_eq!(others, "", "not root's, or set-id");
-    for (path, content) in [("etc/machine-id", ""), ("etc/peerpod/guest.json", "{\"version\":1}\n")] {
+    let settings = "{\"version\":1,\"images\":{\"store\":\"/var/lib/peerpod/images\"}}\n";
+    for (path, content) in [("etc/machine-id", ""), ("etc/peerpod/guest.json", settings)] {
         assert_eq!(fs::read_to_string(tree.join(path)).unwrap(), content);
     }
     for line in fs::read_to_string(tree.join("etc/passwd")).unwrap().lines() {

@@ -157,7 +157,8 @@ impl LibvirtConfig {
         let root_disk_gib = section.get(
             "root-disk-gib",
             "0",
-            "least size of the root disk in GiB, 0: the image's; with `kernel`: of an empty disk, 0: none",
+            "least size of the root disk in GiB, 0: the image's; with `kernel`: of an empty disk for \
+             containers' images, 0: none, they are in memory",
         );
         let vcpus: u32 = section.get("vcpus", "2", "virtual CPUs of a pod that asks for none");
         let memory_mib: u64 = section.get("memory-mib", "2048", "memory in MiB of a pod that asks for none");

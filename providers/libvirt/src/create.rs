@@ -24,8 +24,9 @@ pub(crate) const SEED: &str = ".seed.img";
 pub(crate) const CONSOLE: &str = ".console";
 /// All of them.
 pub(crate) const FILES: [&str; 4] = [ROOT, USER_DATA, SEED, CONSOLE];
-/// The serial of an empty root disk beside a kernel.
 const ROOT_SERIAL: &str = "peerpod-root";
+/// Of the empty disk beside a kernel: the guest, which the kernel's line tells, keeps containers' images on it.
+const SCRATCH_SERIAL: &str = "peerpod-scratch";
 const SEED_SERIAL: &str = "peerpod-seed";
 
 /// What must be known before a domain can be written down.
@@ -281,7 +282,8 @@ impl Shared {
         };
         let mut disks = Vec::new();
         if boots || self.config.root_disk_gib > 0 {
-            disks.push(own(file(ROOT), "qcow2", ROOT_SERIAL, false));
+            let serial = if boots { ROOT_SERIAL } else { SCRATCH_SERIAL };
+            disks.push(own(file(ROOT), "qcow2", serial, false));
         }
         if self.config.user_data == UserData::NoCloud {
             disks.push(own(file(SEED), "raw", SEED_SERIAL, true));
@@ -365,11 +367,7 @@ impl Shared {
         {
             cards.push((identity.mac(1), second.clone()));
         }
-        let cmdline = plan.kernel.as_ref().map(|(_, _, cmdline)| match kind {
-            // The emulated timer is late under load, and the kernel would take it for broken.
-            "qemu" if !cmdline.contains("no_timer_check") => format!("{cmdline} no_timer_check"),
-            _ => cmdline.clone(),
-        });
+        let cmdline = plan.kernel.as_ref().map(|(_, _, cmdline)| self.cmdline(cmdline, kind));
         let firmware = match &self.config.boot {
             Boot::Disk { firmware, .. } => firmware,
             _ => &Firmware::Efi,
@@ -404,6 +402,18 @@ impl Shared {
             confidential,
         };
         machine.xml()
+    }
+
+    fn cmdline(&self, configured: &str, kind: &str) -> String {
+        let mut line = configured.to_owned();
+        // The emulated timer is late under load, and the kernel would take it for broken.
+        if kind == "qemu" && !line.contains("no_timer_check") {
+            line += " no_timer_check";
+        }
+        if self.config.root_disk_gib > 0 {
+            line = format!("{line} peerpod.scratch={SCRATCH_SERIAL}");
+        }
+        line
     }
 
     /// The VM's own files, each made whole or found whole.

@@ -11,6 +11,7 @@ use tokio::sync::broadcast::error::RecvError;
 use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::Shared;
+use crate::kind::is_trial;
 use crate::marks::words;
 use crate::rpc::calls::Domain;
 use crate::rpc::xdr::Uuid;
@@ -93,7 +94,7 @@ async fn hear(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcErro
                 }
                 match event {
                     // The probe of KVM is none of the VMs.
-                    STARTED if !domain.name.contains("-probe-") => shared.running(&domain),
+                    STARTED if !is_trial(&domain) => shared.running(&domain),
                     STOPPED => shared.has_ended(&domain.uuid, stopped(detail)),
                     _ => {}
                 }
@@ -119,7 +120,7 @@ async fn compare(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcE
             Err(error) if error.is_absent() => continue,
             other => other?,
         };
-        if state.is_on() && !domain.name.contains("-probe-") {
+        if state.is_on() && !is_trial(domain) {
             shared.running(domain);
         } else if before.contains(&domain.uuid) {
             shared.has_ended(&domain.uuid, state.words());

@@ -15,6 +15,10 @@ use crate::rpc::calls::{Domain, Volume};
 use crate::rpc::{Connection, RpcError};
 use crate::xml;
 
+const ATTEMPT: &str = "find out whether KVM works";
+/// What its VMs are called, behind our owner's prefix, and their disk.
+const TRIAL: &str = "probe-";
+const DISK: &str = ".img";
 /// Between two looks.
 const LOOK: Duration = Duration::from_millis(50);
 /// With KVM firmware and counting take a fraction of a second. When it is more one VM that is emulated shows whether that is
@@ -92,16 +96,14 @@ impl Shared {
         let (found, is_sure) = if wanted == Acceleration::Emulated {
             (Ok("qemu"), true)
         } else {
-            let (why, is_sure) = match self.runs(libvirt).await {
+            let (why, is_sure) = match self.runs(libvirt).await? {
                 Ok(Proof::Runs) => (None, true),
                 Ok(proof) => (Some(proof.words().to_owned()), proof == Proof::Never),
-                Err(error) if error.code().is_none() => {
-                    return Err(refuse("find out whether KVM works", error));
-                }
+                Err(error) if error.code().is_none() => return Err(refuse(ATTEMPT, error)),
                 // Of a host that is short of something just now it is no proof, either.
                 Err(error) => {
                     let text = error.to_string();
-                    (Some(text), refuse("find out whether KVM works", error).class() == "invalid")
+                    (Some(text), refuse(ATTEMPT, error).class() == "invalid")
                 }
             };
             (judged(wanted, why, is_sure), is_sure)
@@ -111,29 +113,57 @@ impl Shared {
     }
 
     /// Whether guest code runs in a domain with KVM. That one can be started is no proof: there are hosts whose KVM makes
-    /// VMs and never executes an instruction.
-    async fn runs(&self, libvirt: &Connection) -> Result<Proof, RpcError> {
-        let pool = libvirt.pool(&self.config.pool).await?;
-        let name = format!("{}probe.img", self.owner.prefix());
-        if let Some(old) = libvirt.volume(&pool, &name).await? {
-            libvirt.delete_volume(&old).await?;
-        }
-        let xml = xml::volume(&name, "raw", probe::DISK, None);
-        let volume = libvirt.create_volume(&pool, &xml).await?;
-        let outcome = self.try_kvm(libvirt, &volume).await;
-        if let Err(error) = libvirt.delete_volume(&volume).await {
-            // What is left is removed when we start the next time.
-            tracing::warn!(name, "cannot remove the disk that KVM was tried with: {error}");
-        }
-        outcome
+    /// VMs and never executes an instruction. Within: what libvirt says of such a domain.
+    ///
+    /// # Errors
+    /// Without a disk to boot nothing was learnt of KVM.
+    async fn runs(&self, libvirt: &Connection) -> Result<Result<Proof, RpcError>, Error> {
+        let name = self.trial();
+        let fail = |error| refuse(&format!("{ATTEMPT}: make a disk in pool {}", self.config.pool), error);
+        let (volume, sector) = self.sector(libvirt, &name).await.map_err(fail)?;
+        let outcome = self.try_kvm(libvirt, &name, &sector).await;
+        discard(libvirt, &volume).await;
+        Ok(outcome)
     }
 
-    async fn try_kvm(&self, libvirt: &Connection, volume: &Volume) -> Result<Proof, RpcError> {
-        libvirt.upload(volume, probe::BYTES as u64, probe::sector().as_slice()).await?;
-        let sector = libvirt.volume_path(volume).await?;
-        let domain = self.probe(libvirt, "kvm", &sector).await?;
+    /// A name that no other process of our owner has.
+    fn trial(&self) -> String {
+        let nonce = std::time::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos();
+        format!("{}{TRIAL}{}-{nonce:x}", self.owner.prefix(), std::process::id())
+    }
+
+    /// The disk that such a VM boots, and where the host has it.
+    async fn sector(&self, libvirt: &Connection, name: &str) -> Result<(Volume, String), RpcError> {
+        let pool = libvirt.pool(&self.config.pool).await?;
+        // Disks of processes that were killed: their VMs ended with their connections. One that has no VM yet may be hit,
+        // too; its process tries again.
+        let trials = format!("{}{TRIAL}", self.owner.prefix());
+        let domains = libvirt.domains().await?;
+        for volume in libvirt.volumes(&pool).await? {
+            let Some(of) = volume.name.strip_suffix(DISK).filter(|name| name.starts_with(&trials)) else {
+                continue;
+            };
+            if domains.iter().all(|domain| domain.name != of) {
+                discard(libvirt, &volume).await;
+            }
+        }
+        let xml = xml::volume(&format!("{name}{DISK}"), "raw", probe::DISK, None);
+        let volume = libvirt.create_volume(&pool, &xml).await?;
+        let filled = libvirt.upload(&volume, probe::BYTES as u64, probe::sector().as_slice()).await;
+        let path = match filled {
+            Ok(()) => libvirt.volume_path(&volume).await,
+            Err(error) => Err(error),
+        };
+        if path.is_err() {
+            discard(libvirt, &volume).await;
+        }
+        Ok((volume, path?))
+    }
+
+    async fn try_kvm(&self, libvirt: &Connection, name: &str, sector: &str) -> Result<Proof, RpcError> {
+        let domain = self.probe(libvirt, name, "kvm", sector).await?;
         let mut emulated = None;
-        let outcome = self.watch(libvirt, &domain, &sector, &mut emulated).await;
+        let outcome = self.watch(libvirt, &domain, sector, &mut emulated).await;
         for domain in [Some(&domain), emulated.as_ref()].into_iter().flatten() {
             match libvirt.destroy(domain).await {
                 // It ends with our connection at the latest.
@@ -162,7 +192,7 @@ impl Shared {
             if compared.is_none() && since.elapsed() >= COMPARE {
                 compared = Some(Instant::now());
                 // Where there is none to compare with, it stays a matter of time.
-                *emulated = self.probe(libvirt, "qemu", sector).await.ok();
+                *emulated = self.probe(libvirt, &self.trial(), "qemu", sector).await.ok();
             }
             if let (None, Some(began), Some(other)) = (took, compared, emulated.as_ref())
                 // Without an answer there is nothing to compare with, and no more.
@@ -177,11 +207,27 @@ impl Shared {
         }
     }
 
-    async fn probe(&self, libvirt: &Connection, kind: &str, sector: &str) -> Result<Domain, RpcError> {
-        let nonce = std::time::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos();
-        let name = format!("{}probe-{}-{nonce:x}", self.owner.prefix(), std::process::id());
-        libvirt.run_once(&xml::probe(&name, kind, "x86_64", &self.config.machine, sector)).await
+    async fn probe(
+        &self,
+        libvirt: &Connection,
+        name: &str,
+        kind: &str,
+        sector: &str,
+    ) -> Result<Domain, RpcError> {
+        libvirt.run_once(&xml::probe(name, kind, "x86_64", &self.config.machine, sector)).await
     }
+}
+
+/// What is left is removed by the next trial.
+async fn discard(libvirt: &Connection, volume: &Volume) {
+    if let Err(error) = libvirt.delete_volume(volume).await {
+        tracing::warn!(name = volume.name, "cannot remove a disk that KVM was tried with: {error}");
+    }
+}
+
+/// Whether a domain, of whichever of our nodes, was made to try KVM with.
+pub(crate) fn is_trial(domain: &Domain) -> bool {
+    domain.name.contains(&format!("-{TRIAL}"))
 }
 
 /// What follows for creates. `why`: what is wrong with KVM.

@@ -2,7 +2,8 @@
 //! code does, and resets the machine. Firmware alone is no proof: there are hosts whose KVM emulates what runs in it, one
 //! instruction after the other. There firmware comes to its end, and no kernel ever does.
 
-/// So many times it counts. QEMU's emulation needs half a second for it, a processor less than a third of that.
+/// So many times it counts. QEMU's emulation needs half a second for it; a processor, which does about a round each cycle,
+/// should need a tenth.
 const ROUNDS: u32 = 1 << 28;
 /// Of a sector.
 pub(crate) const BYTES: usize = 512;

@@ -4,7 +4,7 @@ use peerpod_provider_api::Error;
 
 use crate::rpc::{RpcError, code};
 
-/// Texts of QEMU and libvirt that mean more than their error number, and what helps.
+/// Texts of QEMU and libvirt that mean more than their error number, and what helps. `*` stands for a name.
 const WORDS: &[(&str, Class, &str)] = &[
     (
         "Failed to get \"write\" lock",
@@ -26,7 +26,7 @@ const WORDS: &[(&str, Class, &str)] = &[
     ("Cannot allocate memory", Class::Memory, "stop VMs, or ask for smaller ones"),
     ("cannot set up guest memory", Class::Memory, "stop VMs, or ask for smaller ones"),
     ("Could not access KVM kernel module", Class::Never, "set provider.libvirt.acceleration to emulated"),
-    ("network is not active", Class::Never, "start it: virsh net-start NAME"),
+    ("network '*' is not active", Class::Never, "start it: virsh net-start NAME"),
     (
         "Network not found",
         Class::Never,
@@ -37,7 +37,7 @@ const WORDS: &[(&str, Class, &str)] = &[
         Class::Never,
         "define and start it (virsh pool-define-as, pool-start), or set provider.libvirt.pool",
     ),
-    ("storage pool is not active", Class::Never, "start it: virsh pool-start NAME"),
+    ("storage pool '*' is not active", Class::Never, "start it: virsh pool-start NAME"),
     ("Image is not in qcow2 format", Class::Never, "the image is no qcow2"),
     ("Could not open", Class::Never, "is the file there, and may QEMU's user read it?"),
     ("Cannot access storage file", Class::Never, "is the file there, and may QEMU's user read it?"),
@@ -73,7 +73,7 @@ pub(crate) fn refuse(attempt: &str, error: RpcError) -> Error {
         RpcError::Refused(_) => return Error::Auth { text },
         RpcError::Failed(failure) => failure,
     };
-    if let Some((_, class, help)) = WORDS.iter().find(|(words, _, _)| failure.text.contains(words)) {
+    if let Some((_, class, help)) = WORDS.iter().find(|(words, _, _)| says(&failure.text, words)) {
         let text = format!("{text}; {help}");
         return match class {
             Class::Busy | Class::Wait => Error::transient(text),
@@ -100,6 +100,11 @@ pub(crate) fn refuse(attempt: &str, error: RpcError) -> Error {
     }
 }
 
+fn says(text: &str, words: &str) -> bool {
+    let after = words.split('*').try_fold(text, |rest, part| rest.split_once(part).map(|(_, after)| after));
+    after.is_some()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -123,6 +128,8 @@ mod tests {
                 "provider.libvirt.network",
             ),
             (49, "Storage pool not found: no storage pool", "invalid", "provider.libvirt.pool"),
+            (55, "storage pool 'x' is not active", "invalid", "virsh pool-start"),
+            (55, "network 'x' is not active", "invalid", "virsh net-start"),
             (42, "Domain not found", "not_found", ""),
             (88, "access denied", "auth", "group libvirt"),
             (68, "Timed out during operation", "transient", ""),

@@ -137,6 +137,34 @@ async fn a_pool_that_is_full_says_so() {
     assert!(Command::new("umount").arg("-l").arg(&folder).status().unwrap().success());
 }
 
+/// Whether KVM works is tried with a disk in the pool. Where none can be made nothing was learnt of KVM.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pool_that_is_not_started_is_no_proof_against_kvm_and_old_trials_are_swept() {
+    let place = Place::new();
+    let made = create(&*place.provider(), 1).await;
+    let domain = place.libvirtd.domains().unwrap().remove(0);
+    let (prefix, _) = domain.rsplit_once('-').unwrap();
+    let left = format!("{prefix}-probe-1-1.img");
+    place.libvirtd.virsh(&["vol-create-as", POOL, &left, "1M", "--format", "raw"]).unwrap();
+    place.provider().delete(&made.id).await.unwrap();
+    let provider = place.provider_with(&[("acceleration", "kvm")]);
+    place.libvirtd.virsh(&["pool-destroy", POOL]).unwrap();
+    let text = text_of(provider.create(&request("pod"), &key(1)).await, "invalid");
+    for part in ["find out whether KVM works", &format!("pool {POOL}"), "virsh pool-start"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    place.libvirtd.virsh(&["pool-start", POOL]).unwrap();
+    // Now it is tried, whatever this host's KVM can do.
+    match provider.create(&request("pod"), &key(1)).await {
+        Ok(made) => provider.delete(&made.id).await.unwrap(),
+        Err(error) => {
+            let text = error.to_string();
+            assert!(text.contains("no VM can be started with KVM") && !text.contains("pool"), "{text}");
+        }
+    }
+    place.assert_clean();
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn user_data_are_readable_by_nobody_else_and_stand_in_no_command_line() {
     let place = Place::new();

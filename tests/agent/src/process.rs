@@ -188,9 +188,9 @@ fn command(specification: &Specification, rootfs: Option<&Path>) -> ttrpc::Resul
     let (program, arguments) =
         specification.Args.split_first().ok_or_else(|| error::invalid("the process has no arguments"))?;
     let mut command = match program.as_str() {
-        // `chroot` of coreutils does in the child what would need unsafe code here.
+        // A program of its own does in the child what would need unsafe code here; the VM's image has no chroot(1).
         program if rootfs.is_some() => {
-            let mut command = Command::new("chroot");
+            let mut command = tool(&["chroot"]);
             command.arg(rootfs.unwrap_or(Path::new("/"))).arg(program);
             command
         }

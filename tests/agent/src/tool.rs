@@ -4,6 +4,8 @@
 use std::{
     io::{Read, Write},
     net::{Ipv6Addr, SocketAddr, TcpListener, TcpStream},
+    os::unix::process::CommandExt,
+    process::Command,
     thread,
     time::Duration,
 };
@@ -13,16 +15,23 @@ use anyhow::{Context, bail};
 /// In an emulated machine, too.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// `page PORT` serves a page with the asker's address until it is ended; `fetch ADDRESS:PORT` prints one; `pause` waits to
+/// `chroot FOLDER PROGRAM …` becomes the program, with the folder as its root; `page PORT` serves a page with the asker's address until it is ended; `fetch ADDRESS:PORT` prints one; `pause` waits to
 /// be ended.
 pub(crate) fn run(arguments: &[String]) -> anyhow::Result<()> {
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["chroot", folder, program, ref arguments @ ..] => {
+            nix::unistd::chroot(folder).with_context(|| format!("enter {folder}"))?;
+            let error = Command::new(program).args(arguments).current_dir("/").exec();
+            Err(error).with_context(|| format!("run {program} in {folder}"))
+        }
         ["page", port] => serve(port.parse().with_context(|| format!("{port} is not a port"))?),
         ["fetch", address] => fetch(address.parse().with_context(|| format!("{address} is not an address"))?),
         ["pause"] => loop {
             thread::park();
         },
-        _ => bail!("tool page PORT | tool fetch ADDRESS:PORT | tool pause"),
+        _ => bail!(
+            "tool chroot FOLDER PROGRAM [ARGUMENT …] | tool page PORT | tool fetch ADDRESS:PORT | tool pause"
+        ),
     }
 }
 

@@ -13,8 +13,10 @@ use std::{
     sync::atomic::{AtomicU32, Ordering},
 };
 
+use peerpod_client::ContainerSpec;
+use peerpod_proto::agent::{CreateContainerRequest, Storage};
 use peerpod_tests::PATIENCE;
-use peerpod_world::{binary, eventually_blocking};
+use peerpod_world::{Settings, World, binary, eventually_blocking};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
@@ -314,6 +316,20 @@ impl Registry {
         registry
     }
 
+    /// Beside the node, where machines that boot reach it.
+    pub fn for_machines(world: &World, images: &[(&str, &Image)]) -> Registry {
+        let address = SocketAddr::from(([10, 97, 0, 1], free_port().port()));
+        let serving = Serving { at: Some((world.node().name(), address)), ..Serving::default() };
+        tokio::task::block_in_place(|| Registry::start(images, &serving))
+    }
+
+    /// Settings of a node whose VMs trust it, and fetch this image of it as soon as they can.
+    pub fn settings(&self, settings: &Settings, early: &str) -> Settings {
+        let address = self.address.to_string();
+        let settings = settings.clone().set("node.prefetch-images", format!("{address}/{early}"));
+        settings.set("node.plain-http-registries", address)
+    }
+
     pub fn log(&self) -> String {
         fs::read_to_string(self.folder.join("log")).unwrap_or_default()
     }
@@ -419,4 +435,20 @@ pub fn layers_in(store: &Path) -> (usize, Vec<PathBuf>) {
         fs::read_dir(store.join(name)).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
     };
     (entries("l").len(), entries("t"))
+}
+
+/// As the shim asks for a container whose image the VM pulls.
+pub fn container(image: &str, id: &str, arguments: &[&str]) -> CreateContainerRequest {
+    let mut request = ContainerSpec::new(id, arguments)
+        .annotation("io.kubernetes.cri.container-type", "container")
+        .annotation("io.kubernetes.cri.image-name", image)
+        .request();
+    let mut storage = Storage::new();
+    storage.driver = "image_guest_pull".into();
+    storage.source = image.into();
+    storage.fstype = "overlay".into();
+    storage.driver_options = vec!["image_guest_pull={\"metadata\":{}}".into()];
+    storage.mount_point = format!("/run/kata-containers/{id}/rootfs");
+    request.storages.push(storage);
+    request
 }

@@ -46,6 +46,11 @@ impl Settings {
         Settings(Value::Object(Map::new()))
     }
 
+    /// A setting that is a text.
+    pub fn text(&self, key: &str) -> Option<&str> {
+        key.split('.').try_fold(&self.0, |place, part| place.get(part))?.as_str()
+    }
+
     /// Sets one, by its dotted key.
     pub fn set(mut self, key: &str, value: impl Into<Value>) -> Settings {
         let mut place = &mut self.0;

@@ -260,14 +260,14 @@ impl Libvirtd {
 
     /// The names of all domains, running or not. The VM that a node tries KVM with, which ends by itself, is waited for.
     pub fn domains(&self) -> anyhow::Result<Vec<String>> {
-        without_trial("probe-", || {
+        without_trial(|| {
             Ok(self.virsh(&["list", "--all", "--name"])?.split_whitespace().map(str::to_owned).collect())
         })
     }
 
     /// The files of a pool that belong to a VM, not to all; as [`Libvirtd::domains`].
     pub fn files(&self, pool: &str) -> anyhow::Result<Vec<String>> {
-        without_trial("probe.img", || {
+        without_trial(|| {
             let mut names = Vec::new();
             for entry in fs::read_dir(self.pool_folder(pool))? {
                 let name = entry?.file_name().to_string_lossy().into_owned();
@@ -334,12 +334,12 @@ fn uri_of(socket: &Path) -> String {
     format!("qemu+unix:///system?socket={}", socket.display())
 }
 
-/// Looks until nothing with `part` in its name is there, but not for ever: what is left then is for the caller to see.
-fn without_trial(part: &str, look: impl Fn() -> anyhow::Result<Vec<String>>) -> anyhow::Result<Vec<String>> {
+/// Looks until nothing is there of a trial of KVM, but not for ever: what is left then is for the caller to see.
+fn without_trial(look: impl Fn() -> anyhow::Result<Vec<String>>) -> anyhow::Result<Vec<String>> {
     let deadline = Instant::now() + TRIAL;
     loop {
         let names = look()?;
-        if Instant::now() > deadline || !names.iter().any(|name| name.contains(part)) {
+        if Instant::now() > deadline || !names.iter().any(|name| name.contains("probe-")) {
             return Ok(names);
         }
         thread::sleep(STEP);
