@@ -63,6 +63,17 @@ impl Machine {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
+    /// A container of the image that the registry has, whose layers are where they are to be.
+    async fn runs(&self, registry: &Registry) {
+        let image = format!("{}/{IMAGE}", registry.address);
+        let says = container(&image, "image", &["/bin/sh", "-c", "busybox cat /old/one"]);
+        self.agent.create_container(&says).await.unwrap();
+        self.agent.start_container("image").await.unwrap();
+        assert_eq!(self.agent.output("image", "").await.unwrap().stdout, b"one");
+        let layers = self.shell("$B ls /var/lib/peerpod/images/l | $B wc -l").await.unwrap();
+        assert_eq!(layers, "3\n");
+    }
+
     /// In the shell that it was given; `$B` is all that the shell has not built in.
     async fn shell(&self, script: &str) -> anyhow::Result<String> {
         self.run(&shell(script).each_ref().map(String::as_str)).await
@@ -116,13 +127,7 @@ async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_
     assert_eq!(seen, "efi\nsystemd\n1\n1\n1\n", "{}", place.consoles());
 
     // A container's image is on that, and not in memory.
-    let image = format!("{}/{IMAGE}", registry.address);
-    let says = container(&image, "image", &["/bin/sh", "-c", "busybox cat /old/one"]);
-    machine.agent.create_container(&says).await.unwrap();
-    machine.agent.start_container("image").await.unwrap();
-    assert_eq!(machine.agent.output("image", "").await.unwrap().stdout, b"one");
-    let layers = machine.shell("$B ls /var/lib/peerpod/images/l | $B wc -l").await.unwrap();
-    assert_eq!(layers, "3\n");
+    machine.runs(&registry).await;
     drop(registry);
 
     // An exec that streams, and the node killed in its middle.
@@ -152,6 +157,25 @@ async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_
     let cause = cause.await.unwrap_or_else(|error| panic!("{error:#}\n{}", place.consoles()));
     assert!(cause.contains("has ended: it was shut down or powered itself off"), "{cause}");
     assert!(cause.contains("power button was pressed"), "its console is told: {cause}");
+    stop_promptly(&machine.shim, &machine.id).await.unwrap();
+    daemons.gone(&machine.id, PATIENCE).await.unwrap();
+    place.assert_clean();
+}
+
+/// Nothing is left for a partition: images are in memory, and the boot waits for no disk.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_disk_that_is_no_larger_than_its_image_is_a_machine_all_the_same() {
+    let mut place = Place::uefi();
+    place.settings = place.settings.set("provider.libvirt.root-disk-gib", 0);
+    let registry = Registry::for_machines(&place.world, &[(IMAGE, &ordinary())]);
+    let settings = registry.settings(&place.settings, IMAGE);
+    let daemons = Daemons::start(&place.world, settings).await.unwrap();
+    let machine = Machine::start(&place.world, &daemons).await;
+    let machine =
+        machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()));
+    let scratch = machine.shell("$B grep -c ' /var/lib/peerpod ' /proc/mounts || true").await.unwrap();
+    assert_eq!(scratch, "0\n");
+    machine.runs(&registry).await;
     stop_promptly(&machine.shim, &machine.id).await.unwrap();
     daemons.gone(&machine.id, PATIENCE).await.unwrap();
     place.assert_clean();
