@@ -13,6 +13,8 @@ use serde::Deserialize;
 /// Where the image keeps the file.
 pub(crate) const PATH: &str = "/etc/peerpod/guest.json";
 const VERSION: u32 = 1;
+/// Where images are unless the image says another place: in memory.
+pub(crate) const STORE: &str = "/run/peerpod/images";
 const MAX_LEN: u64 = 64 << 10;
 
 /// What the image says.
@@ -83,7 +85,7 @@ impl Default for Images {
         Images {
             serve: true,
             socket: "/run/confidential-containers/cdh.sock".into(),
-            store: "/run/peerpod/images".into(),
+            store: STORE.into(),
             plain_http: Vec::new(),
             ca_files: vec!["/etc/ssl/certs/ca-certificates.crt".into()],
             limits: peerpod_image_job::Limits::default(),

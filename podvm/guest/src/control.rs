@@ -131,10 +131,15 @@ fn filled(reply: &mut Reply, fill: Result<VolumeFill, Fault>) -> Result<(), Stri
     }
 }
 
-/// Tells the node of every change of the agent, unasked: a Reply to no request, with the status.
-pub(crate) async fn report_agent(agent: Arc<Agent>, status: Arc<Status>, handle: EndpointHandle) {
-    let mut phase = agent.watch();
-    while phase.changed().await.is_ok() {
+/// Tells the node of every change of the agent, and of what else is to be said at once, unasked: a Reply to no request, with
+/// the status.
+pub(crate) async fn report(agent: Arc<Agent>, status: Arc<Status>, handle: EndpointHandle) {
+    let (mut phase, said) = (agent.watch(), status.said());
+    loop {
+        tokio::select! {
+            changed = phase.changed() => if changed.is_err() { break },
+            () = said.notified() => {}
+        }
         tell(&status, &handle);
     }
 }

@@ -8,6 +8,7 @@ use std::{
     collections::HashMap,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
 use async_trait::async_trait;
@@ -20,6 +21,7 @@ use peerpod_proto::{
 use tokio::{
     net::UnixListener,
     sync::{Semaphore, watch},
+    time::timeout,
 };
 use ttrpc::{
     Code,
@@ -35,6 +37,8 @@ const VERSION: u32 = 1;
 const AT_ONCE: usize = 2;
 /// Images to be fetched beforehand, and pulls that somebody waits for.
 const MOST: usize = 64;
+/// Making the store's disk ready has deadlines of its own, which are shorter.
+const OPENS: Duration = Duration::from_secs(90);
 /// A name is at most a registry's, a repository's and a digest.
 const MAX_NAME: usize = 1024;
 
@@ -50,8 +54,8 @@ struct Inner {
     settings: config::Images,
     /// What the node said last; none yet: pulls wait for it.
     access: watch::Sender<Option<guest::Images>>,
-    /// Whether the store is what it stays; pulls wait for that, too.
-    is_open: watch::Sender<bool>,
+    /// Whether the store is what it stays, or why there is none; pulls wait for that, too.
+    is_open: watch::Sender<Option<Result<(), String>>>,
     /// Pulls under way.
     running: Mutex<Running>,
     places: Semaphore,
@@ -63,15 +67,20 @@ impl Images {
         Images(Arc::new(Inner {
             settings: settings.clone(),
             access: watch::Sender::new(None),
-            is_open: watch::Sender::new(false),
+            is_open: watch::Sender::new(None),
             running: Mutex::default(),
             places: Semaphore::new(AT_ONCE),
         }))
     }
 
-    /// The store is there: its disk is mounted, or will not be.
-    pub(crate) fn open(&self) {
-        self.0.is_open.send_replace(true);
+    /// Where they are kept.
+    pub(crate) fn store(&self) -> &Path {
+        &self.0.settings.store
+    }
+
+    /// The store is there: its disk is mounted, or will not be. Or nothing can be kept, and every pull is told why.
+    pub(crate) fn open(&self, is_there: Result<(), String>) {
+        self.0.is_open.send_replace(Some(is_there));
     }
 
     /// Serves the agent for as long as the answer lives.
@@ -164,7 +173,11 @@ impl Images {
         let mut access = self.0.access.subscribe();
         let gone = || Error::new(Cause::Internal, "the guest program ends");
         let access = access.wait_for(Option::is_some).await.map_err(|_| gone())?.clone().unwrap_or_default();
-        self.0.is_open.subscribe().wait_for(|is_open| *is_open).await.map_err(|_| gone())?;
+        let mut is_open = self.0.is_open.subscribe();
+        let is_open = timeout(OPENS, is_open.wait_for(Option::is_some)).await;
+        let late = |_| Error::new(Cause::Internal, format!("there is no place for images after {OPENS:?}"));
+        let is_open = is_open.map_err(late)?.map_err(|_| gone())?.clone();
+        is_open.transpose().map_err(|why| Error::new(Cause::Internal, why))?;
         let _place = self.0.places.acquire().await.map_err(|_| gone())?;
         let mut plain_http = settings.plain_http.clone();
         plain_http.extend(access.plain_http);

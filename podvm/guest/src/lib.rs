@@ -13,6 +13,7 @@ mod agent;
 mod birth;
 mod cards;
 mod components;
+mod confidential;
 mod config;
 mod control;
 mod dial;

@@ -192,11 +192,24 @@ pub(crate) fn within<T: Send + 'static>(
     begun.ok().and_then(|_| waiting.recv_timeout(limit).ok())
 }
 
-/// Writes back everything that is cached, block devices without a filesystem included. Where the machine is not ours
-/// alone that would be everybody's data.
+/// Writes back everything that is cached: first what was written to disks without a file system, then all the rest, of which
+/// much may be images, which nobody will miss. Where the machine is not ours alone that would be everybody's data.
 pub(crate) fn sync_machine() {
     if status::in_first_pid_namespace() {
+        sync_disks();
         sync();
+    }
+}
+
+fn sync_disks() {
+    for entry in std::fs::read_dir("/sys/class/block").into_iter().flatten().flatten() {
+        let node = Path::new("/dev").join(entry.file_name());
+        // One without a medium cannot be opened; the sync that follows is for all.
+        if let Ok(disk) = File::open(&node)
+            && let Err(error) = disk.sync_all()
+        {
+            tracing::error!(disk = %node.display(), %error, "cannot write a disk back");
+        }
     }
 }
 

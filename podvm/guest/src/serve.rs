@@ -18,7 +18,7 @@ use crate::{
     agent::Agent,
     birth, cards,
     components::Components,
-    config::{Settings, Uplink},
+    config::{self, Settings, Uplink},
     control::{self, Control, Notices},
     encrypted::Encrypted,
     entropy,
@@ -103,7 +103,10 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     let lease = Arc::new(Lease::load(&settings.state_dir));
     let agent = Arc::new(Agent::new(settings, status.clone(), ring.clone()));
     let encrypted = Arc::new(Encrypted::load_or_make(&settings.state_dir)?);
-    let images = Images::new(&settings.images);
+    let images = Images::new(&config::Images {
+        store: scratch::store(&settings.images.store),
+        ..settings.images.clone()
+    });
     let components = Components::new(settings, status.clone());
     let person = Person::load(settings, status.clone(), agent.clone(), lease.clone(), encrypted.clone())
         .with_images(images.clone(), components.clone());
@@ -125,10 +128,15 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
             tokio::spawn({
                 let (images, status) = (images.clone(), status.clone());
                 async move {
-                    if init::is_ours() && status::in_first_pid_namespace() {
-                        status.note("disk", scratch::mount(&state_dir).await.err());
+                    let ours = init::is_ours() && status::in_first_pid_namespace();
+                    let mounted = match ours && scratch::is_wanted(images.store()) {
+                        true => scratch::mount(&state_dir).await,
+                        false => Ok(None),
+                    };
+                    if let Ok(Some(text)) | Err(text) = &mounted {
+                        status.say("disk", Some(text.clone()));
                     }
-                    images.open();
+                    images.open(mounted.map(drop));
                 }
             });
             // Before the agent: it looks for the socket once, at its start.
@@ -220,7 +228,7 @@ async fn home(
     let (endpoint, handle) = Endpoint::new(Role::Guest, handler, limits);
     let endpoint = tokio::spawn(endpoint.run());
     let answering = tokio::spawn(control.clone().serve(handle.clone(), events.controls));
-    let reporting = tokio::spawn(control::report_agent(agent.clone(), status.clone(), handle.clone()));
+    let reporting = tokio::spawn(control::report(agent.clone(), status.clone(), handle.clone()));
 
     let homes = control.person.homes();
     let link = uplink::Link::new(None);

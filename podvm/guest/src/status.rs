@@ -79,6 +79,8 @@ pub(crate) struct Status {
     asked: watch::Sender<bool>,
     /// Told when a card was given an address.
     addressed: Arc<Notify>,
+    /// Told when the node is to hear at once what was noted.
+    said: Arc<Notify>,
 }
 
 /// A stage under way.
@@ -123,6 +125,17 @@ impl Status {
         self.addressed.clone()
     }
 
+    /// [`Status::note`] of what happened by itself: the node is told now.
+    pub(crate) fn say(&self, subject: &'static str, text: Option<String>) {
+        self.note(subject, text);
+        self.said.notify_one();
+    }
+
+    /// Hears of that; for one listener.
+    pub(crate) fn said(&self) -> Arc<Notify> {
+        self.said.clone()
+    }
+
     /// With the stages that lie behind us: the time before this program, if it is the first of its kind.
     pub(crate) fn new(state_dir: &Path, restarted: bool) -> Status {
         let zero = birth_of_vm();
@@ -139,6 +152,7 @@ impl Status {
             called,
             asked,
             addressed: Arc::default(),
+            said: Arc::default(),
         };
         let own_start = || proc::started(std::process::id()).unwrap_or_else(since_boot);
         status.done(match restarted {

@@ -13,7 +13,7 @@ pub(crate) fn disk(what: &str, path: &Path, error: &io::Error) -> Error {
             if [libc_code(nix::errno::Errno::ENOSPC), libc_code(nix::errno::Errno::EDQUOT)]
                 .contains(&code) =>
         {
-            let cure = "give the VM a larger image disk (guest setting images.store), or use a smaller image";
+            let cure = "give the VM a larger disk for images (or one at all: else they are in memory), or more memory, or use a smaller image";
             Error::new(Cause::NoSpace, format!("{text}; {cure}"))
         }
         _ => Error::new(Cause::Internal, text),

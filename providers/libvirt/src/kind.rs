@@ -30,6 +30,8 @@ const LEAST: Duration = Duration::from_secs(10);
 const SLOWER: u32 = 3;
 /// No longer is waited: creates wait for it.
 const PROOF: Duration = Duration::from_secs(30);
+/// After so long a trial is over, or will be found out to have failed.
+const YOUNG: Duration = Duration::from_secs(60);
 /// Before a host that was too slow to tell is asked again.
 const DOUBT: Duration = Duration::from_secs(300);
 /// The same where nothing can be made meanwhile.
@@ -123,7 +125,11 @@ impl Shared {
         let (volume, sector) = self.sector(libvirt, &name).await.map_err(fail)?;
         let outcome = self.try_kvm(libvirt, &name, &sector).await;
         discard(libvirt, &volume).await;
-        Ok(outcome)
+        match outcome {
+            // Of a disk that QEMU cannot have nothing follows for KVM, either.
+            Err(error) if is_of(&error, &sector) => Err(refuse(ATTEMPT, error)),
+            other => Ok(other),
+        }
     }
 
     /// A name that no other process of our owner has.
@@ -135,18 +141,6 @@ impl Shared {
     /// The disk that such a VM boots, and where the host has it.
     async fn sector(&self, libvirt: &Connection, name: &str) -> Result<(Volume, String), RpcError> {
         let pool = libvirt.pool(&self.config.pool).await?;
-        // Disks of processes that were killed: their VMs ended with their connections. One that has no VM yet may be hit,
-        // too; its process tries again.
-        let trials = format!("{}{TRIAL}", self.owner.prefix());
-        let domains = libvirt.domains().await?;
-        for volume in libvirt.volumes(&pool).await? {
-            let Some(of) = volume.name.strip_suffix(DISK).filter(|name| name.starts_with(&trials)) else {
-                continue;
-            };
-            if domains.iter().all(|domain| domain.name != of) {
-                discard(libvirt, &volume).await;
-            }
-        }
         let xml = xml::volume(&format!("{name}{DISK}"), "raw", probe::DISK, None);
         let volume = libvirt.create_volume(&pool, &xml).await?;
         let filled = libvirt.upload(&volume, probe::BYTES as u64, probe::sector().as_slice()).await;
@@ -218,7 +212,11 @@ impl Shared {
     }
 }
 
-/// What is left is removed by the next trial.
+fn is_of(error: &RpcError, disk: &str) -> bool {
+    error.to_string().contains(disk)
+}
+
+/// What is left is removed when we start the next time.
 async fn discard(libvirt: &Connection, volume: &Volume) {
     if let Err(error) = libvirt.delete_volume(volume).await {
         tracing::warn!(name = volume.name, "cannot remove a disk that KVM was tried with: {error}");
@@ -228,6 +226,15 @@ async fn discard(libvirt: &Connection, volume: &Volume) {
 /// Whether a domain, of whichever of our nodes, was made to try KVM with.
 pub(crate) fn is_trial(domain: &Domain) -> bool {
     domain.name.contains(&format!("-{TRIAL}"))
+}
+
+/// Whether a file of this name is a trial's, of this node, that may not have its VM yet.
+pub(crate) fn is_young_trial(name: &str, now: Duration) -> bool {
+    let began = name.split_once(&format!("-{TRIAL}")).and_then(|(_, rest)| {
+        let (_, nonce) = rest.strip_suffix(DISK)?.split_once('-')?;
+        u64::from_str_radix(nonce, 16).ok().map(Duration::from_nanos)
+    });
+    began.is_some_and(|began| now.saturating_sub(began) < YOUNG)
 }
 
 /// What follows for creates. `why`: what is wrong with KVM.
@@ -260,6 +267,7 @@ async fn has_ended(libvirt: &Connection, domain: &Domain) -> Result<bool, RpcErr
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rpc::message::Failure;
 
     #[test]
     fn a_slow_host_is_no_proof_against_kvm() {
@@ -272,6 +280,26 @@ mod tests {
             assert_eq!(of(seconds(11), emulated), None, "{emulated:?}");
             assert_eq!(of(seconds(30), emulated), Some(Proof::Unknown), "{emulated:?}");
         }
+    }
+
+    #[test]
+    fn the_disk_of_a_trial_under_way_is_spared() {
+        let seconds = Duration::from_secs;
+        let name = format!("peerpod-12ab-{TRIAL}77-{:x}{DISK}", seconds(100).as_nanos());
+        assert!(is_young_trial(&name, seconds(101)));
+        assert!(!is_young_trial(&name, seconds(161)));
+        for other in ["peerpod-12ab-cd.root.qcow2", "peerpod-12ab-probe-1-1.img", "peerpod-12ab-probe-x.img"]
+        {
+            assert!(!is_young_trial(other, seconds(100)), "{other}");
+        }
+    }
+
+    #[test]
+    fn a_disk_that_cannot_be_had_is_no_proof_against_kvm() {
+        let failed = |text: &str| RpcError::Failed(Failure { code: 1, text: text.into() });
+        let denied = failed("internal error: Could not open '/pool/p-probe-1-1.img': Permission denied");
+        assert!(is_of(&denied, "/pool/p-probe-1-1.img"));
+        assert!(!is_of(&failed("Could not access KVM kernel module"), "/pool/p-probe-1-1.img"));
     }
 
     #[test]

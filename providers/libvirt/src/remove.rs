@@ -4,6 +4,7 @@ use peerpod_provider_api::Error;
 
 use crate::Shared;
 use crate::create::FILES;
+use crate::kind::is_young_trial;
 use crate::refusal::refuse;
 use crate::rpc::calls::{Domain, Named};
 use crate::rpc::xdr::Uuid;
@@ -76,7 +77,7 @@ impl Shared {
     }
 
     /// Removes files of ours whose domain is gone: what a crash of libvirtd's host or virtlogd left. Looks into the whole
-    /// pool, so only at start.
+    /// pool, so only at start. Trials of KVM have a disk before their domain.
     pub(crate) async fn sweep(&self, libvirt: &Connection) -> Result<usize, RpcError> {
         let Some(pool) = self.pool(libvirt).await? else { return Ok(0) };
         if self.owner.node.is_empty() {
@@ -88,7 +89,11 @@ impl Shared {
         let domains = libvirt.domains().await?;
         let prefix = self.owner.prefix();
         let mut removed = 0;
+        let now = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();
         for volume in volumes.iter().filter(|volume| volume.name.starts_with(&prefix)) {
+            if is_young_trial(&volume.name, now) {
+                continue;
+            }
             let domain = volume.name.split('.').next().unwrap_or_default();
             if domains.iter().any(|one| one.name == domain) {
                 continue;

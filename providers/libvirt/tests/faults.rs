@@ -147,6 +147,8 @@ async fn a_pool_that_is_not_started_is_no_proof_against_kvm_and_old_trials_are_s
     let left = format!("{prefix}-probe-1-1.img");
     place.libvirtd.virsh(&["vol-create-as", POOL, &left, "1M", "--format", "raw"]).unwrap();
     place.provider().delete(&made.id).await.unwrap();
+    place.provider().preflight().await.unwrap();
+    assert_eq!(place.libvirtd.files(POOL).unwrap(), Vec::<String>::new());
     let provider = place.provider_with(&[("acceleration", "kvm")]);
     place.libvirtd.virsh(&["pool-destroy", POOL]).unwrap();
     let text = text_of(provider.create(&request("pod"), &key(1)).await, "invalid");

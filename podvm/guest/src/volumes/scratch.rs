@@ -1,14 +1,23 @@
 //! Room for containers' images on a disk that the VM has for itself, where pid 1 is ours: whoever makes the VM gives it an
 //! empty disk and says its serial number on the kernel's line (`peerpod.scratch=`). Without one that is memory, apart from
-//! the root's. Nothing on it outlives the VM. (In an image with systemd a unit does this.)
+//! the root's. Nothing on it outlives the VM. (In an image with systemd a unit does this.) It is the host's to write to, so
+//! a confidential VM does without.
 //!
 //! May look at disks, run mke2fs on one that is provably empty, and mount on [`PATH`].
 
-use std::{fs, path::Path, time::Duration};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use nix::mount::{MsFlags, mount as mount_at};
+use peerpod_proto::guest::VolumeFault;
 use peerpod_volume::{Identity, VolumeId};
-use tokio::{task::spawn_blocking, time::timeout};
+use tokio::{
+    task::spawn_blocking,
+    time::{Instant, sleep, timeout_at},
+};
 
 use super::{
     Fault,
@@ -17,39 +26,62 @@ use super::{
     make,
     moment::is_mounted,
 };
-use crate::files;
+use crate::{confidential, config, files};
 
 /// Where it is mounted; the image's settings have their store below it.
 const PATH: &str = "/var/lib/peerpod";
 const WORD: &str = "peerpod.scratch=";
 /// In the state directory, from before anything is written to the disk: what is on it is then ours.
 const BEGUN: &str = "scratch";
+/// There, too: why the disk is not used, for the runs after this one.
+const FAULT: &str = "scratch-fault";
+/// There, too: where the disk is mounted first. One that is mounted too late stays here, where nobody looks.
+const STAGE: &str = "scratch-disk";
 /// The VM was made with it.
 const COMES: Duration = Duration::from_secs(10);
 /// From the look to the mount. Pulls wait for it, and shims wait a minute for a container.
 const LIMIT: Duration = Duration::from_secs(40);
+/// Before what did not work just now is tried again: a maker of the run before this one may still have the disk.
+const AGAIN: Duration = Duration::from_millis(200);
 const FLAGS: MsFlags = MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOATIME);
 const FILESYSTEM: &str = "ext4";
 /// A crash takes all of it: nothing has to be on the disk before something else.
 const OPTIONS: &str = "nobarrier";
 
-/// Mounts the disk that the kernel's line names, or memory, unless a run before this did.
+/// Where images are kept if the settings say this.
+pub(crate) fn store(said: &Path) -> PathBuf {
+    if said.starts_with(PATH) && confidential::is_vm() {
+        tracing::info!("a confidential VM: images are kept in memory, not on the host's disk");
+        return config::STORE.into();
+    }
+    said.to_owned()
+}
+
+/// Whether a store there is on what is mounted here.
+pub(crate) fn is_wanted(store: &Path) -> bool {
+    store.starts_with(PATH)
+}
+
+/// Mounts the disk that the kernel's line names, or memory, unless a run before this did. The answer: why that disk is not
+/// used, if it is not.
 ///
 /// # Errors
-/// In words, when that disk cannot be used and memory has to do.
-pub(crate) async fn mount(state_dir: &Path) -> Result<(), String> {
+/// Nothing could be mounted: there is no place for images.
+pub(crate) async fn mount(state_dir: &Path) -> Result<Option<String>, String> {
+    let note = state_dir.join(FAULT);
     if is_mounted(Path::new(PATH)) {
-        return Ok(());
+        return Ok(fs::read_to_string(note).ok());
     }
     let line = fs::read_to_string("/proc/cmdline").unwrap_or_default();
-    let Some(serial) = serial(&line) else { return memory() };
-    let late = || Err(Fault::not_now(format!("it was not ready within {LIMIT:?}")));
-    let mounted = timeout(LIMIT, disk(serial, state_dir)).await.unwrap_or_else(|_| late());
-    let Err(fault) = mounted else { return Ok(()) };
-    memory()?;
-    Err(format!(
-        "the VM's own disk (serial number {serial:?}) is not used, images are kept in memory: {fault}"
-    ))
+    let Some(serial) = serial(&line) else { return memory().map(|()| None) };
+    let Err(fault) = disk(serial, state_dir).await else { return Ok(None) };
+    let text = format!("the VM's own disk (serial number {serial:?}) is not used: {fault}");
+    memory().map_err(|error| format!("{text}; nor can images be kept in memory: {error}"))?;
+    let text = format!("{text}; images are kept in memory");
+    if let Err(error) = files::write_private(&note, text.as_bytes()) {
+        tracing::warn!(path = %note.display(), %error, "cannot note why the VM's own disk is not used");
+    }
+    Ok(Some(text))
 }
 
 /// The last one that is said counts, as with the kernel's own words.
@@ -59,11 +91,36 @@ fn serial(kernel_line: &str) -> Option<&str> {
 }
 
 async fn disk(serial: &str, state_dir: &Path) -> Result<(), Fault> {
+    let until = Instant::now() + LIMIT;
     let disk = Places::default().wait(&Identity::Serial(serial.to_owned()), COMES).await?;
-    ready(&disk, serial, state_dir).await?;
+    while let Err(fault) = staged(&disk, serial, state_dir, until).await {
+        if fault.kind != VolumeFault::VOLUME_FAULT_NOT_NOW || Instant::now() >= until {
+            return Err(fault);
+        }
+        sleep(AGAIN).await;
+    }
+    fs::create_dir_all(PATH)
+        .and_then(|()| Ok(mount_at(Some(&state_dir.join(STAGE)), PATH, NONE, MsFlags::MS_MOVE, NONE)?))
+        .map_err(|error| Fault::not_now(format!("move its mount to {PATH}: {error}")))?;
+    tracing::info!(disk = disk.name, bytes = disk.size, "images are kept on the VM's own disk");
+    Ok(())
+}
+
+const NONE: Option<&str> = None;
+
+/// Makes it ready and mounts it beside where it is to be.
+async fn staged(disk: &Disk, serial: &str, state_dir: &Path, until: Instant) -> Result<(), Fault> {
+    let stage = state_dir.join(STAGE);
+    if is_mounted(&stage) {
+        return Ok(());
+    }
+    let late =
+        |what: &str| Fault::not_now(format!("{what} {} took longer than {LIMIT:?}", disk.node.display()));
+    let made = timeout_at(until, ready(disk, serial, state_dir)).await;
+    made.unwrap_or_else(|_| Err(late("to make a file system on")))?;
     let node = disk.node.display().to_string();
-    tracing::info!(disk = node, bytes = disk.size, "images are kept on the VM's own disk");
-    let mounted = spawn_blocking(move || mounted(&node, FILESYSTEM, OPTIONS)).await;
+    let mounting = spawn_blocking(move || mounted(&node, &stage, FILESYSTEM, OPTIONS));
+    let mounted = timeout_at(until, mounting).await.map_err(|_| late("to mount"))?;
     mounted.unwrap_or_else(|error| Err(error.to_string())).map_err(Fault::not_now)
 }
 
@@ -86,13 +143,14 @@ async fn ready(disk: &Disk, serial: &str, state_dir: &Path) -> Result<(), Fault>
 }
 
 fn memory() -> Result<(), String> {
-    mounted("tmpfs", "tmpfs", "mode=0700")
+    mounted("tmpfs", Path::new(PATH), "tmpfs", "mode=0700")
 }
 
-fn mounted(source: &str, kind: &str, options: &str) -> Result<(), String> {
-    let failed = |error: String| format!("mount {source} on {PATH}: {error}");
-    fs::create_dir_all(PATH).map_err(|error| failed(error.to_string()))?;
-    mount_at(Some(source), PATH, Some(kind), FLAGS, Some(options)).map_err(|error| failed(error.to_string()))
+fn mounted(source: &str, target: &Path, kind: &str, options: &str) -> Result<(), String> {
+    let failed = |error: String| format!("mount {source} on {}: {error}", target.display());
+    fs::create_dir_all(target).map_err(|error| failed(error.to_string()))?;
+    mount_at(Some(source), target, Some(kind), FLAGS, Some(options))
+        .map_err(|error| failed(error.to_string()))
 }
 
 #[cfg(test)]
