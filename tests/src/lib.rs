@@ -15,7 +15,7 @@ use std::{
 
 use anyhow::{Context, ensure};
 use peerpod_client::{AgentClient, Annotations, ContainerSpec, Output, ShimClient, exec_request};
-use peerpod_proto::agent::CreateSandboxRequest;
+use peerpod_proto::agent::{CreateContainerRequest, CreateSandboxRequest, Storage};
 use peerpod_world::{Daemons, Namespace, Pod, Sight, World, eventually, stop};
 
 /// How long anything may take on a machine that is busy with other tests.
@@ -64,17 +64,26 @@ pub struct Sandbox {
 impl Sandbox {
     /// CreateVM, StartVM, agent, CreateSandbox and a container named [`CONTAINER`].
     pub async fn start(world: &World, daemons: &Daemons, name: &str) -> anyhow::Result<Sandbox> {
-        let sandbox = Sandbox::boot(world, daemons, name).await.with_context(|| daemons.log_tails())?;
+        let sandbox = Sandbox::boot(daemons, world.pod()?, name, |annotations| annotations, PATIENCE).await;
+        let sandbox = sandbox.with_context(|| daemons.log_tails())?;
         sandbox.create_container(CONTAINER, &["sleep", "infinity"]).await?;
         Ok(sandbox)
     }
 
-    async fn boot(world: &World, daemons: &Daemons, name: &str) -> anyhow::Result<Sandbox> {
-        let (id, pod) = (fresh_id(name), world.pod()?);
+    /// The same for this pod, with more to say of it, and without a container.
+    pub async fn boot(
+        daemons: &Daemons,
+        pod: Pod,
+        name: &str,
+        more: impl FnOnce(Annotations) -> Annotations,
+        patience: Duration,
+    ) -> anyhow::Result<Sandbox> {
+        let id = fresh_id(name);
         let shim = daemons.shim().await?;
-        let socket = shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await?;
-        let started = tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await;
-        started.with_context(|| format!("StartVM of {id} was not answered within {PATIENCE:?}"))??;
+        let annotations = more(Annotations::new("default", &id));
+        let socket = shim.create_vm(&id, annotations, &pod.namespace().path()).await?;
+        let started = tokio::time::timeout(patience, shim.start_vm(&id)).await;
+        started.with_context(|| format!("StartVM of {id} was not answered within {patience:?}"))??;
         let agent = AgentClient::connect(&socket).await?;
         let mut request = CreateSandboxRequest::new();
         request.sandbox_id = id.clone();
@@ -93,6 +102,18 @@ impl Sandbox {
         Ok(self.agent.exec(&exec_request(CONTAINER, exec, &["/bin/sh", "-c", script])).await?)
     }
 
+    /// What a command in the container prints; it must succeed.
+    pub async fn run(&self, command: &[&str]) -> anyhow::Result<String> {
+        let output = self.agent.exec(&exec_request(CONTAINER, &fresh_id("exec"), command)).await?;
+        ensure!(output.status == 0, "{command:?}: {output:?}");
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// The same of a shell script.
+    pub async fn prints(&self, script: &str) -> anyhow::Result<String> {
+        self.run(&["/bin/sh", "-c", script]).await
+    }
+
     /// An exec that answers, as the shortest proof of life.
     pub async fn lives(&self) -> anyhow::Result<()> {
         let output = self.shell(&fresh_id("alive"), "echo alive").await?;
@@ -106,6 +127,22 @@ impl Sandbox {
         let Sandbox { id, pod: _pod, .. } = self;
         daemons.gone(&id, PATIENCE).await
     }
+}
+
+/// As the shim asks for a container whose image the VM pulls.
+pub fn of_image(image: &str, id: &str, arguments: &[&str]) -> CreateContainerRequest {
+    let mut request = ContainerSpec::new(id, arguments)
+        .annotation("io.kubernetes.cri.container-type", "container")
+        .annotation("io.kubernetes.cri.image-name", image)
+        .request();
+    let mut storage = Storage::new();
+    storage.driver = "image_guest_pull".into();
+    storage.source = image.into();
+    storage.fstype = "overlay".into();
+    storage.driver_options = vec!["image_guest_pull={\"metadata\":{}}".into()];
+    storage.mount_point = format!("/run/kata-containers/{id}/rootfs");
+    request.storages.push(storage);
+    request
 }
 
 /// StopVM, answered inside the shim's second.

@@ -3,14 +3,15 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
-use std::fs;
+use std::{fs, time::Duration};
 
+use peerpod_client::Annotations;
 use peerpod_world::{
-    Libvirtd, Settings, World,
+    Daemons, Libvirtd, Pod, Settings, World,
     libvirtd::{POOL, Shape},
 };
 
-use crate::image;
+use crate::{CONTAINER, Sandbox, image};
 
 /// Where machines boot.
 pub struct Place {
@@ -20,7 +21,11 @@ pub struct Place {
     pub settings: Settings,
     /// The world around it.
     pub world: World,
+    memory_mib: u64,
 }
+
+/// An emulated machine on a busy one.
+pub const BOOT: Duration = Duration::from_secs(240);
 
 impl Place {
     /// With machines of 512 MiB and one processor.
@@ -39,22 +44,37 @@ impl Place {
         let world = World::new().unwrap();
         let libvirtd = Libvirtd::start_with(&world, network).unwrap();
         let image = image::with_tools(world.folder(), files).unwrap();
-        let settings =
-            Settings::none().set("provider.libvirt.memory-mib", 512).set("provider.libvirt.vcpus", 1);
-        let settings = libvirtd.settings(&image, settings).unwrap();
-        Place { libvirtd, settings, world }
+        let settings = libvirtd.settings(&image, Settings::none().set("provider.libvirt.vcpus", 1)).unwrap();
+        Place::of(libvirtd, settings, world, 512)
     }
 
     /// With machines of 1 GiB and one processor that boot the disk image by UEFI, from a disk that is larger than it.
     pub fn uefi() -> Place {
         let world = World::new().unwrap();
         let libvirtd = Libvirtd::start(&world).unwrap();
-        let settings = Settings::none()
-            .set("provider.libvirt.memory-mib", 1024)
-            .set("provider.libvirt.vcpus", 1)
-            .set("provider.libvirt.root-disk-gib", 1);
+        let settings =
+            Settings::none().set("provider.libvirt.vcpus", 1).set("provider.libvirt.root-disk-gib", 1);
         let settings = libvirtd.disk_settings(&image::disk().unwrap(), settings);
-        Place { libvirtd, settings, world }
+        Place::of(libvirtd, settings, world, 1024)
+    }
+
+    fn of(libvirtd: Libvirtd, settings: Settings, world: World, memory_mib: u64) -> Place {
+        let settings = settings.set("provider.libvirt.memory-mib", memory_mib);
+        Place { libvirtd, settings, world, memory_mib }
+    }
+
+    /// A pod in a machine of its own, which waits in its container (the minimal image's tools).
+    pub async fn machine(&self, daemons: &Daemons, name: &str) -> Sandbox {
+        let machine = self.boot(daemons, self.world.pod().unwrap(), name).await;
+        machine.create_container(CONTAINER, &["sleep", "infinity"]).await.unwrap();
+        machine
+    }
+
+    /// The same for this pod, without a container.
+    pub async fn boot(&self, daemons: &Daemons, pod: Pod, name: &str) -> Sandbox {
+        let size = |annotations: Annotations| annotations.size("1", self.memory_mib);
+        let machine = Sandbox::boot(daemons, pod, name, size, BOOT).await;
+        machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), self.consoles()))
     }
 
     /// What the witnesses have to say.

@@ -17,13 +17,13 @@ use std::{
 
 use base64::{Engine, prelude::BASE64_STANDARD};
 use images_common::{
-    Folder, Image, Layer, LayerBuilder, Packing, Registry, Serving, begin, container, free_port, hostile,
+    Folder, Image, Layer, LayerBuilder, Packing, Registry, Serving, begin, free_port, hostile,
     hostile::{Hostile, answer, for_ever, head},
     inspect, job, layers_in, ordinary, pull,
 };
 use peerpod_client::{AgentClient, Annotations};
 use peerpod_proto::agent::CreateSandboxRequest;
-use peerpod_tests::{PATIENCE, fresh_id, stop_in_time};
+use peerpod_tests::{PATIENCE, fresh_id, of_image, stop_in_time};
 use peerpod_world::{Daemons, Settings, World, eventually_blocking};
 use serde_json::json;
 
@@ -449,7 +449,7 @@ async fn a_container_runs_from_an_image_that_its_vm_pulled_with_a_secret() {
 
     // By its own name: without /proc, busybox does not find itself.
     let script = "busybox cat /old/one /tmp/made; ls /old; test -e /etc/passwd || echo alone";
-    agent.create_container(&container(&name, "main", &["/bin/sh", "-c", script])).await.unwrap();
+    agent.create_container(&of_image(&name, "main", &["/bin/sh", "-c", script])).await.unwrap();
     agent.start_container("main").await.unwrap();
     let output = agent.output("main", "").await.unwrap();
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -458,11 +458,11 @@ async fn a_container_runs_from_an_image_that_its_vm_pulled_with_a_secret() {
     // What is wrong with an image the pod's user reads in the answer.
     let wrong = format!("{address}/team/app:v2");
     let error =
-        agent.create_container(&container(&wrong, "second", &["/bin/sh"])).await.unwrap_err().to_string();
+        agent.create_container(&of_image(&wrong, "second", &["/bin/sh"])).await.unwrap_err().to_string();
     assert!(error.contains("not found") && error.contains("team/app:v2"), "{error}");
     drop(registry);
     let error =
-        agent.create_container(&container(&wrong, "third", &["/bin/sh"])).await.unwrap_err().to_string();
+        agent.create_container(&of_image(&wrong, "third", &["/bin/sh"])).await.unwrap_err().to_string();
     assert!(error.contains("no route") && error.contains(&wrong), "{error}");
 
     // It was fetched before the agent asked, and the log says so; nobody's log has the secret.

@@ -9,55 +9,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-use peerpod_client::{AgentClient, Annotations, ContainerSpec, exec_request};
-use peerpod_proto::agent::CreateSandboxRequest;
-use peerpod_tests::{fresh_id, machines::Place, report, stop_in_time};
+use peerpod_client::{Annotations, exec_request};
+use peerpod_tests::{
+    Sandbox, fresh_id,
+    machines::{BOOT, Place},
+    report, stop_in_time,
+};
 use peerpod_world::{
-    Daemons, Pod, World, eventually,
+    Daemons, World, eventually,
     page::{PageServer, page_for},
     ping::ping,
     road,
 };
 
-/// An emulated machine on a busy one.
-const BOOT: Duration = Duration::from_secs(180);
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// A pod in a machine of its own.
-struct Machine {
-    id: String,
-    pod: Pod,
-    shim: peerpod_client::ShimClient,
-    agent: AgentClient,
-}
-
-impl Machine {
-    async fn start(world: &World, daemons: &Daemons, name: &str) -> anyhow::Result<Machine> {
-        let (id, pod) = (fresh_id(name), world.pod()?);
-        let shim = daemons.shim().await?;
-        let socket = shim
-            .create_vm(&id, Annotations::new("default", &id).size("1", 512), &pod.namespace().path())
-            .await?;
-        tokio::time::timeout(BOOT, shim.start_vm(&id)).await??;
-        let agent = AgentClient::connect(&socket).await?;
-        let mut request = CreateSandboxRequest::new();
-        request.sandbox_id = id.clone();
-        agent.create_sandbox(&request).await?;
-        agent.create_container(&ContainerSpec::new("main", &["sleep", "infinity"]).request()).await?;
-        agent.start_container("main").await?;
-        Ok(Machine { id, pod, shim, agent })
-    }
-
-    async fn shell(&self, script: &str) -> anyhow::Result<String> {
-        self.run(&["/bin/sh", "-c", script]).await
-    }
-
-    async fn run(&self, command: &[&str]) -> anyhow::Result<String> {
-        let output = self.agent.exec(&exec_request("main", &fresh_id("exec"), command)).await?;
-        anyhow::ensure!(output.status == 0, "{command:?}: {output:?}");
-        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
-    }
-}
 
 /// A cloud's metadata service as clouds have it: beyond the VMs' gateway, which is the node here, and so in reach of the
 /// node, too. It has an ordinary address besides.
@@ -88,13 +53,13 @@ const METADATA: &str = "169.254.169.254";
 const ORDINARY: &str = "203.0.113.2";
 
 /// What the VM itself gets from there, beside its pod.
-async fn page_of_the_vm(machine: &Machine, port: u16) -> String {
+async fn page_of_the_vm(machine: &Sandbox, port: u16) -> String {
     let ask = format!("nsenter -t 1 -n /usr/local/bin/kata-agent tool fetch {METADATA}:{port}");
-    machine.shell(&ask).await.unwrap()
+    machine.prints(&ask).await.unwrap()
 }
 
 /// What the pod gets from an address, or why it does not.
-async fn page_of_the_pod(machine: &Machine, address: &str, port: u16) -> Result<String, String> {
+async fn page_of_the_pod(machine: &Sandbox, address: &str, port: u16) -> Result<String, String> {
     let address = format!("{address}:{port}");
     let command = ["peerpod-test-tool", "fetch", address.as_str()];
     let output = machine.agent.exec(&exec_request("main", &fresh_id("exec"), &command)).await.unwrap();
@@ -141,9 +106,7 @@ const FIND: &str = "find() { for disk in /sys/block/vd*; do \
 async fn a_node_that_is_killed_leaves_pod_exec_and_disks_in_peace() {
     let place = Place::new();
     let mut daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
-    let machine = Machine::start(&place.world, &daemons, "whole").await;
-    let machine =
-        machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()));
+    let machine = place.machine(&daemons, "whole").await;
     let other = place.world.pod().unwrap();
     // Ping and HTTP through the tunnel, both families, both ways.
     let server = PageServer::start(other.namespace()).unwrap();
@@ -193,7 +156,7 @@ async fn a_node_that_is_killed_leaves_pod_exec_and_disks_in_peace() {
          mount -t ext4 $full /run/full && cat /run/full/hello\n\
          dd if=$empty bs=4096 count=1 2>/dev/null | tr -d '\\000' | wc -c\n"
     );
-    assert_eq!(machine.shell(&script).await.unwrap(), "from the disk\n0\n");
+    assert_eq!(machine.prints(&script).await.unwrap(), "from the disk\n0\n");
     // An exec that streams, and the node killed in its middle.
     let streaming =
         exec_request("main", "stream", &["/bin/sh", "-c", "while :; do echo tick; sleep 0.1; done"]);
@@ -227,9 +190,7 @@ async fn a_provider_may_open_its_metadata_service_to_pods() {
         .set("tunnel.cluster-cidrs", vec!["10.244.0.0/16", "fd10:244::/32"]);
     let daemons = Daemons::start(&place.world, settings).await.unwrap();
     let service = metadata_service(&place.world);
-    let machine = Machine::start(&place.world, &daemons, "open").await;
-    let machine =
-        machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()));
+    let machine = place.machine(&daemons, "open").await;
     let of_the_vm = page_of_the_vm(&machine, service.port()).await;
     assert!(of_the_vm.contains("a page for 10.97.0."), "{of_the_vm}");
     assert_eq!(page_of_the_pod(&machine, METADATA, service.port()).await, Ok(of_the_vm));
@@ -242,9 +203,7 @@ async fn a_provider_may_open_its_metadata_service_to_pods() {
 async fn a_machine_that_is_destroyed_from_outside_is_known_at_once_and_by_its_pods_name() {
     let place = Place::new();
     let daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
-    let machine = Machine::start(&place.world, &daemons, "victim").await;
-    let machine =
-        machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()));
+    let machine = place.machine(&daemons, "victim").await;
     let domain = place.libvirtd.domains().unwrap().remove(0);
     let began = Instant::now();
     place.libvirtd.virsh(&["destroy", &domain]).unwrap();
@@ -267,9 +226,7 @@ async fn a_machine_that_is_destroyed_from_outside_is_known_at_once_and_by_its_po
 async fn a_machine_whose_power_button_is_pressed_ends_in_order() {
     let place = Place::new();
     let daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
-    let machine = Machine::start(&place.world, &daemons, "button").await;
-    let machine =
-        machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()));
+    let machine = place.machine(&daemons, "button").await;
     let [(serial, disk), _] = disks(place.world.folder());
     let domain = place.libvirtd.domains().unwrap().remove(0);
     let how = ["--serial", serial, "--subdriver", "raw", "--targetbus", "virtio", "--live"];
@@ -280,7 +237,7 @@ async fn a_machine_whose_power_button_is_pressed_ends_in_order() {
          mount -t ext4 $disk /run/full && dd if=/dev/zero of=/run/full/late bs=65536 count=48 2>/dev/null\n\
          echo written\n"
     );
-    assert_eq!(machine.shell(&script).await.unwrap(), "written\n");
+    assert_eq!(machine.prints(&script).await.unwrap(), "written\n");
     let before = filesystem(&disk);
     assert!(before.contains("needs_recovery"), "it is mounted: {before}");
 
@@ -346,17 +303,10 @@ async fn eight_machines_at_once_come_and_go() {
     let place = Place::new();
     let daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
     let names = ["a", "b", "c", "d", "e", "f", "g", "h"];
-    let starts = names.map(|name| Machine::start(&place.world, &daemons, name));
-    let machines = futures_util::future::join_all(starts).await;
-    let machines: Vec<Machine> = machines
-        .into_iter()
-        .map(|machine| {
-            machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()))
-        })
-        .collect();
+    let machines = futures_util::future::join_all(names.map(|name| place.machine(&daemons, name))).await;
     assert_eq!(place.libvirtd.domains().unwrap().len(), names.len());
     for machine in &machines {
-        assert_eq!(machine.shell("echo alive").await.unwrap(), "alive\n");
+        assert_eq!(machine.prints("echo alive").await.unwrap(), "alive\n");
     }
     for machine in machines {
         stop_in_time(&machine.shim, &machine.id).await.unwrap();

@@ -6,14 +6,11 @@ mod images_common;
 
 use std::time::Duration;
 
-use images_common::{Image, LayerBuilder, Packing, Registry, container, ordinary};
-use peerpod_client::{AgentClient, Annotations, ContainerSpec, ShimClient, exec_request};
-use peerpod_proto::agent::CreateSandboxRequest;
-use peerpod_tests::{fresh_id, machines::Place, stop_in_time};
+use images_common::{Image, LayerBuilder, Packing, Registry, ordinary};
+use peerpod_client::exec_request;
+use peerpod_tests::{CONTAINER, Sandbox, machines::Place, of_image, stop_in_time};
 use peerpod_world::{Daemons, World, eventually};
 
-/// An emulated machine on a busy one.
-const BOOT: Duration = Duration::from_secs(240);
 const PATIENCE: Duration = Duration::from_secs(60);
 const IMAGE: &str = "team/app:v1";
 const OTHER: &str = "team/other:v1";
@@ -29,56 +26,36 @@ fn registry(world: &World) -> Registry {
 
 /// A pod in a machine of its own.
 struct Machine {
-    id: String,
-    shim: ShimClient,
-    agent: AgentClient,
+    sandbox: Sandbox,
     image: String,
 }
 
 impl Machine {
-    async fn start(place: &Place, daemons: &Daemons, registry: &Registry) -> anyhow::Result<Machine> {
-        let (id, pod) = (fresh_id("images"), place.world.pod()?);
-        let shim = daemons.shim().await?;
-        let annotations = Annotations::new("default", &id).size("1", 1024);
-        let socket = shim.create_vm(&id, annotations, &pod.namespace().path()).await?;
-        tokio::time::timeout(BOOT, shim.start_vm(&id)).await??;
-        let agent = AgentClient::connect(&socket).await?;
-        let mut request = CreateSandboxRequest::new();
-        request.sandbox_id = id.clone();
-        agent.create_sandbox(&request).await?;
-        Ok(Machine { id, shim, agent, image: format!("{}/{IMAGE}", registry.address) })
+    async fn start(place: &Place, daemons: &Daemons, registry: &Registry) -> Machine {
+        let sandbox = place.machine(daemons, "images").await;
+        Machine { sandbox, image: format!("{}/{IMAGE}", registry.address) }
     }
 
     /// A container of the pulled image says what is in it; a second one of it fetches nothing.
     async fn runs_the_image(&self, daemons: &Daemons) {
         let command = ["/bin/sh", "-c", "busybox cat /old/one /tmp/made; echo"];
         for id in ["first", "second"] {
-            self.agent.create_container(&container(&self.image, id, &command)).await.unwrap();
-            self.agent.start_container(id).await.unwrap();
-            assert_eq!(self.agent.output(id, "").await.unwrap().stdout, b"onemade\n");
+            self.sandbox.agent.create_container(&of_image(&self.image, id, &command)).await.unwrap();
+            self.sandbox.agent.start_container(id).await.unwrap();
+            assert_eq!(self.sandbox.agent.output(id, "").await.unwrap().stdout, b"onemade\n");
         }
         let log = std::fs::read_to_string(daemons.log("relay")).unwrap();
         let fetched: Vec<&str> = log.lines().filter(|line| line.contains("image is here")).collect();
         assert_eq!(fetched.iter().filter(|line| line.contains("fetched=3")).count(), 1, "{fetched:#?}");
     }
 
-    /// A container of the VM's own files, with a shell, where the image has one.
-    async fn inside(&self) {
-        let waits = ContainerSpec::new("inside", &["sleep", "infinity"]);
-        self.agent.create_container(&waits.request()).await.unwrap();
-        self.agent.start_container("inside").await.unwrap();
-    }
-
-    async fn shell(&self, script: &str) -> String {
-        let request = exec_request("inside", &fresh_id("exec"), &["/bin/sh", "-c", script]);
-        let output = self.agent.exec(&request).await.unwrap();
-        assert_eq!(output.status, 0, "{script}: {output:?}");
-        String::from_utf8_lossy(&output.stdout).into_owned()
+    async fn looks(&self) -> String {
+        self.sandbox.prints(LOOK).await.unwrap()
     }
 
     async fn stop(self, place: &Place, daemons: &Daemons) {
-        stop_in_time(&self.shim, &self.id).await.unwrap();
-        daemons.gone(&self.id, PATIENCE).await.unwrap();
+        stop_in_time(&self.sandbox.shim, &self.sandbox.id).await.unwrap();
+        daemons.gone(&self.sandbox.id, PATIENCE).await.unwrap();
         place.assert_clean();
     }
 }
@@ -94,22 +71,21 @@ async fn an_empty_disk_that_the_machine_has_for_itself_has_its_images() {
     let registry = registry(&place.world);
     let daemons = Daemons::start(&place.world, registry.settings(&place.settings, IMAGE)).await.unwrap();
     let machine = Machine::start(&place, &daemons, &registry).await;
-    let machine =
-        machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()));
     machine.runs_the_image(&daemons).await;
-    machine.inside().await;
-    assert_eq!(machine.shell(LOOK).await, "ext4\n3\n", "{}", place.consoles());
+    assert_eq!(machine.looks().await, "ext4\n3\n", "{}", place.consoles());
     // The next run of the guest program finds its disk mounted, and pulls on.
-    drop(machine.agent.exec(&exec_request("inside", "kill", &["/bin/sh", "-c", KILL])).await);
+    drop(machine.sandbox.agent.exec(&exec_request(CONTAINER, "kill", &["/bin/sh", "-c", KILL])).await);
     let rejoined = eventually("the node hears of it", PATIENCE, async || {
         let log = std::fs::read_to_string(daemons.log("node")).ok()?;
         log.contains("the guest rejoined").then_some(())
     });
     rejoined.await.unwrap_or_else(|error| panic!("{error:#}\n{}", place.consoles()));
-    eventually("the agent answers again", PATIENCE, async || machine.agent.check().await.ok()).await.unwrap();
+    eventually("the agent answers again", PATIENCE, async || machine.sandbox.agent.check().await.ok())
+        .await
+        .unwrap();
     let other = format!("{}/{OTHER}", registry.address);
-    machine.agent.create_container(&container(&other, "third", &["/none"])).await.unwrap();
-    assert_eq!(machine.shell(LOOK).await, "ext4\n4\n", "{}", place.consoles());
+    machine.sandbox.agent.create_container(&of_image(&other, "third", &["/none"])).await.unwrap();
+    assert_eq!(machine.looks().await, "ext4\n4\n", "{}", place.consoles());
     machine.stop(&place, &daemons).await;
 }
 
@@ -126,11 +102,8 @@ async fn without_a_disk_images_are_in_memory_apart_from_the_roots() {
         let registry = registry(&place.world);
         let daemons = Daemons::start(&place.world, registry.settings(&place.settings, IMAGE)).await.unwrap();
         let machine = Machine::start(&place, &daemons, &registry).await;
-        let machine = machine
-            .unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()));
         machine.runs_the_image(&daemons).await;
-        machine.inside().await;
-        assert_eq!(machine.shell(LOOK).await, "tmpfs\n3\n", "{}", place.consoles());
+        assert_eq!(machine.looks().await, "tmpfs\n3\n", "{}", place.consoles());
         let said = "is not used: no disk with serial number";
         let log = std::fs::read_to_string(daemons.log("node")).unwrap();
         let heard = log.lines().any(|line| line.contains("the guest says") && line.contains(said));

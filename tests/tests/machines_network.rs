@@ -16,9 +16,8 @@ use std::{
 };
 
 use anyhow::{Context, ensure};
-use peerpod_client::{AgentClient, Annotations, ContainerSpec, exec_request};
-use peerpod_proto::agent::CreateSandboxRequest;
-use peerpod_tests::{fresh_id, machines::Place, stop_promptly, vm};
+use peerpod_client::{AgentClient, ContainerSpec, exec_request};
+use peerpod_tests::{Sandbox, fresh_id, machines::Place, stop_promptly, vm};
 use peerpod_world::{
     Daemons, Namespace, Pod, Settings, World, eventually,
     libvirtd::{NETWORK, Shape},
@@ -28,8 +27,6 @@ use peerpod_world::{
 };
 use tokio::{task::spawn_blocking, time::timeout};
 
-/// An emulated machine on a busy one.
-const BOOT: Duration = Duration::from_secs(180);
 const PATIENCE: Duration = Duration::from_secs(60);
 /// More than any of the VMs' wires takes: what limits the pod's packets is the wire.
 const POD_MTU: u32 = 9000;
@@ -57,15 +54,8 @@ struct Machine {
 impl Machine {
     async fn start(place: &Place, daemons: &Daemons, name: &str) -> anyhow::Result<Machine> {
         let world: &World = &place.world;
-        let (id, pod, other) = (fresh_id(name), world.pod_with_mtu(POD_MTU)?, world.pod_with_mtu(POD_MTU)?);
-        let shim = daemons.shim().await?;
-        let annotations = Annotations::new("default", &id).size("1", 512);
-        let socket = shim.create_vm(&id, annotations, &pod.namespace().path()).await?;
-        timeout(BOOT, shim.start_vm(&id)).await.context("StartVM was not answered")??;
-        let agent = AgentClient::connect(&socket).await?;
-        let mut request = CreateSandboxRequest::new();
-        request.sandbox_id = id.clone();
-        agent.create_sandbox(&request).await?;
+        let (pod, other) = (world.pod_with_mtu(POD_MTU)?, world.pod_with_mtu(POD_MTU)?);
+        let Sandbox { id, pod, shim, agent, .. } = place.boot(daemons, pod, name).await;
         agent.create_container(&ContainerSpec::new("main", &["sleep", "infinity"]).request()).await?;
         agent.start_container("main").await?;
         // As the echo of the world's traffic it first tells 64 bytes, but not who asked.

@@ -7,16 +7,15 @@ mod images_common;
 
 use std::{ffi::OsStr, fs, net::SocketAddr, time::Duration};
 
-use images_common::{Registry, container, ordinary};
-use peerpod_client::{
-    AgentClient, Annotations, ContainerSpec, SHARED_CONTAINERS, ShimClient, copy_file, exec_request,
+use images_common::{Registry, ordinary};
+use peerpod_client::{SHARED_CONTAINERS, copy_file, exec_request};
+use peerpod_tests::{
+    CONTAINER, Sandbox,
+    machines::{BOOT, Place},
+    of_image, stop_promptly,
 };
-use peerpod_proto::agent::CreateSandboxRequest;
-use peerpod_tests::{fresh_id, machines::Place, stop_promptly};
-use peerpod_world::{Daemons, Pod, World, binary, eventually, page::PageServer, ping::ping};
+use peerpod_world::{Daemons, binary, eventually, page::PageServer, ping::ping};
 
-/// An emulated machine on a busy one.
-const BOOT: Duration = Duration::from_secs(240);
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Of a file, in one request.
 const PIECE: usize = 1 << 20;
@@ -25,58 +24,37 @@ const BUSYBOX: &str = "busybox";
 const IMAGE: &str = "team/app:v1";
 
 /// A pod in a machine of its own.
-struct Machine {
-    id: String,
-    pod: Pod,
-    shim: ShimClient,
-    agent: AgentClient,
-}
+struct Machine(Sandbox);
 
 impl Machine {
-    async fn start(world: &World, daemons: &Daemons) -> anyhow::Result<Machine> {
-        let (id, pod) = (fresh_id("uefi"), world.pod()?);
-        let shim = daemons.shim().await?;
-        let annotations = Annotations::new("default", &id).size("1", 1024);
-        let socket = shim.create_vm(&id, annotations, &pod.namespace().path()).await?;
-        tokio::time::timeout(BOOT, shim.start_vm(&id)).await??;
-        let agent = AgentClient::connect(&socket).await?;
-        let mut request = CreateSandboxRequest::new();
-        request.sandbox_id = id.clone();
-        agent.create_sandbox(&request).await?;
+    async fn start(place: &Place, daemons: &Daemons) -> Machine {
+        let machine = place.boot(daemons, place.world.pod().unwrap(), "uefi").await;
         // There is no shell in the image, and no `sleep`.
-        let waits = ContainerSpec::new("main", &["peerpod-test-tool", "pause"]);
-        agent.create_container(&waits.request()).await?;
-        agent.start_container("main").await?;
-        let busybox = fs::read("/bin/busybox")?;
+        machine.create_container(CONTAINER, &["peerpod-test-tool", "pause"]).await.unwrap();
+        let busybox = fs::read("/bin/busybox").unwrap();
         for (number, piece) in busybox.chunks(PIECE).enumerate() {
             let mut request = copy_file(BUSYBOX, 0o755, piece);
-            request.file_size = i64::try_from(busybox.len())?;
-            request.offset = i64::try_from(number * PIECE)?;
-            agent.copy_file(&request).await?;
+            request.file_size = i64::try_from(busybox.len()).unwrap();
+            request.offset = i64::try_from(number * PIECE).unwrap();
+            machine.agent.copy_file(&request).await.unwrap();
         }
-        Ok(Machine { id, pod, shim, agent })
-    }
-
-    async fn run(&self, command: &[&str]) -> anyhow::Result<String> {
-        let output = self.agent.exec(&exec_request("main", &fresh_id("exec"), command)).await?;
-        anyhow::ensure!(output.status == 0, "{command:?}: {output:?}");
-        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+        Machine(machine)
     }
 
     /// A container of the image that the registry has, whose layers are where they are to be.
     async fn runs(&self, registry: &Registry) {
         let image = format!("{}/{IMAGE}", registry.address);
-        let says = container(&image, "image", &["/bin/sh", "-c", "busybox cat /old/one"]);
-        self.agent.create_container(&says).await.unwrap();
-        self.agent.start_container("image").await.unwrap();
-        assert_eq!(self.agent.output("image", "").await.unwrap().stdout, b"one");
+        let says = of_image(&image, "image", &["/bin/sh", "-c", "busybox cat /old/one"]);
+        self.0.agent.create_container(&says).await.unwrap();
+        self.0.agent.start_container("image").await.unwrap();
+        assert_eq!(self.0.agent.output("image", "").await.unwrap().stdout, b"one");
         let layers = self.shell("$B ls /var/lib/peerpod/images/l | $B wc -l").await.unwrap();
         assert_eq!(layers, "3\n");
     }
 
     /// In the shell that it was given; `$B` is all that the shell has not built in.
     async fn shell(&self, script: &str) -> anyhow::Result<String> {
-        self.run(&shell(script).each_ref().map(String::as_str)).await
+        self.0.run(&shell(script).each_ref().map(String::as_str)).await
     }
 }
 
@@ -92,9 +70,7 @@ async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_
     let registry = Registry::for_machines(&place.world, &[(IMAGE, &ordinary())]);
     let settings = registry.settings(&place.settings, IMAGE);
     let mut daemons = Daemons::start(&place.world, settings).await.unwrap();
-    let machine = Machine::start(&place.world, &daemons).await;
-    let machine =
-        machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()));
+    let machine = Machine::start(&place, &daemons).await;
     for entry in daemons.ledger().unwrap() {
         for (name, at) in entry.stages() {
             println!("{at:>8.1?} {name}");
@@ -104,17 +80,17 @@ async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_
     // Ping and HTTP through the tunnel, both families, both ways.
     let other = place.world.pod().unwrap();
     let server = PageServer::start(other.namespace()).unwrap();
-    for (to, from) in machine.pod.addresses().into_iter().zip(other.addresses()) {
+    for (to, from) in machine.0.pod.addresses().into_iter().zip(other.addresses()) {
         ping(other.namespace(), to, 56, PATIENCE).unwrap();
         ping(other.namespace(), to, 1380, PATIENCE).unwrap();
         let url = SocketAddr::new(from, server.port()).to_string();
-        let page = machine.run(&["peerpod-test-tool", "fetch", &url]).await.unwrap();
+        let page = machine.0.run(&["peerpod-test-tool", "fetch", &url]).await.unwrap();
         assert!(page.contains(&to.to_string()), "{page}");
     }
     drop(server);
 
     // A program of the image's own.
-    let version = machine.run(&["/bin/mount", "--version"]).await.unwrap();
+    let version = machine.0.run(&["/bin/mount", "--version"]).await.unwrap();
     assert!(version.contains("util-linux"), "{version}");
     // It is that machine: firmware, pid 1, the root that nobody can write to, and the rest of the disk.
     let script = "[ -d /sys/firmware/efi ] && echo efi\n\
@@ -133,17 +109,17 @@ async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_
     // An exec that streams, and the node killed in its middle.
     let ticks = shell("while :; do echo tick; $B sleep 0.1; done");
     let streaming = exec_request("main", "stream", &ticks.each_ref().map(String::as_str));
-    machine.agent.exec_process(&streaming).await.unwrap();
-    assert!(machine.agent.read_stdout("main", "stream", 4096).await.unwrap().starts_with(b"tick"));
+    machine.0.agent.exec_process(&streaming).await.unwrap();
+    assert!(machine.0.agent.read_stdout("main", "stream", 4096).await.unwrap().starts_with(b"tick"));
     daemons.kill_node().unwrap();
     for _ in 0..5 {
-        let ticks = tokio::time::timeout(PATIENCE, machine.agent.read_stdout("main", "stream", 4096)).await;
+        let ticks = tokio::time::timeout(PATIENCE, machine.0.agent.read_stdout("main", "stream", 4096)).await;
         assert!(ticks.unwrap().unwrap().starts_with(b"tick"), "with the node dead");
     }
     daemons.start_node().unwrap();
     daemons.ready().await.unwrap();
-    assert!(machine.agent.read_stdout("main", "stream", 4096).await.unwrap().starts_with(b"tick"));
-    for to in machine.pod.addresses() {
+    assert!(machine.0.agent.read_stdout("main", "stream", 4096).await.unwrap().starts_with(b"tick"));
+    for to in machine.0.pod.addresses() {
         ping(other.namespace(), to, 56, PATIENCE).unwrap();
     }
 
@@ -152,13 +128,13 @@ async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_
     let domain = place.libvirtd.domains().unwrap().remove(0);
     place.libvirtd.virsh(&["shutdown", &domain, "--mode", "acpi"]).unwrap();
     let cause = eventually("the node says what became of it", PATIENCE, async || {
-        machine.shim.start_vm(&machine.id).await.err().map(|error| error.to_string())
+        machine.0.shim.start_vm(&machine.0.id).await.err().map(|error| error.to_string())
     });
     let cause = cause.await.unwrap_or_else(|error| panic!("{error:#}\n{}", place.consoles()));
     assert!(cause.contains("has ended: it was shut down or powered itself off"), "{cause}");
     assert!(cause.contains("power button was pressed"), "its console is told: {cause}");
-    stop_promptly(&machine.shim, &machine.id).await.unwrap();
-    daemons.gone(&machine.id, PATIENCE).await.unwrap();
+    stop_promptly(&machine.0.shim, &machine.0.id).await.unwrap();
+    daemons.gone(&machine.0.id, PATIENCE).await.unwrap();
     place.assert_clean();
 }
 
@@ -170,17 +146,15 @@ async fn a_disk_that_is_no_larger_than_its_image_is_a_machine_all_the_same() {
     let registry = Registry::for_machines(&place.world, &[(IMAGE, &ordinary())]);
     let settings = registry.settings(&place.settings, IMAGE);
     let daemons = Daemons::start(&place.world, settings).await.unwrap();
-    let machine = Machine::start(&place.world, &daemons).await;
-    let machine =
-        machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), place.consoles()));
+    let machine = Machine::start(&place, &daemons).await;
     let scratch = machine.shell("$B grep -c ' /var/lib/peerpod ' /proc/mounts || true").await.unwrap();
     assert_eq!(scratch, "0\n");
     let consoles = place.consoles();
     let skipped = |line: &str| line.contains("Dependency failed") && line.contains("container images");
     assert!(consoles.lines().any(skipped) && !consoles.contains("Timed out"), "{consoles}");
     machine.runs(&registry).await;
-    stop_promptly(&machine.shim, &machine.id).await.unwrap();
-    daemons.gone(&machine.id, PATIENCE).await.unwrap();
+    stop_promptly(&machine.0.shim, &machine.0.id).await.unwrap();
+    daemons.gone(&machine.0.id, PATIENCE).await.unwrap();
     place.assert_clean();
 }
 

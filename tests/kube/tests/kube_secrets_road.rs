@@ -14,9 +14,10 @@ use std::{fs, net::SocketAddr};
 
 use images_common::{Image, Registry, Serving, free_port, ordinary};
 use kube_node_common::{LIMIT, NODE, OWN, Rig, Running};
-use peerpod_client::{AgentClient, ContainerSpec};
-use peerpod_proto::agent::{CreateContainerRequest, CreateSandboxRequest, Storage};
+use peerpod_client::AgentClient;
+use peerpod_proto::agent::{CreateContainerRequest, CreateSandboxRequest};
 use peerpod_test_kube::{Rule, wait_for};
+use peerpod_tests::of_image;
 use peerpod_world::{Settings, proxy::Proxy};
 use secrets_common::{AUDIENCE, Service, bundle, make_pod};
 use serde_json::json;
@@ -141,18 +142,7 @@ async fn sandbox(rig: &Rig, running: &Running, name: &str) -> AgentClient {
 }
 
 fn container(image: &str, id: &str) -> CreateContainerRequest {
-    let mut request = ContainerSpec::new(id, &["/bin/sh", "-c", "busybox cat /old/one"])
-        .annotation("io.kubernetes.cri.container-type", "container")
-        .annotation("io.kubernetes.cri.image-name", image)
-        .request();
-    let mut storage = Storage::new();
-    storage.driver = "image_guest_pull".into();
-    storage.source = image.into();
-    storage.fstype = "overlay".into();
-    storage.driver_options = vec!["image_guest_pull={\"metadata\":{}}".into()];
-    storage.mount_point = format!("/run/kata-containers/{id}/rootfs");
-    request.storages.push(storage);
-    request
+    of_image(image, id, &["/bin/sh", "-c", "busybox cat /old/one"])
 }
 
 async fn runs(agent: &AgentClient) {

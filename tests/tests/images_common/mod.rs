@@ -13,8 +13,6 @@ use std::{
     sync::atomic::{AtomicU32, Ordering},
 };
 
-use peerpod_client::ContainerSpec;
-use peerpod_proto::agent::{CreateContainerRequest, Storage};
 use peerpod_tests::PATIENCE;
 use peerpod_world::{Settings, World, binary, eventually_blocking};
 use serde_json::{Value, json};
@@ -435,20 +433,4 @@ pub fn layers_in(store: &Path) -> (usize, Vec<PathBuf>) {
         fs::read_dir(store.join(name)).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
     };
     (entries("l").len(), entries("t"))
-}
-
-/// As the shim asks for a container whose image the VM pulls.
-pub fn container(image: &str, id: &str, arguments: &[&str]) -> CreateContainerRequest {
-    let mut request = ContainerSpec::new(id, arguments)
-        .annotation("io.kubernetes.cri.container-type", "container")
-        .annotation("io.kubernetes.cri.image-name", image)
-        .request();
-    let mut storage = Storage::new();
-    storage.driver = "image_guest_pull".into();
-    storage.source = image.into();
-    storage.fstype = "overlay".into();
-    storage.driver_options = vec!["image_guest_pull={\"metadata\":{}}".into()];
-    storage.mount_point = format!("/run/kata-containers/{id}/rootfs");
-    request.storages.push(storage);
-    request
 }
