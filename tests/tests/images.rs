@@ -253,7 +253,7 @@ fn a_full_disk_is_said_and_leaves_room() {
     let (kind, text) = cause(pull(&job(&path, &format!("{}/app:v1", registry.address))));
     let (whole, half) = layers_in(&path);
     assert!(Command::new("umount").arg(&path).status().unwrap().success());
-    assert!(kind == "no_space" && text.contains("images.store"), "{kind} {text}");
+    assert!(kind == "no_space" && text.contains("larger disk for images"), "{kind} {text}");
     assert!(whole == 0 && half.is_empty(), "{half:?}");
 }
 

@@ -124,7 +124,7 @@ fn no_turn(call: Call<'_>, limits: &Limits, start: Instant, refusal: &Refusal) -
     let text = match refusal {
         Refusal::TooLong { ahead, wait } => format!(
             "{what}: {ahead} other calls wait for {action}, which this account may call {rate} times a second at \
-             most; the turn comes in {}, and the caller waits {left}; create fewer pods at once, have the cloud raise \
+             most; the turn comes in {}, and the caller waits {left}, for the answer, too; create fewer pods at once, have the cloud raise \
              the limit, or set a longer deadline",
             short(*wait)
         ),

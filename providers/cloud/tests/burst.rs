@@ -225,6 +225,7 @@ async fn bursts_of_pods_wait_instead_of_failing_and_take_as_long_as_the_bucket_p
         let (failures, calls, makespan) = burst(pods, create).await;
         assert_eq!(failures, 0);
         assert!(calls <= 1.2, "{calls} calls per pod");
-        assert!(makespan <= 1.2, "{makespan} of what the bucket permits");
+        // A turn that comes too late for its answer is a token lost.
+        assert!(makespan <= 1.05, "{makespan} of what the bucket permits");
     }
 }

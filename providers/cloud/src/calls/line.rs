@@ -15,6 +15,9 @@ use tokio::time::Instant;
 use super::table::Limits;
 use super::tokens::TokenSource;
 
+/// What a cloud may take for an answer; of a short deadline a tenth.
+const ANSWER: Duration = Duration::from_secs(2);
+
 /// Why a call gets no turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Refusal {
@@ -118,7 +121,7 @@ impl Lines {
         Arc::new(Lines { source, lines: Mutex::default() })
     }
 
-    /// Waits for a token and a slot.
+    /// Waits for a token and a slot, for as long as the call would still be answered in time.
     pub(super) async fn turn(
         self: &Arc<Lines>,
         bucket: &'static str,
@@ -126,8 +129,9 @@ impl Lines {
         owner: &str,
         deadline: Instant,
     ) -> Result<Permit, Refusal> {
+        let now = Instant::now();
+        let latest = latest(now, deadline);
         let (mut granted, waiting) = {
-            let now = Instant::now();
             let mut lines = self.lock();
             let line = lines.entry(bucket).or_default();
             line.at_once = limits.at_once;
@@ -137,7 +141,7 @@ impl Lines {
             }
             let ahead = line.ahead(line.round_of(owner));
             let at = self.source.forecast(bucket, ahead, now);
-            if at > deadline {
+            if at > latest {
                 return Err(Refusal::TooLong { ahead, wait: at.saturating_duration_since(now) });
             }
             let (grant, granted) = oneshot::channel();
@@ -152,7 +156,7 @@ impl Lines {
             biased;
             // The sender is dropped unsent only with the whole line; then nothing comes any more.
             Ok(permit) = &mut granted => Ok(permit),
-            () = tokio::time::sleep_until(deadline) => Err(Refusal::TimeIsOver { ahead: waiting.ahead() }),
+            () = tokio::time::sleep_until(latest) => Err(Refusal::TimeIsOver { ahead: waiting.ahead() }),
         }
     }
 
@@ -220,6 +224,13 @@ impl Lines {
     fn lock(&self) -> MutexGuard<'_, HashMap<&'static str, Line>> {
         self.lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// When a turn must have come for its answer to come by the deadline. Whoever joins a full line is the last whose turn comes
+/// in time, and by less than a token's time: without this one in a few of the calls would be sent and their answers not
+/// waited for.
+fn latest(now: Instant, deadline: Instant) -> Instant {
+    deadline - ANSWER.min(deadline.saturating_duration_since(now) / 10)
 }
 
 enum Pause {
