@@ -1,5 +1,6 @@
-//! Whether this VM's memory is hidden from its host, as the processor says it (CPUID, which such a guest has from its
-//! firmware or from the processor itself, not from the host's word). Pure but for that instruction.
+//! Whether this VM's memory is hidden from its host, as CPUID says it. With TDX the processor answers, with SEV-SNP a table
+//! that its firmware checked, on Hyper-V the paravisor; with SEV before SNP it is the host's own word, and a host that lies
+//! is believed. Pure but for that instruction.
 
 /// AMD: encrypted memory; bit 1 of EAX says SEV, of whichever kind. Hypervisors show it to such guests alone.
 const AMD_ENCRYPTION: u32 = 0x8000_001f;

@@ -1,5 +1,5 @@
-//! The programs of the demo's "image": a page server that says who asked, and a client. They need nothing of the VM's
-//! root directory, so the demo needs nothing installed.
+//! The programs of the demo's "image": a page server that says who asked, and a client; and what enters an image. They
+//! need nothing of the VM's root directory, so the demo needs nothing installed.
 
 use std::{
     io::{Read, Write},
@@ -15,8 +15,8 @@ use anyhow::{Context, bail};
 /// In an emulated machine, too.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// `chroot FOLDER PROGRAM …` becomes the program, with the folder as its root; `page PORT` serves a page with the asker's address until it is ended; `fetch ADDRESS:PORT` prints one; `pause` waits to
-/// be ended.
+/// `chroot FOLDER PROGRAM …` becomes the program, with the folder as its root; `page PORT` serves a page with the asker's
+/// address until it is ended; `fetch ADDRESS:PORT` prints one; `pause` waits to be ended.
 pub(crate) fn run(arguments: &[String]) -> anyhow::Result<()> {
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["chroot", folder, program, ref arguments @ ..] => {
