@@ -17,6 +17,7 @@ use crate::{
     cpio, formats, gpt,
     inputs::Inputs,
     lock::words,
+    memory::GuestMemory,
     minimal::compress,
     modules, program,
     report::{Report, sha256},
@@ -88,6 +89,9 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, options: &Options, out: &Pat
     fs::create_dir_all(out).with_context(|| format!("make {}", out.display()))?;
     formats::write(&raw, &options.formats, &identity, out, &mut report)?;
     fs::remove_dir_all(&work)?;
+    let vmlinuz = inputs.file(&format!("boot/vmlinuz-{release}"))?;
+    // systemd takes the root in place of the initramfs, which goes.
+    report.guest_memory = Some(GuestMemory::of(vmlinuz, 0, &root, true)?);
     report.contents(&root);
     report.finish(out)
 }

@@ -14,6 +14,7 @@ mod formats;
 mod gpt;
 mod inputs;
 mod lock;
+mod memory;
 mod minimal;
 mod modules;
 mod program;

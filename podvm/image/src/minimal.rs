@@ -14,6 +14,7 @@ use crate::{
     cpio,
     inputs::Inputs,
     lock::words,
+    memory::GuestMemory,
     modules, program,
     report::Report,
     run,
@@ -71,7 +72,10 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, out: &Path) -> anyhow::Resul
     fs::create_dir_all(out).with_context(|| format!("make {}", out.display()))?;
     let vmlinuz = inputs.file(&format!("boot/vmlinuz-{release}"))?;
     report.write(out, KERNEL, vmlinuz)?;
-    report.write(out, INITRD, &initramfs(inputs, &tree, &release)?)?;
+    let initramfs = initramfs(inputs, &tree, &release)?;
+    report.write(out, INITRD, &initramfs)?;
+    // Not compressed: what is unpacked stays, and is as large.
+    report.guest_memory = Some(GuestMemory::of(vmlinuz, initramfs.len(), &tree, false)?);
     report.kernel = Some(KERNEL.to_owned());
     report.initrd = Some(INITRD.to_owned());
     report.cmdline = cmdline::line(&["minimal"]);

@@ -8,6 +8,7 @@ use sha2::{Digest, Sha256};
 
 use crate::{
     lock::Package,
+    memory::GuestMemory,
     tree::{Node, Tree},
 };
 
@@ -34,6 +35,9 @@ pub(crate) struct Report {
     /// The root's dm-verity hash; whoever measures the boot compares it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) root_hash: Option<String>,
+    /// How much memory the guest needs besides its pod.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) guest_memory: Option<GuestMemory>,
     /// Whether the agent is the project's test agent: such an image is no use in production.
     pub(crate) test_agent: bool,
     /// Bytes per file beside this one.
@@ -66,6 +70,7 @@ impl Report {
             cmdline: String::new(),
             cmdline_emulated: String::new(),
             root_hash: None,
+            guest_memory: None,
             test_agent: false,
             sizes: BTreeMap::new(),
             sha256: BTreeMap::new(),

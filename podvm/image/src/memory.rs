@@ -1,0 +1,87 @@
+//! How much of a VM's memory its guest needs, for `image.json`: whoever sizes a VM adds it to what the pod asks for. It is
+//! reckoned from the image's own parts, so that the same image always has the same figure;
+//! `tests/tests/machines_memory.rs` compares it with machines that run.
+
+use anyhow::Context;
+use serde::Serialize;
+
+use crate::tree::Tree;
+
+/// Slabs, stacks, page tables, the programs' own data, files that are being read, and what the kernel keeps free.
+const WORKING_MIB: u64 = 48;
+/// The same of systemd and its services.
+const SYSTEM_MIB: u64 = 64;
+/// The images of a small pod's containers, unpacked.
+const IMAGES_MIB: u64 = 256;
+/// Where the guest program, the agent and what is supplied have their programs.
+const PROGRAMS: [&str; 2] = ["init", "usr/local/bin/"];
+
+/// `guest_memory` of `image.json`, in MiB.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(crate) struct GuestMemory {
+    /// Kernel, programs and what they need to work.
+    base_mib: u64,
+    /// A share for containers' images, where the VM has no disk for them and keeps them in memory.
+    images_mib: u64,
+}
+
+impl GuestMemory {
+    /// Of an image that keeps this much of its initramfs in memory, in bytes.
+    ///
+    /// # Errors
+    /// When the kernel is none.
+    pub(crate) fn of(
+        kernel: &[u8],
+        kept: usize,
+        tree: &Tree,
+        has_systemd: bool,
+    ) -> anyhow::Result<GuestMemory> {
+        let is_program = |path: &str| {
+            PROGRAMS.iter().any(|place| path == *place || (place.ends_with('/') && path.starts_with(place)))
+        };
+        let programs: u64 = tree
+            .files()
+            .filter(|(path, ..)| is_program(path))
+            .map(|(.., content)| content.len() as u64)
+            .sum();
+        let bytes = kernel_size(kernel)? + kept as u64 + programs;
+        let system = if has_systemd { SYSTEM_MIB } else { 0 };
+        Ok(GuestMemory { base_mib: bytes.div_ceil(1 << 20) + WORKING_MIB + system, images_mib: IMAGES_MIB })
+    }
+}
+
+/// The bytes that a kernel needs to start, its own variables included: `init_size` of its header (Linux' boot protocol).
+fn kernel_size(kernel: &[u8]) -> anyhow::Result<u64> {
+    const MAGIC: std::ops::Range<usize> = 0x202..0x206;
+    const INIT_SIZE: std::ops::Range<usize> = 0x260..0x264;
+    let field = kernel.get(INIT_SIZE).filter(|_| kernel.get(MAGIC) == Some(b"HdrS"));
+    let bytes = field.context("the kernel is no bzImage: its header has no HdrS")?;
+    Ok(u64::from(u32::from_le_bytes(bytes.try_into()?)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_needs_its_kernel_its_archive_its_programs_and_room_to_work() {
+        let mut kernel = vec![0; 0x300];
+        kernel[0x202..0x206].copy_from_slice(b"HdrS");
+        kernel[0x260..0x264].copy_from_slice(&(50_u32 << 20).to_le_bytes());
+        let mut tree = Tree::default();
+        tree.file("init", 0o755, vec![0; 5 << 20]);
+        tree.file("usr/local/bin/agent", 0o755, vec![0; 2 << 20]);
+        tree.file("usr/lib/modules/x.ko", 0o644, vec![0; 9 << 20]);
+        let base = |kept, has_systemd| GuestMemory::of(&kernel, kept, &tree, has_systemd).unwrap().base_mib;
+        assert_eq!(base(0, false), 50 + 5 + 2 + WORKING_MIB);
+        assert_eq!(base((10 << 20) + 1, false), 50 + 11 + 5 + 2 + WORKING_MIB);
+        assert_eq!(base(0, true), 50 + 5 + 2 + WORKING_MIB + SYSTEM_MIB);
+    }
+
+    #[test]
+    fn a_kernel_without_the_header_is_refused() {
+        for kernel in [&b""[..], &[0; 0x300]] {
+            assert!(GuestMemory::of(kernel, 0, &Tree::default(), false).is_err());
+        }
+    }
+}
