@@ -1,6 +1,7 @@
 //! Making a VM. The order is what makes it safe to be cut off: the domain is defined first, with marks that name its
-//! owner and key and paths of files that are not there yet; then its files, whose names follow from its own; then it is
-//! started, and marked as started. Whatever a crash leaves hangs on a domain that `list_owned` shows and `delete` removes.
+//! owner and key and paths of files that are not there yet; then its files, whose names follow from its own, and its
+//! address; then it is started, and marked as started. Whatever a crash leaves hangs on a domain that `list_owned` shows
+//! and `delete` removes.
 
 use peerpod_provider_api::{
     Capabilities, Confidential, CreateRequest, Created, DiskIdentity, DiskRequest, Error, IdempotencyKey,
@@ -118,7 +119,9 @@ impl Shared {
         let mut marks = Marks::new(&self.owner, request, key);
         let xml = self.xml(identity, request, &plan, &marks, kind, confidential);
         let domain = libvirt.define(&xml).await.map_err(fail)?;
-        self.files(libvirt, identity, request, &plan, attempt).await?;
+        let files = self.files(libvirt, identity, request, &plan, attempt);
+        let (files, ()) = tokio::join!(files, self.reserve(libvirt, identity));
+        files?;
         self.starting(&domain);
         let domain = match libvirt.start_domain(&domain).await {
             Ok(domain) => domain,

@@ -133,7 +133,7 @@ impl Shared {
     }
 
     /// A name that no other process of our owner has.
-    fn trial(&self) -> String {
+    pub(crate) fn trial(&self) -> String {
         let nonce = std::time::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos();
         format!("{}{TRIAL}{}-{nonce:x}", self.owner.prefix(), std::process::id())
     }

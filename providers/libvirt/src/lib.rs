@@ -16,6 +16,7 @@ mod marks;
 mod probe;
 mod refusal;
 mod remove;
+mod reserve;
 pub mod rpc;
 mod see;
 mod seed;
@@ -63,6 +64,8 @@ struct Shared {
     turns: Lock<HashMap<Uuid, Arc<Mutex<()>>>>,
     lives: Lock<Lives>,
     ended: broadcast::Sender<ProviderEvent>,
+    /// Whether the last VM's address could be reserved, and what helps; `None`: not tried yet.
+    last_reservation: Lock<Option<Result<(), String>>>,
 }
 
 impl LibvirtProvider {
@@ -78,6 +81,7 @@ impl LibvirtProvider {
             turns: Lock::default(),
             lives: Lock::default(),
             ended: broadcast::channel(1024).0,
+            last_reservation: Lock::default(),
         };
         LibvirtProvider { shared: Arc::new(shared) }
     }
@@ -216,6 +220,7 @@ pub fn read_anything(input: &[u8]) {
             assert_eq!(marks::Marks::read(&marks.xml()).map(|again| again.key), Some(marks.key));
         }
         create::read_anything(text);
+        reserve::read_anything(text);
         volumes::read_anything(text);
         drop(rpc::link::Address::parse(text));
     }

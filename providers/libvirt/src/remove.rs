@@ -1,4 +1,4 @@
-//! Taking a VM away: it is ended, its files go, and last the domain by which all of that is found.
+//! Taking a VM away: it is ended, its files and its address go, and last the domain by which all of that is found.
 
 use peerpod_provider_api::Error;
 
@@ -37,6 +37,10 @@ impl Shared {
         self.end(libvirt, &domain).await.map_err(fail)?;
         if let Some(pool) = self.pool(libvirt).await.map_err(fail)? {
             self.remove_files(libvirt, &pool, &domain.name).await.map_err(fail)?;
+        }
+        match self.release(libvirt, &domain).await {
+            Err(error) if error.is_absent() => return Ok(()),
+            other => other.map_err(fail)?,
         }
         match libvirt.undefine(&domain).await {
             Err(error) if error.is_absent() => Ok(()),

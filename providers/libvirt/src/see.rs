@@ -20,8 +20,8 @@ use crate::store::Use;
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// Where a network hands out both families, a VM's IPv4 address is waited for so long when the IPv6 one came first: dnsmasq
-/// looks for 3 s whether somebody has it before it offers one. The VM is to be known by it whichever was faster: less of
-/// each packet is the tunnel's then.
+/// looks for 3 s whether somebody has it before it offers one that is not reserved. The VM is to be known by it
+/// whichever was faster: less of each packet is the tunnel's then.
 const OTHER_FAMILY: Duration = Duration::from_secs(5);
 
 impl Shared {
@@ -211,6 +211,10 @@ impl Shared {
             0 => {}
             removed => found.facts.push(format!("removed {removed} files of VMs that are gone")),
         }
+        match self.sweep_reservations(&libvirt).await.map_err(fail)? {
+            0 => {}
+            removed => found.facts.push(format!("removed {removed} DHCP host entries of VMs that are gone")),
+        }
         Ok(found)
     }
 
@@ -240,6 +244,9 @@ impl Shared {
         let words =
             if words.is_empty() { String::new() } else { format!(", we are {} there", words.join(" and ")) };
         found.facts.push(format!("network {name}{words}"));
+        if self.config.creates && plug == &self.config.network {
+            found.warnings.extend(self.dhcp_is_slow(libvirt, name).await);
+        }
         Ok(addresses)
     }
 

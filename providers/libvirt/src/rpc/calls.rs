@@ -15,6 +15,8 @@ use super::{Connection, RpcError};
 const LIST: usize = 16384;
 /// Longest list of a domain's interfaces, and of an interface's addresses.
 const INTERFACES: usize = 2048;
+/// Longest list of a network's leases.
+const LEASES: usize = 65536;
 const AUTH_TYPES: usize = 20;
 
 /// How long other work on a pool is waited for.
@@ -31,6 +33,7 @@ const DOMAIN_LOOKUP_BY_UUID: i32 = 24;
 const DOMAIN_UNDEFINE: i32 = 35;
 const NETWORK_LOOKUP_BY_NAME: i32 = 46;
 const NETWORK_GET_XML_DESC: i32 = 43;
+const SUPPORTS_FEATURE: i32 = 60;
 const AUTH_LIST: i32 = 66;
 const AUTH_POLKIT: i32 = 70;
 const POOL_REFRESH: i32 = 83;
@@ -58,7 +61,9 @@ const DOMAIN_SET_METADATA: i32 = 264;
 const DOMAIN_GET_METADATA: i32 = 265;
 const LIST_ALL_DOMAINS: i32 = 273;
 const POOL_LIST_ALL_VOLUMES: i32 = 282;
+const NETWORK_UPDATE: i32 = 291;
 const EVENT_REGISTER: i32 = 316;
+const NETWORK_GET_DHCP_LEASES: i32 = 341;
 const GET_DOMAIN_CAPABILITIES: i32 = 342;
 const INTERFACE_ADDRESSES: i32 = 353;
 
@@ -76,8 +81,12 @@ const METADATA_ELEMENT: i32 = 2;
 const CONFIG: u32 = 2;
 /// `VIR_DOMAIN_BLOCK_RESIZE_BYTES`: else it counts KiB.
 const BYTES: u32 = 1;
-/// `VIR_DOMAIN_AFFECT_LIVE`.
+/// `VIR_DOMAIN_AFFECT_LIVE`, `VIR_NETWORK_UPDATE_AFFECT_LIVE`.
 const LIVE: u32 = 1;
+/// `VIR_NETWORK_SECTION_IP_DHCP_HOST`.
+const DHCP_HOST: u32 = 4;
+/// `VIR_DRV_FEATURE_NETWORK_UPDATE_HAS_CORRECT_ORDER`: without it (before libvirt 7.2) command and section are swapped.
+const RIGHT_ORDER: i32 = 16;
 /// `VIR_DOMAIN_START_AUTODESTROY`: it ends with our connection.
 const AUTODESTROY: u32 = 2;
 
@@ -212,6 +221,24 @@ pub struct Address {
     pub mac: Option<String>,
     /// As text.
     pub address: String,
+}
+
+/// An address that a network's DHCP server has given to a card.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Lease {
+    /// The card's.
+    pub mac: Option<String>,
+    /// As text.
+    pub address: String,
+}
+
+/// A change of a network's DHCP host entries (`virNetworkUpdateCommand`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HostChange {
+    /// Remove the entry that matches in everything given.
+    Delete = 2,
+    /// Add one. libvirtd refuses an entry whose MAC, name or address another one has.
+    Add = 3,
 }
 
 /// Where libvirt looks for addresses (`virDomainInterfaceAddressesSource`).
@@ -452,6 +479,41 @@ impl Connection {
     /// The network as XML.
     pub async fn network_xml(&self, network: &Named) -> Result<String, RpcError> {
         self.text(NETWORK_GET_XML_DESC, &network.write(Writer::new()).u32(0).done()).await
+    }
+
+    /// The leases of the network's own DHCP server that are not over yet.
+    pub async fn leases(&self, network: &Named) -> Result<Vec<Lease>, RpcError> {
+        let call = network.write(Writer::new()).optional_text(None).i32(1).u32(0).done();
+        let answer = self.call(NETWORK_GET_DHCP_LEASES, &call).await?;
+        let leases = Reader::new(&answer).list(LEASES, |reader| {
+            let (_interface, _expires, _family) = (reader.text()?, reader.u64()?, reader.i32()?);
+            let (mac, _association) = (reader.optional_text()?, reader.optional_text()?);
+            let (address, _prefix) = (reader.text()?, reader.u32()?);
+            let (_hostname, _client) = (reader.optional_text()?, reader.optional_text()?);
+            Ok(Lease { mac, address })
+        })?;
+        Ok(leases)
+    }
+
+    /// Changes a DHCP host entry of the running network, not of its configuration. `parent`: which of the network's `ip`
+    /// elements, from 0.
+    pub async fn change_host(
+        &self,
+        network: &Named,
+        change: HostChange,
+        parent: i32,
+        xml: &str,
+    ) -> Result<(), RpcError> {
+        let asked = self.call(SUPPORTS_FEATURE, &Writer::new().i32(RIGHT_ORDER).done()).await;
+        let in_order = match asked {
+            // An older one does not know the feature.
+            Err(RpcError::Failed(_)) => false,
+            answer => Reader::new(&answer?).i32()? == 1,
+        };
+        let (command, section) = (change as u32, DHCP_HOST);
+        let (first, second) = if in_order { (command, section) } else { (section, command) };
+        let call = network.write(Writer::new()).u32(first).u32(second).i32(parent).text(xml).u32(LIVE).done();
+        self.call(NETWORK_UPDATE, &call).await.map(drop)
     }
 
     /// The pool of this name.

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::net::Ipv4Addr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -90,12 +91,29 @@ impl Place {
         pids
     }
 
+    /// The DHCP host entries of a running network: MAC and address by name, as `virsh` shows them.
+    pub fn reservations(&self, network: &str) -> BTreeMap<String, (String, Ipv4Addr)> {
+        let xml = self.libvirtd.virsh(&["net-dumpxml", network]).unwrap();
+        let hosts = xml.lines().filter(|line| line.trim_start().starts_with("<host "));
+        let read = |line: &str| {
+            let get = |key: &str| line.split(&format!(" {key}='")).nth(1)?.split('\'').next();
+            Some((get("name")?.to_owned(), (get("mac")?.to_owned(), get("ip")?.parse().ok()?)))
+        };
+        hosts.filter_map(read).collect()
+    }
+
+    /// The file that dnsmasq reads a network's host entries from.
+    pub fn hosts_file(&self, network: &str) -> PathBuf {
+        self.world.folder().join(format!("libvirt/lib/dnsmasq/{network}.hostsfile"))
+    }
+
     pub fn assert_clean(&self) {
         let (domains, files) =
             (self.libvirtd.domains().unwrap(), self.libvirtd.files(libvirtd::POOL).unwrap());
         let firmware = self.libvirtd.firmware().unwrap();
         let left = !domains.is_empty() || !files.is_empty() || !firmware.is_empty();
         assert!(!left, "left: {domains:?} {files:?} {firmware:?}");
+        assert_eq!(self.reservations(libvirtd::NETWORK), BTreeMap::new());
         assert_eq!(self.machines(), Vec::<u32>::new());
     }
 }

@@ -1,0 +1,405 @@
+//! Addresses reserved for VMs. libvirt's DHCP server (dnsmasq) pings an address for 3 s before it offers it, unless the
+//! address is reserved for the MAC that asks.
+//!
+//! * A reservation is a DHCP host entry of the running network; the network's configuration stays as it is, and a network
+//!   that is started anew has none.
+//! * Its name is the VM's. It is made after the domain is defined and removed before the domain is undefined: a crash leaves
+//!   a reservation only beside a domain that is listed and deleted. [`Shared::sweep_reservations`] takes the rest.
+//! * libvirtd refuses an entry whose MAC, name or address another entry has, so two VMs never get one address, whichever
+//!   processes make them. It signals dnsmasq before it answers, and dnsmasq reads signals before packets: the reservation
+//!   is in force when the VM starts.
+//! * No create fails for want of a reservation: DHCP takes 3 s longer then. The reason is logged once.
+
+use std::collections::HashSet;
+use std::net::Ipv4Addr;
+use std::sync::PoisonError;
+
+use sha2::{Digest, Sha256};
+
+use crate::Shared;
+use crate::config::Plug;
+use crate::create::libvirt_is_real;
+use crate::marks::Identity;
+use crate::rpc::calls::{Domain, HostChange, Lease, Named};
+use crate::rpc::{Connection, RpcError, code};
+use crate::xml::escape;
+
+/// So often another address is tried, when libvirtd refuses one that somebody else took meanwhile.
+const TRIES: usize = 16;
+
+/// Why an address was not reserved.
+#[derive(Debug, thiserror::Error)]
+enum Unreserved {
+    #[error(
+        "all {0} addresses of its range are reserved or leased; make the range larger or its lease time shorter (virsh \
+         net-edit)"
+    )]
+    Full(u64),
+    #[error("others took {TRIES} addresses in a row; this is tried again with the next VM")]
+    Contended,
+    #[error(
+        "{0}; let our user change the network, or set <dnsmasq:option value='no-ping'/> in it (virsh net-edit)"
+    )]
+    Refused(RpcError),
+    /// Nothing was learnt of the network.
+    #[error("{0}")]
+    Away(RpcError),
+}
+
+impl From<RpcError> for Unreserved {
+    fn from(error: RpcError) -> Unreserved {
+        if error.code().is_some() { Unreserved::Refused(error) } else { Unreserved::Away(error) }
+    }
+}
+
+impl Shared {
+    /// Reserves an address for a VM that is defined and not started.
+    pub(crate) async fn reserve(&self, libvirt: &Connection, identity: &Identity) {
+        let Plug::Network(network) = &self.config.network else { return };
+        if !libvirt_is_real(self.link.driver()) {
+            return;
+        }
+        let outcome = self.try_reserve(libvirt, network, &identity.name, &identity.mac(0)).await;
+        if let Some(news) = self.note(network, outcome) {
+            tracing::warn!("{news}");
+        }
+    }
+
+    /// What is wrong with this network's DHCP, and what helps. Tried with an address that is given back at once, unless the
+    /// last VM's reservation worked.
+    pub(crate) async fn dhcp_is_slow(&self, libvirt: &Connection, network: &str) -> Option<String> {
+        if self.last_reservation().is_some_and(|last| last.is_ok()) {
+            return None;
+        }
+        let mut trial = Identity { name: self.trial(), uuid: [0; 16] };
+        trial.uuid.copy_from_slice(&Sha256::digest(&trial.name)[..16]);
+        let outcome = self.try_reserve(libvirt, network, &trial.name, &trial.mac(0)).await;
+        if outcome.is_ok()
+            && let Err(error) = release_in(libvirt, network, &trial.name).await
+        {
+            tracing::warn!(
+                network,
+                trial.name,
+                "cannot remove a DHCP host entry that was only tried: {error}"
+            );
+        }
+        self.note(network, outcome);
+        self.last_reservation().and_then(Result::err)
+    }
+
+    fn last_reservation(&self) -> Option<Result<(), String>> {
+        self.last_reservation.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Keeps the outcome; the text of a failure that is news.
+    fn note(&self, network: &str, outcome: Result<(), Unreserved>) -> Option<String> {
+        let outcome = match outcome {
+            // The create's own calls say so.
+            Err(Unreserved::Away(_)) => return None,
+            other => other.map_err(|why| {
+                format!("network {network}: DHCP takes 3 s longer for each VM, as no address can be reserved: {why}")
+            }),
+        };
+        let mut last = self.last_reservation.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = last.replace(outcome.clone());
+        outcome.err().filter(|wrong| before != Some(Err(wrong.clone())))
+    }
+
+    async fn try_reserve(
+        &self,
+        libvirt: &Connection,
+        network: &str,
+        name: &str,
+        mac: &str,
+    ) -> Result<(), Unreserved> {
+        for _ in 0..TRIES {
+            let Some((network, dhcp)) = look(libvirt, network).await? else { return Ok(()) };
+            // Another's entry for our MAC is as good.
+            if !dhcp.pings || dhcp.hosts.iter().any(|host| host.has_mac(mac)) {
+                return Ok(());
+            }
+            let leases = libvirt.leases(&network).await?;
+            let address = dhcp.choose(&leases, mac).ok_or(Unreserved::Full(dhcp.size()))?;
+            let host =
+                Host { mac: Some(mac.to_owned()), name: Some(name.to_owned()), address: Some(address) };
+            match libvirt.change_host(&network, HostChange::Add, dhcp.parent, &host.xml()).await {
+                // Somebody was faster; the next look shows which address is taken.
+                Err(error) if error.code() == Some(code::OPERATION_INVALID) && is_taken(&error) => {}
+                other => return Ok(other?),
+            }
+        }
+        Err(Unreserved::Contended)
+    }
+
+    /// Removes a VM's reservation. Call before the domain is undefined.
+    ///
+    /// # Errors
+    /// libvirtd is away. What it refuses is logged, and left to [`Shared::sweep_reservations`].
+    pub(crate) async fn release(&self, libvirt: &Connection, domain: &Domain) -> Result<(), RpcError> {
+        if !libvirt_is_real(self.link.driver()) {
+            return Ok(());
+        }
+        // Its own networks: the settings may name another one by now.
+        for network in networks(&libvirt.domain_xml(domain).await?) {
+            match release_in(libvirt, &network, &domain.name).await {
+                Err(RpcError::Failed(why)) => {
+                    let (domain, why) = (&domain.name, why.text);
+                    tracing::warn!(network, domain, "cannot remove the VM's DHCP host entry: {why}");
+                }
+                other => other?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes entries of ours in our network whose domain is gone: how many. `domains` are listed after the entries were.
+    pub(crate) async fn sweep_reservations(&self, libvirt: &Connection) -> Result<usize, RpcError> {
+        let Plug::Network(network) = &self.config.network else { return Ok(0) };
+        if !libvirt_is_real(self.link.driver()) {
+            return Ok(0);
+        }
+        let Some((network, dhcp)) = look(libvirt, network).await? else { return Ok(0) };
+        // In this order: an entry that is seen has a domain from before it was made until after it is gone.
+        let domains = libvirt.domains().await?;
+        let prefix = self.owner.prefix();
+        let mut removed = 0;
+        for host in &dhcp.hosts {
+            let Some(name) = host.name.as_ref().filter(|name| name.starts_with(&prefix)) else { continue };
+            if !domains.iter().any(|domain| domain.name == *name) {
+                libvirt.change_host(&network, HostChange::Delete, dhcp.parent, &host.xml()).await?;
+                removed += 1;
+            }
+        }
+        Ok(removed)
+    }
+}
+
+/// A network and its DHCP server; `None`: it is gone, not started, or hands out no addresses of IPv4.
+async fn look(libvirt: &Connection, network: &str) -> Result<Option<(Named, Dhcp)>, RpcError> {
+    let network = match libvirt.network(network).await {
+        Err(error) if error.code() == Some(code::NO_NETWORK) => return Ok(None),
+        other => other?,
+    };
+    // One that is not started shows its configuration, in which nothing is ours.
+    if !libvirt.network_is_active(&network).await? {
+        return Ok(None);
+    }
+    Ok(Dhcp::read(&libvirt.network_xml(&network).await?).map(|dhcp| (network, dhcp)))
+}
+
+async fn release_in(libvirt: &Connection, network: &str, name: &str) -> Result<(), RpcError> {
+    let Some((network, dhcp)) = look(libvirt, network).await? else { return Ok(()) };
+    let Some(host) = dhcp.hosts.iter().find(|host| host.name.as_deref() == Some(name)) else { return Ok(()) };
+    let removed = libvirt.change_host(&network, HostChange::Delete, dhcp.parent, &host.xml()).await;
+    match removed {
+        Err(RpcError::Failed(why)) => {
+            // Removed by somebody else, or the network has ended.
+            let left = look(libvirt, &network.name).await?;
+            let is_left = left.is_some_and(|(_, dhcp)| dhcp.hosts.contains(host));
+            if is_left { Err(RpcError::Failed(why)) } else { Ok(()) }
+        }
+        other => other,
+    }
+}
+
+fn is_taken(error: &RpcError) -> bool {
+    error.to_string().contains("existing dhcp host entry")
+}
+
+/// What serves IPv4 addresses on a network.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Dhcp {
+    /// Which of the network's `ip` elements it is.
+    parent: i32,
+    /// The network's own address.
+    own: Option<Ipv4Addr>,
+    /// First and last address.
+    ranges: Vec<(u32, u32)>,
+    hosts: Vec<Host>,
+    /// Whether an address is pinged before it is offered.
+    pings: bool,
+}
+
+/// A host entry.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Host {
+    mac: Option<String>,
+    name: Option<String>,
+    address: Option<Ipv4Addr>,
+}
+
+impl Host {
+    fn has_mac(&self, mac: &str) -> bool {
+        self.mac.as_ref().is_some_and(|own| own.eq_ignore_ascii_case(mac))
+    }
+
+    fn xml(&self) -> String {
+        let address = self.address.map(|address| address.to_string());
+        let given = [("mac", &self.mac), ("name", &self.name), ("ip", &address)];
+        let given = given
+            .iter()
+            .filter_map(|(key, value)| value.as_ref().map(|value| format!(" {key}='{}'", escape(value))));
+        format!("<host{}/>", given.collect::<String>())
+    }
+}
+
+impl Dhcp {
+    /// By a network's description; `None`: libvirt hands out no addresses of IPv4 there.
+    fn read(xml: &str) -> Option<Dhcp> {
+        let document = roxmltree::Document::parse(xml).ok()?;
+        let root = document.root_element();
+        let is_v4 = |node: &roxmltree::Node<'_, '_>| matches!(node.attribute("family"), None | Some("ipv4"));
+        let mut ips = (0..).zip(root.children().filter(|node| node.has_tag_name("ip")));
+        let (parent, ip, dhcp) = ips.find_map(|(parent, ip)| {
+            let dhcp = ip.children().find(|node| node.has_tag_name("dhcp"))?;
+            is_v4(&ip).then_some((parent, ip, dhcp))
+        })?;
+        let of = |node: roxmltree::Node<'_, '_>, key: &str| node.attribute(key)?.parse::<Ipv4Addr>().ok();
+        let ranges = dhcp.children().filter(|node| node.has_tag_name("range")).filter_map(|range| {
+            let (first, last) = (of(range, "start")?.to_bits(), of(range, "end")?.to_bits());
+            (first <= last).then_some((first, last))
+        });
+        let hosts = dhcp.children().filter(|node| node.has_tag_name("host")).map(|host| Host {
+            mac: host.attribute("mac").map(str::to_owned),
+            name: host.attribute("name").map(str::to_owned),
+            address: of(host, "ip"),
+        });
+        let mut options = root.descendants().filter(|node| node.tag_name().name() == "option");
+        let pings = !options.any(|option| option.attribute("value") == Some("no-ping"));
+        Some(Dhcp { parent, own: of(ip, "address"), ranges: ranges.collect(), hosts: hosts.collect(), pings })
+    }
+
+    /// How many addresses there are.
+    fn size(&self) -> u64 {
+        self.ranges.iter().map(|(first, last)| u64::from(last - first) + 1).sum()
+    }
+
+    /// The address with this number in all ranges.
+    fn at(&self, number: u64) -> Option<Ipv4Addr> {
+        let mut left = number;
+        self.ranges.iter().find_map(|(first, last)| {
+            let size = u64::from(last - first) + 1;
+            if left < size {
+                return u32::try_from(u64::from(*first) + left).ok().map(Ipv4Addr::from_bits);
+            }
+            left -= size;
+            None
+        })
+    }
+
+    /// An address that nobody has: the card's own lease, or one from a place in the range that the MAC decides, so that
+    /// those who choose at the same moment seldom choose the same. `None`: there is none.
+    fn choose(&self, leases: &[Lease], mac: &str) -> Option<Ipv4Addr> {
+        let own = |lease: &&Lease| lease.mac.as_ref().is_some_and(|own| own.eq_ignore_ascii_case(mac));
+        let of = |lease: &Lease| lease.address.parse::<Ipv4Addr>().ok();
+        let mut taken: HashSet<Ipv4Addr> = self.hosts.iter().filter_map(|host| host.address).collect();
+        taken.extend(self.own);
+        taken.extend(leases.iter().filter(|lease| !own(lease)).filter_map(of));
+        let is_in_range = |address: &Ipv4Addr| {
+            self.ranges.iter().any(|(first, last)| (*first..=*last).contains(&address.to_bits()))
+        };
+        let is_free = |address: &Ipv4Addr| !taken.contains(address);
+        if let Some(known) =
+            leases.iter().filter(own).filter_map(of).find(|known| is_in_range(known) && is_free(known))
+        {
+            return Some(known);
+        }
+        let (hash, size) = (Sha256::digest(mac.to_ascii_lowercase()), self.size());
+        let from = hash.first_chunk().map(|bytes| u64::from_be_bytes(*bytes))?.checked_rem(size)?;
+        // One of so many is free, or none is.
+        let tries = size.min(taken.len() as u64 + 1);
+        (0..tries).filter_map(|step| self.at((from + step) % size)).find(is_free)
+    }
+}
+
+/// The libvirt networks that a domain is plugged into, by its description.
+fn networks(xml: &str) -> Vec<String> {
+    let Ok(document) = roxmltree::Document::parse(xml) else { return Vec::new() };
+    let sources = document.descendants().filter(|node| {
+        node.has_tag_name("source") && node.parent().is_some_and(|parent| parent.has_tag_name("interface"))
+    });
+    let mut names: Vec<String> =
+        sources.filter_map(|source| source.attribute("network").map(str::to_owned)).collect();
+    names.sort();
+    names.dedup();
+    names
+}
+
+/// See [`crate::read_anything`].
+pub(crate) fn read_anything(text: &str) {
+    drop(networks(text));
+    if let Some(dhcp) = Dhcp::read(text)
+        && let Some(address) = dhcp.choose(&[], text)
+    {
+        assert!(dhcp.hosts.iter().all(|host| host.address != Some(address)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MAC: &str = "52:00:00:00:00:01";
+
+    fn network(range: &str, hosts: &str, options: &str) -> String {
+        format!(
+            "<network xmlns:dnsmasq='http://libvirt.org/schemas/network/dnsmasq/1.0'><name>pods</name>\
+             <ip family='ipv6' address='fd97::1' prefix='64'><dhcp><range start='fd97::1' end='fd97::9'/></dhcp></ip>\
+             <ip address='10.0.0.1' netmask='255.255.255.0'><dhcp>{range}{hosts}</dhcp></ip>\
+             <dnsmasq:options>{options}</dnsmasq:options></network>"
+        )
+    }
+
+    fn lease(mac: &str, address: &str) -> Lease {
+        Lease { mac: Some(mac.into()), address: address.into() }
+    }
+
+    #[test]
+    fn an_address_that_nobody_has_is_chosen_and_none_from_a_full_range() {
+        let range = "<range start='10.0.0.1' end='10.0.0.3'/><range start='10.0.0.9' end='10.0.0.9'/>";
+        let host = "<host mac='aa:00:00:00:00:01' ip='10.0.0.2'/>";
+        let dhcp = Dhcp::read(&network(range, host, "")).unwrap();
+        assert_eq!((dhcp.parent, dhcp.size(), dhcp.pings), (1, 4, true));
+        let mut leases = vec![lease("aa:00:00:00:00:02", "10.0.0.9"), lease("aa:00:00:00:00:03", "fd97::2")];
+        assert_eq!(dhcp.choose(&leases, MAC), Some([10, 0, 0, 3].into()));
+        leases.push(lease("aa:00:00:00:00:04", "10.0.0.3"));
+        assert_eq!(dhcp.choose(&leases, MAC), None);
+        // The lease of an earlier life of the VM.
+        leases[2] = lease(&MAC.to_uppercase(), "10.0.0.3");
+        assert_eq!(dhcp.choose(&leases, MAC), Some([10, 0, 0, 3].into()));
+    }
+
+    #[test]
+    fn vms_that_start_at_once_begin_to_look_at_different_addresses() {
+        let range = "<range start='10.0.0.1' end='10.255.255.254'/>";
+        let dhcp = Dhcp::read(&network(range, "", "")).unwrap();
+        let macs = (0..100).map(|number| format!("52:00:00:00:00:{number:02x}"));
+        let chosen: HashSet<_> = macs.map(|mac| dhcp.choose(&[], &mac).unwrap()).collect();
+        assert!(chosen.len() > 95, "{}", chosen.len());
+    }
+
+    #[test]
+    fn networks_that_need_no_reservation_are_told_apart() {
+        let range = "<range start='10.0.0.2' end='10.0.0.3'/>";
+        let quick = "<dnsmasq:option value='no-ping'/>";
+        assert!(!Dhcp::read(&network(range, "", quick)).unwrap().pings);
+        let bare = "<network><ip address='10.0.0.1' netmask='255.255.255.0'/></network>";
+        for without in [bare, "<network/>", "<network"] {
+            assert_eq!(Dhcp::read(without), None, "{without}");
+        }
+        // Only for hosts that are named.
+        assert_eq!(Dhcp::read(&network("", "", "")).unwrap().choose(&[], MAC), None);
+        let backwards = "<range start='10.0.0.9' end='10.0.0.2'/>";
+        assert_eq!(Dhcp::read(&network(backwards, "", "")).unwrap().size(), 0);
+    }
+
+    #[test]
+    fn an_entry_is_written_as_it_was_read() {
+        let host = "<host mac='52:00:00:00:00:01' name='peerpod-1' ip='10.0.0.2'/>";
+        assert_eq!(Dhcp::read(&network("", host, "")).unwrap().hosts[0].xml(), host);
+        let domain = "<domain><devices><interface type='network'><source network='pods'/></interface>\
+                      <interface type='bridge'><source bridge='br0'/></interface><disk><source network='x'/></disk>\
+                      </devices></domain>";
+        assert_eq!(networks(domain), ["pods"]);
+    }
+}
