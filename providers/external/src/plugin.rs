@@ -6,8 +6,9 @@
 
 mod forward;
 
+use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
 use std::io;
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
@@ -18,14 +19,18 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use tokio::net::UnixStream;
 use tokio::process::{Child, ChildStdin, Command};
 use tokio::task::JoinSet;
-use tokio::time::timeout;
+use tokio::time::{Instant, sleep, timeout};
 
 use forward::{LastWords, forward};
 
 /// Tells a provider's program where to listen.
 pub const SOCKET_VARIABLE: &str = "PEERPOD_PROVIDER_SOCKET";
-/// How long a killed process may take to be gone.
+/// How long a killed process may take to be gone, and a provider that was just closed to let go of its socket.
 const DEATH: Duration = Duration::from_secs(5);
+/// Between two tries to lock a socket.
+const LOOK: Duration = Duration::from_millis(50);
+/// Behind the socket's path: the file that is locked while a process of ours keeps a program on the socket.
+const LOCK: &str = ".lock";
 /// How long after its end its last words are waited for: children of it may hold the pipe.
 const LAST_WORDS: Duration = Duration::from_millis(200);
 
@@ -37,14 +42,21 @@ pub(crate) struct Plugin {
     _stdin: Option<ChildStdin>,
     readers: JoinSet<()>,
     words: LastWords,
+    /// Last: until the program is killed nobody may take it for one that was left behind.
+    _lock: File,
 }
 
 impl Plugin {
-    /// Ends what an earlier process of ours left on the socket, and starts the program.
+    /// Ends the program that a process of ours, which is gone, left on the socket, and starts the program. A program
+    /// whose starter lives is left alone.
+    ///
+    /// # Errors
+    /// [`Error::Transient`] while another process of ours keeps a program on the socket.
     pub(crate) async fn start(command: &[String], socket: &Path) -> Result<Plugin, Error> {
         let [program, arguments @ ..] = command else {
             return Err(Error::invalid("start the provider: no program"));
         };
+        let lock = lock(socket).await?;
         clear(socket).await?;
         let mut command = Command::new(program);
         command.args(arguments).current_dir("/").env(SOCKET_VARIABLE, socket);
@@ -73,7 +85,8 @@ impl Plugin {
             readers.spawn(forward(stderr, "stderr", program.clone(), words.clone()));
         }
         tracing::info!(program, pid = child.id(), socket = %socket.display(), "provider's program started");
-        Ok(Plugin { program: program.clone(), _stdin: child.stdin.take(), child, readers, words })
+        let (program, stdin) = (program.clone(), child.stdin.take());
+        Ok(Plugin { program, _stdin: stdin, child, readers, words, _lock: lock })
     }
 
     /// Waits until the process ends by itself, and tells how. May be dropped.
@@ -105,26 +118,50 @@ impl Plugin {
     }
 }
 
-/// Makes the socket's folder and frees its name. Whoever still listens there must have been started by an earlier
-/// process of ours: then it is killed; or else it is somebody else's and an error.
-async fn clear(socket: &Path) -> Result<(), Error> {
-    let failed = |what: &str, error: io::Error| {
-        Error::invalid(format!("{what} the provider's socket {}: {error}", socket.display()))
-    };
+fn failed(what: &str, socket: &Path, error: &io::Error) -> Error {
+    Error::invalid(format!("{what} the provider's socket {}: {error}", socket.display()))
+}
+
+/// Makes the socket's folder, and locks the socket against every other opener, of this process and of others.
+async fn lock(socket: &Path) -> Result<File, Error> {
     if let Some(folder) = socket.parent() {
-        let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder);
-        made.map_err(|error| failed("make the folder of", error))?;
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
+        made.map_err(|error| failed("make the folder of", socket, &error))?;
     }
+    let mut path = socket.as_os_str().to_owned();
+    path.push(LOCK);
+    let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path);
+    let file = file.map_err(|error| failed("make a lock beside", socket, &error))?;
+    let deadline = Instant::now() + DEATH;
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(TryLockError::Error(error)) => return Err(failed("lock", socket, &error)),
+            Err(TryLockError::WouldBlock) if Instant::now() < deadline => sleep(LOOK).await,
+            Err(TryLockError::WouldBlock) => {
+                return Err(Error::transient(format!(
+                    "start the provider's program on {}: another process keeps its own program there; end that process, \
+                     or set provider.external.socket to another path",
+                    socket.display()
+                )));
+            }
+        }
+    }
+}
+
+/// Frees the socket's name; call with the socket locked. A listener that is still there must have been started by a
+/// process of ours, which is gone: it is killed. Any other listener is an error.
+async fn clear(socket: &Path) -> Result<(), Error> {
     if let Ok(Ok(listener)) = timeout(Duration::from_secs(1), UnixStream::connect(socket)).await {
         let pid = listener.peer_cred().ok().and_then(|peer| peer.pid()).and_then(Pid::from_raw);
         let killed = match pid {
             Some(pid) => end_predecessor(pid, socket).await,
             None => Err(io::Error::other("its process is not known")),
         };
-        killed.map_err(|error| failed("another program listens on", error))?;
+        killed.map_err(|error| failed("another program listens on", socket, &error))?;
     }
     match std::fs::remove_file(socket) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove", error)),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove", socket, &error)),
         _ => Ok(()),
     }
 }
@@ -136,24 +173,35 @@ async fn end_predecessor(pid: Pid, socket: &Path) -> io::Result<()> {
         Err(rustix::io::Errno::SRCH) => return Ok(()),
         Err(error) => return Err(error.into()),
     };
-    let environment = std::fs::read(format!("/proc/{}/environ", pid.as_raw_nonzero()))?;
+    let environment = match std::fs::read(format!("/proc/{}/environ", pid.as_raw_nonzero())) {
+        Ok(environment) => environment,
+        // It is just ending, and has none any more.
+        Err(error) if error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()) => Vec::new(),
+        Err(error) => return Err(error),
+    };
     let mark = format!("{SOCKET_VARIABLE}={}", socket.display());
-    if !environment.split(|byte| *byte == 0).any(|entry| entry == mark.as_bytes()) {
-        let text =
-            format!("process {} was not started by us; end it or set another socket", pid.as_raw_nonzero());
-        return Err(io::Error::other(text));
+    let is_ours = environment.split(|byte| *byte == 0).any(|entry| entry == mark.as_bytes());
+    if is_ours {
+        tracing::warn!(
+            pid = pid.as_raw_nonzero(),
+            "ending the provider's program that an earlier process left behind"
+        );
+        pidfd_send_signal(&handle, Signal::KILL)?;
+    } else if !environment.is_empty() {
+        return Err(not_ours(pid));
     }
-    tracing::warn!(
-        pid = pid.as_raw_nonzero(),
-        "ending the provider's program that an earlier process left behind"
-    );
-    pidfd_send_signal(&handle, Signal::KILL)?;
     let gone = tokio::task::spawn_blocking(move || {
         let limit = Timespec { tv_sec: DEATH.as_secs() as i64, tv_nsec: 0 };
         poll(&mut [PollFd::new(&handle, PollFlags::IN)], Some(&limit))
     });
     match gone.await.map_err(io::Error::other)? {
-        Ok(0) => Err(io::Error::other("it does not die")),
+        Ok(0) if is_ours => Err(io::Error::other("it does not die")),
+        Ok(0) => Err(not_ours(pid)),
         ended => ended.map(drop).map_err(io::Error::from),
     }
+}
+
+fn not_ours(pid: Pid) -> io::Error {
+    let pid = pid.as_raw_nonzero();
+    io::Error::other(format!("process {pid} was not started by us; end it or set another socket"))
 }

@@ -6,7 +6,7 @@
 mod common;
 
 use std::fs;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -19,6 +19,13 @@ async fn refused(config: ExternalConfig) -> Error {
         Ok(_) => panic!("it was opened"),
         Err(error) => error,
     }
+}
+
+/// The process that listens on the provider's socket.
+fn listener(folder: &Folder) -> Option<i32> {
+    let stream = UnixStream::connect(folder.socket()).ok()?;
+    let peer = nix::sys::socket::getsockopt(&stream, nix::sys::socket::sockopt::PeerCredentials);
+    peer.ok().map(|peer| peer.pid())
 }
 
 /// Repeats a create as the decorator does.
@@ -83,13 +90,6 @@ async fn a_plugin_that_hangs_is_killed_and_started_again() {
     (config.health_every, config.health_timeout) = (Duration::from_millis(100), Duration::from_millis(300));
     let provider = External::open(config).await.unwrap();
     until("it hung", || async { folder.0.join("struck").exists().then_some(()) }).await;
-    let listener = |folder: &Folder| {
-        use std::os::unix::net::UnixStream;
-        let stream = UnixStream::connect(folder.socket()).ok()?;
-        nix::sys::socket::getsockopt(&stream, nix::sys::socket::sockopt::PeerCredentials)
-            .ok()
-            .map(|peer| peer.pid())
-    };
     let hung = until("it listens", || async { listener(&folder) }).await;
     until("another process listens", || async { listener(&folder).filter(|pid| *pid != hung) }).await;
     patiently(&provider, &key(0)).await;
@@ -237,6 +237,24 @@ async fn a_plugin_that_an_earlier_process_left_behind_is_ended_and_a_strangers_i
     assert!(folder.socket().exists(), "the stranger's socket is left alone");
 }
 
+/// The other opener's program was started by us, too, and has the same mark.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_program_whose_opener_lives_is_not_taken_for_one_that_was_left_behind() {
+    let folder = Folder::new();
+    let first = External::open(folder.shelf()).await.unwrap();
+    let serves = listener(&folder).expect("it listens");
+    let error = refused(folder.shelf()).await;
+    assert!(matches!(error, Error::Transient { .. }), "{error:?}");
+    let text = error.to_string();
+    assert!(text.contains("another process keeps its own program there"), "{text}");
+    assert!(text.contains("set provider.external.socket"), "{text}");
+    assert_eq!(listener(&folder), Some(serves), "the first program goes on");
+    first.list_owned().await.unwrap();
+    // Its opener is gone: the socket is free.
+    drop(first);
+    External::open(folder.shelf()).await.unwrap().list_owned().await.unwrap();
+}
+
 fn quick(config: ExternalConfig) -> ExternalConfig {
     ExternalConfig { handshake_timeout: Duration::from_millis(300), ..config }
 }
@@ -245,7 +263,7 @@ fn quick(config: ExternalConfig) -> ExternalConfig {
 async fn a_plugin_ends_with_the_provider_object() {
     let folder = Folder::new();
     let provider = External::open(folder.shelf()).await.unwrap();
-    let connect = || std::os::unix::net::UnixStream::connect(folder.socket());
+    let connect = || UnixStream::connect(folder.socket());
     connect().unwrap();
     drop(provider);
     until("nobody listens", || async { connect().is_err().then_some(()) }).await;
