@@ -9,7 +9,7 @@ use super::value::Bad;
 /// A value as a layer gave it. The environment and flags give [`Node::Text`] only.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Node {
-    /// Nothing after the colon: as if the key was not there.
+    /// Nothing after the colon, or an empty text: as if the key was not there.
     Null,
     /// `true` or `false` without quotes.
     Bool(bool),
@@ -155,6 +155,8 @@ impl<'de> Visitor<'de> for NodeVisitor {
                 Node::Number(t) | Node::Text(t) => t,
                 _ => return Err(de::Error::custom("a key must be text")),
             };
+            // Charts write `key: ""` for a value that is not given; an empty variable is unset, too.
+            let value = if value == Node::Text(String::new()) { Node::Null } else { value };
             entries.push((key, value));
         }
         Ok(Node::Map(entries))

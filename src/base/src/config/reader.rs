@@ -286,7 +286,8 @@ impl Reader {
         if let Some(text) = self.sources.env.get(&name).filter(|text| !text.is_empty()) {
             found.push((Node::Text(text.clone()), Origin::Env(name)));
         }
-        if let Some((_, text)) = self.sources.flags.iter().rev().find(|(flag, _)| flag == key) {
+        let flag = self.sources.flags.iter().rev().find(|(flag, _)| flag == key);
+        if let Some((_, text)) = flag.filter(|(_, text)| !text.is_empty()) {
             found.push((Node::Text(text.clone()), Origin::Flag(format!("--{key}"))));
         }
         found

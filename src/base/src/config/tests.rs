@@ -180,6 +180,29 @@ fn lists_are_replaced_and_may_be_written_with_commas() {
 }
 
 #[test]
+fn an_empty_value_is_not_set_in_any_layer_whatever_the_kind_of_the_key() {
+    let file = Temp::new(concat!(
+        "node:\n  lease: ''\n  names: ''\n  volume: \"\"\n  file: ''\n  must: ''\n",
+        "tunnel:\n  port: ''\nprovider:\n  fake:\n    token: ''\n  other: ''\n",
+    ));
+    let env = [("PEERPOD_TUNNEL_PORT", ""), ("PEERPOD_NODE_VOLUME", "")];
+    let flags = [("node.lease", ""), ("node.volume", ""), ("node.file", ""), ("node.must", "")];
+    let mut r = reader(Some(&file), &env, &flags);
+    let (lease, port, names, token) = ask(&mut r);
+    assert_eq!((lease, port, names), (Duration::from_secs(900), 4789, Vec::new()));
+    assert!(token.is_none());
+    assert_eq!(r.optional::<String>("node.volume", "a volume"), None);
+    assert_eq!(r.optional::<PathBuf>("node.file", "a file"), None);
+    assert_eq!(r.required::<String>("node.must", "a name"), None);
+    assert_eq!(r.section("provider.other").optional::<u32>("size", "a size"), None);
+    for key in ["node.lease", "node.names", "node.volume", "node.file", "node.must", "provider.fake.token"] {
+        assert!(!r.is_set(key), "{key}");
+    }
+    let told: Vec<String> = r.finish().unwrap_err().0.iter().map(ToString::to_string).collect();
+    assert_eq!(told, ["node.must: missing; a name (or set PEERPOD_NODE_MUST)"]);
+}
+
+#[test]
 fn an_empty_variable_and_a_key_without_value_are_not_set() {
     let file = Temp::new("node:\n  lease:\n  names: ~\ntunnel:\n");
     let mut r = reader(Some(&file), &[("PEERPOD_TUNNEL_PORT", ""), ("PEERPOD_NODE_WHAT", "")], &[]);

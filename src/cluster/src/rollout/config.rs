@@ -24,8 +24,8 @@ impl RolloutConfig {
         );
         let webhook = reader.get(
             "controller.rollout-webhook",
-            "peerpod-webhook",
-            "name of the webhook's registration and Deployment, without which no PeerPodConfig is ready; empty: none",
+            "",
+            "name of the webhook's registration and Deployment, without which no PeerPodConfig is ready; none when not set",
         );
         let instance_type = instance_type(kind);
         Some(RolloutConfig { config_map: config_map?, webhook, instance_type })
@@ -64,7 +64,7 @@ mod tests {
         };
         assert!(read(&[]).is_none());
         let config = read(&[("controller.rollout-config-map", "m")]).unwrap();
-        assert_eq!((config.config_map.as_str(), config.webhook.as_str()), ("m", "peerpod-webhook"));
+        assert_eq!((config.config_map.as_str(), config.webhook.as_str()), ("m", ""));
         assert_eq!(config.instance_type, None);
     }
 
