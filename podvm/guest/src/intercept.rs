@@ -2,8 +2,8 @@
 //! requests that the VM must change or notice.
 //!
 //! * `CreateContainer`: the shim strips the network namespace, so containers would run in the VM's own; the pod's is
-//!   put in. Missing bind sources are made, below two folders only. In a VM with GPUs a container that asks for them is
-//!   marked for the agent to give it them. A volume that the relay recognised is made ready, meanwhile the request waits
+//!   put in. A memory limit that the cluster's webhook took off the container is put back. Missing bind sources are
+//!   made, below two folders only. In a VM with GPUs a container that asks for them is marked for the agent to give it them. A volume that the relay recognised is made ready, meanwhile the request waits
 //!   (others pass), and then the agent is told what to mount.
 //! * `CreateSandbox`: `dns` is cleared, or the agent would overwrite the VM's own resolv.conf with the pod's.
 //! * `DestroySandbox`: the flush begins.
@@ -25,7 +25,7 @@ use bytes::BytesMut;
 use peerpod_link::{
     endpoint::Filter,
     frame::{
-        FrameReader, HEADER_LEN, Header, MAX_PAYLOAD, PEEK_LIMIT, Peek, Piece, REQUEST, error_response, peek,
+        FrameReader, FrameWriter, Header, MAX_PAYLOAD, PEEK_LIMIT, Peek, Piece, REQUEST, error_response, peek,
     },
 };
 use tokio::sync::oneshot;
@@ -34,8 +34,6 @@ use self::rewrite::Rewritten;
 
 /// gRPC's INVALID_ARGUMENT, what ttrpc servers answer to what they cannot read.
 const INVALID_ARGUMENT: i32 = 3;
-/// Answers of ours that wait for the end of an agent's frame; one is about 100 bytes.
-const MAX_WAITING_ANSWERS: usize = 1 << 20;
 const SERVICE: &str = "grpc.AgentService";
 /// gRPC's INTERNAL, what the agent answers to a storage that cannot be mounted.
 const INTERNAL: i32 = 13;
@@ -137,10 +135,9 @@ pub struct Intercept {
     podns: String,
     requests: FrameReader,
     state: State,
+    to_agent: FrameWriter,
     responses: FrameReader,
-    /// Whether what went to the peer so far ends with the end of a frame.
-    at_boundary: bool,
-    waiting: BytesMut,
+    to_peer: FrameWriter,
     held: Vec<Held>,
 }
 
@@ -152,9 +149,9 @@ impl Intercept {
             podns,
             requests: FrameReader::new(),
             state: State::Between,
+            to_agent: FrameWriter::default(),
             responses: FrameReader::new(),
-            at_boundary: true,
-            waiting: BytesMut::new(),
+            to_peer: FrameWriter::default(),
             held: Vec::new(),
         }
     }
@@ -173,14 +170,14 @@ impl Intercept {
         } else if head.kind == REQUEST {
             State::Peeking { head, have: Vec::new() }
         } else {
-            agent.extend_from_slice(&head.encode());
+            self.to_agent.begin(&head, agent);
             State::Passing
         };
     }
 
     fn body(&mut self, bytes: &[u8], peer: &mut BytesMut, agent: &mut BytesMut) {
         match &mut self.state {
-            State::Passing => agent.extend_from_slice(bytes),
+            State::Passing => self.to_agent.body(bytes, agent),
             State::Holding { have, .. } => have.extend_from_slice(bytes),
             State::Peeking { .. } => self.look(bytes, peer, agent),
             State::Between | State::Skipping => {}
@@ -208,8 +205,8 @@ impl Intercept {
                 if service == SERVICE && method == "DestroySandbox" {
                     self.notice.sandbox_ends();
                 }
-                agent.extend_from_slice(&head.encode());
-                agent.extend_from_slice(known);
+                self.to_agent.begin(&head, agent);
+                self.to_agent.body(known, agent);
                 self.state = State::Passing;
             }
             Peek::More if known.len() < PEEK_LIMIT => {
@@ -233,7 +230,7 @@ impl Intercept {
                         if method == Method::CreateContainer {
                             self.notice.container();
                         }
-                        pass(head, &payload, agent);
+                        self.pass(head, &payload, agent);
                     }
                     Ok(Rewritten::Waits(waiting)) if self.held.len() < MAX_HELD => {
                         let preparing = self.notice.prepare(waiting.wanted.clone());
@@ -250,7 +247,8 @@ impl Intercept {
                 }
             }
             State::Peeking { head, .. } => self.refuse_unreadable(head, peer),
-            State::Between | State::Passing | State::Skipping => {}
+            State::Passing => self.to_agent.end(agent),
+            State::Between | State::Skipping => {}
         }
         if let State::Skipping = self.state {
             self.state = State::Between;
@@ -266,28 +264,22 @@ impl Intercept {
     /// Answers a request ourselves, as soon as the agent's frame under way is complete.
     fn answer(&mut self, stream: u32, code: i32, text: &str, peer: &mut BytesMut) {
         tracing::warn!(stream, reason = text, "refused a request to the agent");
-        let frame = error_response(stream, code, text);
-        if self.at_boundary {
-            peer.extend_from_slice(&frame);
-        } else if self.waiting.len() + frame.len() <= MAX_WAITING_ANSWERS {
-            self.waiting.extend_from_slice(&frame);
-        }
-        // Beyond that the caller has thousands of refused calls open at once and may wait for its own deadline.
+        self.to_peer.whole(&error_response(stream, code, text), peer);
     }
-}
 
-/// A request of this length, to the agent.
-fn pass(head: Header, payload: &[u8], agent: &mut BytesMut) {
-    let length = payload.len() as u32; // at most MAX_PAYLOAD, rewrite checks it
-    agent.reserve(HEADER_LEN + payload.len());
-    agent.extend_from_slice(&Header { length, ..head }.encode());
-    agent.extend_from_slice(payload);
+    /// A whole request, to the agent.
+    fn pass(&mut self, head: Header, payload: &[u8], agent: &mut BytesMut) {
+        let length = payload.len() as u32; // at most MAX_PAYLOAD, rewrite checks it
+        self.to_agent.begin(&Header { length, ..head }, agent);
+        self.to_agent.body(payload, agent);
+        self.to_agent.end(agent);
+    }
 }
 
 impl Filter for Intercept {
     fn poll(&mut self, cx: &mut Context<'_>, peer: &mut BytesMut, agent: &mut BytesMut) -> bool {
         // Not into the middle of another request; its end is a reason to be polled again.
-        if self.held.is_empty() || matches!(self.state, State::Passing) {
+        if self.held.is_empty() || self.to_agent.is_under_way() {
             return false;
         }
         let mut said = false;
@@ -303,7 +295,7 @@ impl Filter for Intercept {
             match result.and_then(|ready| waiting.with(&ready).map_err(|error| error.to_string())) {
                 Ok(payload) => {
                     self.notice.container();
-                    pass(head, &payload, agent);
+                    self.pass(head, &payload, agent);
                 }
                 Err(error) => self.answer(head.stream, INTERNAL, &error, peer),
             }
@@ -313,21 +305,12 @@ impl Filter for Intercept {
 
     fn from_local(&mut self, input: &[u8], peer: &mut BytesMut, _local: &mut BytesMut) {
         let mut rest = input;
-        let mut done = 0;
-        let mut boundary = self.at_boundary && input.is_empty();
         while let Some(piece) = self.responses.next(&mut rest) {
-            boundary = piece == Piece::End && rest.is_empty();
-            if piece == Piece::End && !self.waiting.is_empty() {
-                let so_far = input.len() - rest.len();
-                peer.extend_from_slice(&input[done..so_far]);
-                done = so_far;
-                peer.extend_from_slice(&self.waiting.split());
+            match piece {
+                Piece::Head(head) => self.to_peer.begin(&head, peer),
+                Piece::Body(bytes) => self.to_peer.body(bytes, peer),
+                Piece::End => self.to_peer.end(peer),
             }
-        }
-        peer.extend_from_slice(&input[done..]);
-        self.at_boundary = boundary;
-        if self.waiting.is_empty() && self.waiting.capacity() > 0 {
-            self.waiting = BytesMut::new();
         }
     }
 
@@ -343,11 +326,7 @@ impl Filter for Intercept {
     }
 
     fn passes_from_local(&mut self, input: &[u8]) -> bool {
-        let passes = self.waiting.is_empty() && self.responses.pass(input.len());
-        if passes {
-            self.at_boundary = false;
-        }
-        passes
+        self.responses.pass(input.len())
     }
 
     fn passes_from_peer(&mut self, input: &[u8]) -> bool {

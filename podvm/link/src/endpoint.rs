@@ -128,6 +128,11 @@ pub trait Filter: Send {
         let _ = (cx, peer, local);
         false
     }
+    /// Bytes of its own answers to the local socket that wait for the end of a frame. Many of them stop the reading of the
+    /// socket, as answers do that the socket does not take.
+    fn answers_waiting(&self) -> usize {
+        0
+    }
     /// The stream behind is lost (another guest program, or the peer closed it). Append answers for pending calls to
     /// `local`; return whether the local socket stays open (a new stream is then opened at the next byte to the peer:
     /// the rest of a frame that was cut by the loss must not become the new stream's beginning).

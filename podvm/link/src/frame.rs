@@ -1,17 +1,20 @@
-//! ttrpc frames: the 10-byte header, an incremental splitter and the two or three protobuf fields that a relay needs.
+//! ttrpc frames: the 10-byte header, an incremental splitter, the writer of two sources' frames on one stream, and the
+//! two or three protobuf fields that a relay needs.
 //!
 //! A frame is `length u32 BE | stream u32 BE | kind u8 | flags u8` and `length` bytes of payload, at most 4 MiB
-//! (`ttrpc` protocol, PROTOCOL.md). Nothing here holds a payload: the splitter hands slices on, so that frames are
+//! (`ttrpc` protocol, PROTOCOL.md). Nothing here holds a payload of another's: the splitter hands slices on, so that frames are
 //! forwarded before they are complete and a header that announces 4 GiB costs ten bytes.
 //!
 //! Pure: bytes in, values out. No sockets, no clock.
 
 mod peek;
 mod reader;
+mod writer;
 
 pub use self::{
     peek::{PEEK_LIMIT, Peek, error_response, method_of, peek},
     reader::{FrameReader, Piece},
+    writer::FrameWriter,
 };
 
 /// Bytes of a frame's header.

@@ -270,7 +270,8 @@ impl Local {
 
     /// Whether it is to be read at all.
     pub(super) fn wants_read(&self) -> bool {
-        self.leaving.is_none() && self.answered < BACKLOG && matches!(self.socket, Socket::Open(_))
+        let answers = self.answered + self.filter.answers_waiting();
+        self.leaving.is_none() && answers < BACKLOG && matches!(self.socket, Socket::Open(_))
     }
 
     /// Reads to several places at once. Costs a system call more when there is nothing to read.
@@ -302,6 +303,33 @@ impl Local {
         match &mut self.socket {
             Socket::Open(socket) => poll_read(socket, cx, buffer),
             Socket::Dialling(..) => Poll::Pending,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Answers(usize);
+
+    impl Filter for Answers {
+        fn from_local(&mut self, _input: &[u8], _peer: &mut BytesMut, _local: &mut BytesMut) {}
+        fn from_peer(&mut self, _input: &[u8], _peer: &mut BytesMut, _local: &mut BytesMut) {}
+        fn answers_waiting(&self) -> usize {
+            self.0
+        }
+        fn stream_lost(&mut self, _local: &mut BytesMut) -> bool {
+            true
+        }
+    }
+
+    #[tokio::test]
+    async fn nothing_is_read_while_many_answers_wait_in_the_filter() {
+        for (waiting, reads) in [(0, true), (BACKLOG - 1, true), (BACKLOG, false)] {
+            let (socket, _other) = UnixStream::pair().unwrap();
+            let local = Local::accepted(socket, Box::new(Answers(waiting)));
+            assert_eq!(local.wants_read(), reads, "{waiting} bytes");
         }
     }
 }

@@ -4,7 +4,8 @@
 //! Requests pass as they come, header first; in a pod with volumes those are read whole that make a container or copy a
 //! small file (see `volumes.rs`). Answers of the guest up to `HOLD` bytes are handed on whole, larger
 //! ones as they come: a guest that is lost in the middle of a held one costs that call an error; in the middle of a
-//! larger one it costs the connection, because bytes that were never sent cannot be made up.
+//! larger one it costs the connection, because bytes that were never sent cannot be made up. Answers of the relay's own
+//! wait for the end of an answer under way (`FrameWriter`).
 
 use std::sync::{
     Arc, PoisonError, RwLock,
@@ -14,7 +15,7 @@ use std::sync::{
 use bytes::BytesMut;
 use peerpod_link::{
     endpoint::Filter,
-    frame::{self, FrameReader, HEADER_LEN, Header, MAX_PAYLOAD, PEEK_LIMIT, Peek, Piece},
+    frame::{self, FrameReader, FrameWriter, HEADER_LEN, Header, MAX_PAYLOAD, PEEK_LIMIT, Peek, Piece},
     ids::IdMap,
 };
 use peerpod_proto::{intercept::CopyFileRequest, ttrpc_frame::Request};
@@ -116,6 +117,9 @@ struct Standing {
     answer: Fate,
     #[serde(default)]
     copies: Copies,
+    /// Whole own answers that wait for the end of `answer`.
+    #[serde(default)]
+    own_answers: Vec<u8>,
 }
 
 /// The filter of one connection.
@@ -129,6 +133,7 @@ pub struct AgentFilter {
     request: Fate,
     answers: FrameReader,
     answer: Fate,
+    to_shim: FrameWriter,
     /// What was copied into the VM for containers that are still to come.
     copies: Copies,
 }
@@ -144,6 +149,7 @@ impl AgentFilter {
             request: Fate::None,
             answers: FrameReader::new(),
             answer: Fate::None,
+            to_shim: FrameWriter::default(),
             copies: Copies::default(),
         }
     }
@@ -152,7 +158,7 @@ impl AgentFilter {
     fn admit(&mut self, header: &Header, peer: &mut BytesMut, local: &mut BytesMut) -> Fate {
         if let Some((code, message)) = self.refusal(header) {
             self.shared.dropped.fetch_add(1, Relaxed);
-            local.extend_from_slice(&frame::error_response(header.stream, code, &message));
+            self.refuse(header.stream, code, &message, local);
             return Fate::Skip;
         }
         if header.kind == frame::REQUEST && self.pending.insert(header.stream, false).is_none() {
@@ -265,8 +271,10 @@ impl AgentFilter {
             Err(why) => {
                 tracing::warn!(why, "a container is refused");
                 self.shared.dropped.fetch_add(1, Relaxed);
-                self.settle(head.stream);
-                local.extend_from_slice(&frame::error_response(head.stream, code::FAILED_PRECONDITION, &why));
+                // A guest that lies may have answered it before it was whole.
+                if self.settle(head.stream) {
+                    self.refuse(head.stream, code::FAILED_PRECONDITION, &why, local);
+                }
             }
         }
     }
@@ -290,14 +298,19 @@ impl AgentFilter {
             self.settle(header.stream);
             let message =
                 format!("the guest answered with {length} bytes, more than the {MAX_PAYLOAD} of ttrpc");
-            local.extend_from_slice(&frame::error_response(header.stream, code::INTERNAL, &message));
+            self.refuse(header.stream, code::INTERNAL, &message, local);
             return Fate::Skip;
         }
         if length <= HOLD {
             return Fate::Hold(header.encode().to_vec());
         }
-        local.extend_from_slice(&header.encode());
+        self.to_shim.begin(header, local);
         Fate::Pass
+    }
+
+    /// An answer of our own to a call.
+    fn refuse(&mut self, stream: u32, code: i32, why: &str, local: &mut BytesMut) {
+        self.to_shim.whole(&frame::error_response(stream, code, why), local);
     }
 
     /// The call of this stream has its answer. False when there was none.
@@ -344,15 +357,15 @@ impl AgentFilter {
             match piece {
                 Piece::Head(header) => self.answer = self.deliver(&header, local),
                 Piece::Body(body) => match &mut self.answer {
-                    Fate::Pass => local.extend_from_slice(body),
+                    Fate::Pass => self.to_shim.body(body, local),
                     Fate::Hold(frame) => frame.extend_from_slice(body),
                     Fate::Skip | Fate::None | Fate::Look(_) | Fate::Gather(_) => {}
                 },
-                Piece::End => {
-                    if let Fate::Hold(frame) = std::mem::replace(&mut self.answer, Fate::None) {
-                        local.extend_from_slice(&frame);
-                    }
-                }
+                Piece::End => match std::mem::replace(&mut self.answer, Fate::None) {
+                    Fate::Pass => self.to_shim.end(local),
+                    Fate::Hold(frame) => self.to_shim.whole(&frame, local),
+                    Fate::Skip | Fate::None | Fate::Look(_) | Fate::Gather(_) => {}
+                },
             }
         }
     }
@@ -360,14 +373,16 @@ impl AgentFilter {
     /// Answers what is pending, all of it or all but the long polls. False when bytes of an answer were handed on
     /// whose rest will never come: then nothing can follow on this connection.
     fn answer_pending(&mut self, all: bool, why: &str, local: &mut BytesMut) -> bool {
+        if self.to_shim.is_under_way() {
+            return false;
+        }
         self.answers = FrameReader::new();
         let mut streams: Vec<u32> = match std::mem::replace(&mut self.answer, Fate::None) {
-            Fate::Pass => return false,
             // Settled when its header came, but not a byte of it was handed on.
             Fate::Hold(frame) => {
                 frame.first_chunk().map(|head| Header::decode(head).stream).into_iter().collect()
             }
-            Fate::Skip | Fate::None | Fate::Look(_) | Fate::Gather(_) => Vec::new(),
+            Fate::Pass | Fate::Skip | Fate::None | Fate::Look(_) | Fate::Gather(_) => Vec::new(),
         };
         let pending = self.pending.iter().filter(|(_, long_poll)| all || !**long_poll);
         streams.extend(pending.map(|(stream, _)| *stream));
@@ -375,7 +390,7 @@ impl AgentFilter {
         streams.dedup();
         for stream in streams {
             self.settle(stream);
-            local.extend_from_slice(&frame::error_response(stream, code::UNAVAILABLE, why));
+            self.refuse(stream, code::UNAVAILABLE, why, local);
         }
         true
     }
@@ -421,6 +436,10 @@ impl Filter for AgentFilter {
         passes
     }
 
+    fn answers_waiting(&self) -> usize {
+        self.to_shim.waiting().len()
+    }
+
     fn stream_lost(&mut self, local: &mut BytesMut) -> bool {
         self.lost(local)
     }
@@ -438,6 +457,7 @@ impl Filter for AgentFilter {
             answers: self.answers.clone(),
             answer: self.answer.clone(),
             copies: self.copies.clone(),
+            own_answers: self.to_shim.waiting().to_vec(),
         };
         serde_json::to_value(standing).ok()
     }
@@ -448,6 +468,9 @@ impl Filter for AgentFilter {
         if !sound || standing.pending.len() > self.bounds.per_connection {
             return false;
         }
+        let under_way = matches!(standing.answer, Fate::Pass);
+        let Some(to_shim) = FrameWriter::resume(under_way, standing.own_answers) else { return false };
+        self.to_shim = to_shim;
         self.pending = standing.pending.into_iter().collect();
         self.shared.pending.fetch_add(self.pending.len(), Relaxed);
         (self.requests, self.request) = (standing.requests, standing.request);

@@ -6,6 +6,7 @@ use protobuf::Message;
 
 use super::*;
 
+mod order;
 mod volumes;
 
 fn frame(kind: u8, stream: u32, body: &[u8]) -> Vec<u8> {
