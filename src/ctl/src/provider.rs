@@ -59,7 +59,10 @@ pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
     let folder = std::env::temp_dir().join(format!("peerpod-check-{}", std::process::id()));
     let node_name = format!("check-{}-{}", std::process::id(), fresh());
     // Read once more for somebody who only lists and deletes; the mistakes are the same.
-    let read_for = |purpose| read(sources.clone(), &folder, &node_name, purpose);
+    let read_for = |purpose| {
+        with_own_socket(sources.clone(), &folder, purpose)
+            .and_then(|sources| read(sources, &folder, &node_name, purpose))
+    };
     let both = read_for(Purpose::Create).and_then(|read| Ok((read, read_for(Purpose::Collect)?.0)));
     let ((settings, log), collector) = match both {
         Ok(read) => read,
@@ -104,6 +107,25 @@ pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
             Err(error)
         }
     }
+}
+
+/// A program of an external provider's that is ours to start listens in our folder, each of the two at a place of its
+/// own: at the configured place the program of a node that runs may listen.
+fn with_own_socket(
+    mut sources: Sources,
+    folder: &Path,
+    purpose: Purpose,
+) -> Result<Sources, peerpod_base::config::Mistakes> {
+    let mut reader = Reader::load(sources.clone(), &crate::config::SECTIONS, &crate::config::OTHERS)?;
+    if reader.section("provider.external").is_set("command") {
+        let place = match purpose {
+            Purpose::Create => "first",
+            Purpose::Collect => "second",
+        };
+        let socket = folder.join(place).join("provider.sock");
+        sources.flags.push(("provider.external.socket".to_owned(), socket.display().to_string()));
+    }
+    Ok(sources)
 }
 
 /// How often each cut-off check cuts.
