@@ -1,11 +1,12 @@
 //! A conversation of a shim with an agent by the whole road: the relay's filter, the guest's, and back. The shim, the
-//! agent and the guest itself may say anything. What reaches a shim are answers to its own calls, of a size it takes;
-//! what reaches an agent are whole requests, with the pod's network namespace in them where it must be.
+//! agent and the guest itself may say anything. What reaches a shim are whole frames: the guest's unchanged, errors of our
+//! own, one answer for each call, of a size it takes. What reaches an agent are whole requests, with the pod's network
+//! namespace in them where it must be.
 //!
 //! An input is a list of words: who speaks (u8), how many bytes (u16 BE), the bytes.
 
 use std::{
-    collections::HashSet,
+    collections::{HashMap, VecDeque},
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -18,7 +19,10 @@ use peerpod_link::{
     endpoint::Filter,
     frame::{DATA, FrameReader, Header, MAX_PAYLOAD, Piece, REQUEST, RESPONSE, method_of},
 };
-use peerpod_proto::{agent::CreateContainerRequest, ttrpc_frame::Request};
+use peerpod_proto::{
+    agent::CreateContainerRequest,
+    ttrpc_frame::{Request, Response},
+};
 use peerpod_relay::agent::filter::{AgentFilter, Bounds, Shared};
 use protobuf::Message;
 
@@ -27,6 +31,13 @@ pub(crate) const AGENT: u8 = 1;
 /// The guest without its filter: what a hostile one writes to its stream. Beyond it: the stream is lost, as with a guest
 /// program that was restarted.
 const GUEST: u8 = 2;
+/// With any of them: another relay goes on before the word.
+const HANDED_OVER: u8 = 4;
+/// With any of them: the endpoint's shortcut is tried first.
+const SHORTCUT: u8 = 8;
+
+/// Few calls fit, so that refusals are common.
+const BOUNDS: Bounds = Bounds { per_connection: 8, per_sandbox: 8 };
 
 const PODNS: &str = "/run/netns/podns";
 
@@ -58,24 +69,34 @@ struct Road {
     told: Arc<Told>,
     /// From the shim; its calls.
     calls: Frames,
-    asked: HashSet<u32>,
-    to_shim: Frames,
+    /// By stream: how often it was asked, how often a request, how often answered.
+    asked: HashMap<u32, Asked>,
+    from_agent: Passing,
+    from_guest: Passing,
     to_agent: Frames,
     /// Whole frames that arrived.
     answers: usize,
     containers: usize,
 }
 
+#[derive(Default)]
+struct Asked {
+    frames: usize,
+    requests: usize,
+    answers: usize,
+}
+
 impl Road {
     fn new() -> Road {
         let told = Arc::new(Told::default());
         Road {
-            relay: AgentFilter::new(Arc::<Shared>::default(), Bounds::default()),
+            relay: AgentFilter::new(Arc::<Shared>::default(), BOUNDS),
             guest: Intercept::new(told.clone(), PODNS.to_owned()),
             told,
             calls: Frames::default(),
-            asked: HashSet::new(),
-            to_shim: Frames::default(),
+            asked: HashMap::new(),
+            from_agent: Passing::default(),
+            from_guest: Passing::default(),
             to_agent: Frames::default(),
             answers: 0,
             containers: 0,
@@ -85,27 +106,49 @@ impl Road {
     /// False when the shim's connection is over.
     fn say(&mut self, who: u8, bytes: &[u8]) -> bool {
         let (mut up, mut down, mut out) = (BytesMut::new(), BytesMut::new(), BytesMut::new());
+        let shortcut = who & SHORTCUT != 0;
+        if who & HANDED_OVER != 0 {
+            let state = self.relay.state().expect("a relay's filter can be handed over");
+            self.relay = AgentFilter::new(Arc::<Shared>::default(), BOUNDS);
+            assert!(self.relay.restore(&state), "{state}");
+        }
         match who & 3 {
             SHIM => {
-                for (header, _) in self.calls.take(bytes) {
-                    self.asked.insert(header.stream);
+                for (header, body) in self.calls.take(bytes) {
+                    let asked = self.asked.entry(header.stream).or_default();
+                    asked.frames += usize::from(body.is_none());
+                    asked.requests += usize::from(body.is_none() && header.kind == REQUEST);
                 }
-                self.relay.from_local(bytes, &mut up, &mut down);
+                if shortcut && self.relay.passes_from_local(bytes) {
+                    up.extend_from_slice(bytes);
+                } else {
+                    self.relay.from_local(bytes, &mut up, &mut down);
+                }
+                self.from_guest.is_no_place_for(&down);
                 self.shim_hears(&down);
                 let mut back = BytesMut::new();
                 self.guest.from_peer(&up, &mut back, &mut out);
                 self.agent_hears(&out);
-                self.relay_hears(&back);
+                self.from_agent.is_no_place_for(&back);
+                self.from_agent.arrive(&back);
+                self.relay_hears(&back, false);
             }
             AGENT => {
-                self.guest.from_local(bytes, &mut up, &mut out);
+                self.from_agent.leave(bytes);
+                if shortcut && self.guest.passes_from_local(bytes) {
+                    up.extend_from_slice(bytes);
+                } else {
+                    self.guest.from_local(bytes, &mut up, &mut out);
+                }
+                self.from_agent.arrive(&up);
                 self.agent_hears(&out);
-                self.relay_hears(&up);
+                self.relay_hears(&up, shortcut);
             }
-            GUEST => self.relay_hears(bytes),
+            GUEST => self.relay_hears(bytes, shortcut),
             _ => {
                 let goes_on = self.relay.stream_lost(&mut down);
                 self.shim_hears(&down);
+                (self.from_agent, self.from_guest.left) = (Passing::default(), Frames::default());
                 self.told = Arc::new(Told::default());
                 self.guest = Intercept::new(self.told.clone(), PODNS.to_owned());
                 (self.to_agent, self.containers) = (Frames::default(), 0);
@@ -115,18 +158,39 @@ impl Road {
         true
     }
 
-    fn relay_hears(&mut self, bytes: &[u8]) {
+    fn relay_hears(&mut self, bytes: &[u8], shortcut: bool) {
         let (mut peer, mut local) = (BytesMut::new(), BytesMut::new());
-        self.relay.from_peer(bytes, &mut peer, &mut local);
+        self.from_guest.leave(bytes);
+        if shortcut && self.relay.passes_from_peer(bytes) {
+            local.extend_from_slice(bytes);
+        } else {
+            self.relay.from_peer(bytes, &mut peer, &mut local);
+        }
         self.shim_hears(&local);
     }
 
     fn shim_hears(&mut self, bytes: &[u8]) {
-        for (header, body) in self.to_shim.take(bytes) {
+        for (header, whole) in self.from_guest.arrive(bytes) {
             assert!(matches!(header.kind, RESPONSE | DATA), "{header:?}");
-            assert!(self.asked.contains(&header.stream), "nobody asked for {header:?}");
             assert!(header.length as usize <= MAX_PAYLOAD, "{header:?}");
-            self.answers += usize::from(body.is_some());
+            let asked = self.asked.get_mut(&header.stream);
+            let asked = asked.unwrap_or_else(|| panic!("nobody asked for {header:?}"));
+            asked.answers += usize::from(!whole && header.kind == RESPONSE);
+            assert!(asked.answers <= asked.frames, "answered twice: {header:?}");
+            self.answers += usize::from(whole);
+        }
+    }
+
+    /// The sandbox is over.
+    fn finish(&mut self) {
+        let mut down = BytesMut::new();
+        self.relay.finish(&mut down);
+        self.from_guest.is_no_place_for(&down);
+        // After an answer whose end will never come nothing can; else no call is without one.
+        if self.from_guest.arrived.is_between() {
+            self.shim_hears(&down);
+            let all = self.asked.iter().all(|(_, asked)| asked.requests == 0 || asked.answers > 0);
+            assert!(all, "a call is not answered");
         }
     }
 
@@ -149,6 +213,48 @@ impl Road {
     }
 }
 
+/// A stream on its way through a filter, which adds whole answers of its own.
+#[derive(Default)]
+struct Passing {
+    left: Frames,
+    /// Frames that are not known to have arrived.
+    under_way: VecDeque<(Header, Vec<u8>)>,
+    arrived: Frames,
+}
+
+impl Passing {
+    fn leave(&mut self, bytes: &[u8]) {
+        let whole = self.left.take(bytes).into_iter();
+        self.under_way.extend(whole.filter_map(|(header, body)| Some((header, body?))));
+    }
+
+    /// Own answers of the filter do not arrive in the middle of a frame.
+    fn is_no_place_for(&self, own: &[u8]) {
+        assert!(own.is_empty() || self.arrived.is_between(), "{} bytes in the middle of a frame", own.len());
+    }
+
+    /// Headers as they come, and again, with `true`, when the frame is whole: one that left, in its order and unchanged,
+    /// or an error of the filter's own.
+    fn arrive(&mut self, bytes: &[u8]) -> Vec<(Header, bool)> {
+        let mut found = Vec::new();
+        for (header, body) in self.arrived.take(bytes) {
+            found.push((header, body.is_some()));
+            let Some(body) = body else { continue };
+            let frame = (header, body);
+            if let Some(at) = self.under_way.iter().position(|left| *left == frame) {
+                self.under_way.drain(..=at);
+                continue;
+            }
+            let own = Response::parse_from_bytes(&frame.1).is_ok_and(|response| response.status.code != 0);
+            assert!(
+                own && header.kind == RESPONSE,
+                "what was written is neither passed on nor an error: {header:?}"
+            );
+        }
+        found
+    }
+}
+
 /// Frames out of bytes that come in pieces: each header, with its body once that is whole.
 #[derive(Default)]
 struct Frames {
@@ -158,6 +264,11 @@ struct Frames {
 }
 
 impl Frames {
+    /// Whether all that was taken so far ends with a whole frame.
+    fn is_between(&self) -> bool {
+        self.reader.at_boundary()
+    }
+
     /// Headers without a body are those whose body is not (or will never be) whole.
     fn take(&mut self, mut bytes: &[u8]) -> Vec<(Header, Option<Vec<u8>>)> {
         let mut found = Vec::new();
@@ -191,6 +302,7 @@ fn walk(mut input: &[u8]) -> Road {
             break;
         }
     }
+    road.finish();
     road
 }
 

@@ -44,6 +44,16 @@ mod tests {
     use super::*;
 
     #[test]
+    fn every_target_passes_its_kept_corpus() {
+        for (target, run) in TARGETS {
+            for (name, input) in seeds::kept(target) {
+                println!("{target}: {name}");
+                run(&input);
+            }
+        }
+    }
+
+    #[test]
     fn every_target_has_seeds_and_passes_all_there_are() {
         let mut seeds = vec![("nothing".to_owned(), Vec::new())];
         for (target, _) in TARGETS {

@@ -45,6 +45,15 @@ pub fn of(target: &str) -> Vec<Seed> {
     }
 }
 
+/// What earlier runs of a target found, as it is kept in git.
+///
+/// # Panics
+/// It cannot be read.
+pub fn kept(target: &str) -> Vec<Seed> {
+    let folder = format!("fuzz/corpus/{target}");
+    if repository().join(&folder).is_dir() { files(&folder) } else { Vec::new() }
+}
+
 /// Writes the seeds of a target into a folder, for libFuzzer.
 ///
 /// # Errors
