@@ -29,6 +29,9 @@ pub struct Capabilities {
     pub second_nic: bool,
     /// Most VMs that one call makes through [`crate::Provider::batch`]; 0 where there is none.
     pub max_batch: u32,
+    /// Memory in MiB that the guest of the configured image needs besides its pod; 0: not known. The caller adds it to
+    /// [`Size::memory_mib`] before the request.
+    pub guest_memory_mib: u64,
     /// [`crate::Provider::console`] is there.
     pub console: bool,
     /// [`crate::Provider::events`] is there.
@@ -51,6 +54,7 @@ impl Capabilities {
             volumes: false,
             second_nic: false,
             max_batch: 0,
+            guest_memory_mib: 0,
             console: false,
             events: false,
         }
@@ -247,6 +251,7 @@ mod tests {
             volumes: true,
             second_nic: true,
             max_batch: 10,
+            guest_memory_mib: 128,
             console: true,
             events: true,
         }

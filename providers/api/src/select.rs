@@ -112,12 +112,12 @@ pub fn nothing_fits(size: &Size) -> Error {
     Error::invalid(if *gpus > 0 || gpu_model.is_some() {
         format!(
             "failed to get instance type based on GPU, vCPU, and memory annotations: no instance type found for \
-             the given GPUs ({gpus}){model}, vCPUs ({vcpus}), and memory ({memory_mib})"
+             the given GPUs ({gpus}){model}, vCPUs ({vcpus}), and memory ({memory_mib}), the guest's own included"
         )
     } else {
         format!(
             "failed to get instance type based on vCPU and memory annotations: no instance type found for the \
-             given vcpus ({vcpus}) and memory ({memory_mib})"
+             given vcpus ({vcpus}) and memory ({memory_mib}), the guest's own included"
         )
     })
 }

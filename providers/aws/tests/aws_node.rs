@@ -396,7 +396,8 @@ async fn what_ec2_refuses_is_told_to_whoever_starts_the_pod() {
     let error = told(number, plain().machine_type("p5.48xlarge")).await;
     assert!(error.contains("p5.48xlarge") && error.contains("not part of"), "{error}");
     let error = told(number + 1, plain().size("96", 1 << 20)).await;
-    assert!(error.contains("vcpus (96) and memory (1048576)"), "{error}");
+    // With the guest's 256 MiB, and a 32nd of both.
+    assert!(error.contains("vcpus (96) and memory (1081608), the guest's own included"), "{error}");
     node.cloud.proxy.set_stock("*", "*", "*", 0);
     let error = told(number + 2, plain().machine_type("m6a.large")).await;
     for part in ["m6a.large in eu-central-1a", "InsufficientInstanceCapacity"] {

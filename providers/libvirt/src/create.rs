@@ -510,12 +510,13 @@ fn made(domain: &Domain, request: &CreateRequest) -> Created {
 }
 
 /// Everything a request may ask of us.
-pub(crate) fn capabilities(max_user_data: usize, second_nic: bool) -> Capabilities {
+pub(crate) fn capabilities(max_user_data: usize, second_nic: bool, guest_memory_mib: u64) -> Capabilities {
     Capabilities {
         images: true,
         confidential: vec![Confidential::Sev, Confidential::SevSnp, Confidential::Tdx],
         volumes: true,
         second_nic,
+        guest_memory_mib,
         console: true,
         events: true,
         ..Capabilities::minimal(max_user_data)

@@ -11,6 +11,7 @@ pub mod config;
 mod create;
 mod disks;
 mod events;
+mod guest_memory;
 mod kind;
 mod marks;
 mod probe;
@@ -58,6 +59,8 @@ struct Shared {
     owner: Owner,
     link: Link,
     images: Images,
+    /// See [`Capabilities::guest_memory_mib`].
+    guest_memory_mib: u64,
     /// The kind of domain that can be started here, once that is known.
     kind: Mutex<Option<kind::Known>>,
     /// One call at a time for one VM.
@@ -69,14 +72,17 @@ struct Shared {
 }
 
 impl LibvirtProvider {
-    /// A provider of this cluster's and node's VMs; an empty node: of all of the cluster's. Calls nobody.
+    /// A provider of this cluster's and node's VMs; an empty node: of all of the cluster's. Reads the image's
+    /// `image.json`, calls nobody.
     pub fn new(config: LibvirtConfig, cluster: &str, node: &str) -> LibvirtProvider {
         let link = Link::new(config.address.clone(), config.call_timeout);
+        let guest_memory_mib = guest_memory::of(&config);
         let shared = Shared {
             config,
             owner: Owner { cluster: cluster.to_owned(), node: node.to_owned() },
             link,
             images: Images::default(),
+            guest_memory_mib,
             kind: Mutex::new(None),
             turns: Lock::default(),
             lives: Lock::default(),
@@ -94,7 +100,8 @@ impl Provider for LibvirtProvider {
     }
 
     fn capabilities(&self) -> Capabilities {
-        create::capabilities(MAX_USER_DATA, self.shared.config.second_network.is_some())
+        let Shared { config, guest_memory_mib, .. } = &*self.shared;
+        create::capabilities(MAX_USER_DATA, config.second_network.is_some(), *guest_memory_mib)
     }
 
     async fn preflight(&self) -> Result<Preflight, Error> {

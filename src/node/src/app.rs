@@ -17,7 +17,7 @@ use peerpod_base::{
     lifecycle::{Drain, Shutdown},
 };
 use peerpod_proto::relay::ConfigureRequest;
-use peerpod_provider_api::{CreateRequest, DecoratorConfig, Provider, decorate};
+use peerpod_provider_api::{Capabilities, CreateRequest, DecoratorConfig, Provider, decorate};
 use prometheus_client::registry::Registry;
 use tokio::{net::UnixListener, task::JoinSet};
 use tracing::{error, info, warn};
@@ -202,7 +202,7 @@ pub async fn build(
     if let Some(carrier) = tunnel.carrier() {
         tasks.spawn(carry::run(relay.clone(), carrier, addresses.clone(), surroundings.underlay()));
     }
-    let most = provider.capabilities().max_batch;
+    let Capabilities { max_batch: most, guest_memory_mib, .. } = provider.capabilities();
     let shown = cluster.clone().zip(config.cluster.as_ref()).map(|(cluster, settings)| {
         let about = About {
             provider: provider.name().into(),
@@ -232,6 +232,8 @@ pub async fn build(
     let mut settings = config.sandbox_settings();
     settings.guest_addresses = addresses.in_words(None);
     settings.max_batch = config.max_batch(most);
+    settings.guest_memory_mib = config.guest_memory(guest_memory_mib);
+    info!(mib = settings.guest_memory_mib, "a pod's VM has this much memory besides the pod's own");
     let sandboxes = Sandboxes::new(fx, settings, metrics.clone());
 
     let count = records.len();

@@ -19,7 +19,10 @@ use crate::{
     registries::Registries,
     sandbox,
     secrets::SecretsConfig,
-    spec::wishes::{self, Wishes},
+    spec::{
+        GUEST_MEMORY,
+        wishes::{self, Wishes},
+    },
     tunnel::{
         Classifier, Kind, NETNS_DIR, Owner, TunnelConfig, Vnis, WireguardConfig,
         external::{self, External, Way},
@@ -31,6 +34,8 @@ use crate::{
 const OTHERS: [&str; 5] = ["relay", "controller", "webhook", "csi", "volumes"];
 /// More do not come within a window; each is a line of the batch's file.
 const MOST_BATCH: u32 = 1000;
+/// In MiB: 1 TiB.
+const MOST_GUEST_MEMORY: u64 = 1 << 20;
 /// Of each list of networks; the guest takes no more.
 const MOST_PREFIXES: usize = 64;
 
@@ -83,6 +88,8 @@ pub struct NodeConfig {
     pub ca_roll_over: Option<Duration>,
     /// `node.max-sandboxes`.
     pub max_sandboxes: usize,
+    /// `node.guest-memory-mib`; `None`: what the provider says.
+    pub guest_memory_mib: Option<u64>,
     /// `node.batch`: whether sandboxes that want the same VM at the same moment may get theirs by one call.
     pub batch: bool,
     /// `node.vm-…`: what pods' VMs are like that do not say so themselves.
@@ -230,6 +237,11 @@ impl NodeConfig {
                 "sandboxes at once; more are refused",
             ))
             .unwrap_or(usize::MAX),
+            guest_memory_mib: reader.optional(
+                "node.guest-memory-mib",
+                "memory in MiB that a pod's VM has besides the pod's own, for the guest; the image's figure when not set, where \
+                 the provider knows it, or 256",
+            ),
             batch: reader.choice(
                 "node.batch",
                 "auto",
@@ -327,6 +339,9 @@ impl NodeConfig {
                        tunnel.kind: vxlan, or node.link-dial: guest";
             reader.mistake("node.link-dial", why);
         }
+        if self.guest_memory_mib.is_some_and(|mib| mib > MOST_GUEST_MEMORY) {
+            reader.mistake("node.guest-memory-mib", "more than 1 TiB; write it in MiB");
+        }
         if self.max_sandboxes == 0 {
             reader.mistake("node.max-sandboxes", "no pod could ever run; 1 or more would do");
         }
@@ -370,6 +385,12 @@ impl NodeConfig {
         if self.batch && !translated { provider.min(MOST_BATCH) } else { 0 }
     }
 
+    /// Memory in MiB that a guest needs besides its pod, where the provider knows its image's figure (or says 0).
+    pub fn guest_memory(&self, provider: u64) -> u64 {
+        let of_image = if provider == 0 { GUEST_MEMORY } else { provider };
+        self.guest_memory_mib.unwrap_or(of_image)
+    }
+
     /// What a provider is told of this node.
     pub fn provider_context(&self) -> Context {
         Context {
@@ -399,6 +420,7 @@ impl NodeConfig {
             netns_gone_grace: self.netns_gone_grace,
             vm_gone_grace: self.vm_gone_grace,
             max_sandboxes: self.max_sandboxes,
+            guest_memory_mib: self.guest_memory(0),
             second_nic: self.wants_second_nic(),
             wishes: self.wishes.clone(),
             may_wish: self.may_wish.clone(),

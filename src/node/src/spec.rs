@@ -43,6 +43,13 @@ const MAX_MEMORY: u64 = 64 << 20;
 /// More GPUs than any cloud offers in one VM.
 const MAX_GPUS: u64 = 256;
 
+/// Memory in MiB that a guest needs besides its pod, where neither the configuration nor the provider says.
+pub const GUEST_MEMORY: u64 = 256;
+/// Memory in MiB with which a VM boots, whatever is configured.
+const LEAST_MEMORY: u64 = 128;
+/// The kernel describes every page, and keeps a share of them free: a 32nd of the VM covers that.
+const PAGES_SHARE: u64 = 32;
+
 /// The VM that a pod wants. What was not asked is zero or `None`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wanted {
@@ -86,6 +93,16 @@ pub enum Error {
 
 /// The most initdata that one call to the guest carries beside a pod's network: such a call is a ttrpc frame of 4 MiB.
 const MAX_INITDATA: usize = 3 << 20;
+
+/// Memory in MiB of a VM whose pod may use `pod` MiB and whose guest needs `guest` MiB besides. A pod that asks for
+/// none (0) still asks for none.
+pub fn vm_memory(pod: u64, guest: u64) -> u64 {
+    if pod == 0 {
+        return 0;
+    }
+    let sum = pod.saturating_add(guest);
+    sum.saturating_add(sum.div_ceil(PAGES_SHARE)).max(LEAST_MEMORY)
+}
 
 /// Reads the shim's annotations, and ours ([`wishes`]). All others are ignored.
 ///

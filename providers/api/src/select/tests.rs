@@ -116,14 +116,14 @@ fn ibm_sizes_as_its_users_know_them() {
     assert_eq!(
         check(None, 2, 18432).unwrap_err(),
         "failed to get instance type based on vCPU and memory annotations: no instance type found for the \
-         given vcpus (2) and memory (18432)"
+         given vcpus (2) and memory (18432), the guest's own included"
     );
     assert!(check(None, 3, 12288).is_err());
     let error = first(None, &size(3, 5, 9), &list, &allowed, "bx2-2x8").unwrap_err();
     assert_eq!(
         error,
         "failed to get instance type based on GPU, vCPU, and memory annotations: no instance type found for \
-         the given GPUs (9), vCPUs (3), and memory (5)"
+         the given GPUs (9), vCPUs (3), and memory (5), the guest's own included"
     );
 }
 

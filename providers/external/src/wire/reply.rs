@@ -21,6 +21,8 @@ const ADDRESSES: usize = 32;
 const FACTS: usize = 64;
 /// Most VMs of one call; their answers must fit into one frame.
 const BATCH: u32 = 1000;
+/// Most memory of a guest, in MiB: 1 TiB.
+const GUEST_MEMORY: u64 = 1 << 20;
 /// Most bytes of a node's name: Kubernetes allows no more.
 const NODE: usize = 253;
 /// Longest identity of a disk.
@@ -47,6 +49,7 @@ pub(crate) fn capabilities_to(can: Capabilities) -> wire::Capabilities {
         volumes,
         second_nic,
         max_batch,
+        guest_memory_mib,
         console,
         events,
     } = can;
@@ -67,6 +70,7 @@ pub(crate) fn capabilities_to(can: Capabilities) -> wire::Capabilities {
         // Nor whether it has anything to do when a disk has grown.
         growth: volumes,
         max_batch: max_batch.min(BATCH),
+        guest_memory_mib,
         console,
         events,
         ..wire::Capabilities::default()
@@ -81,6 +85,10 @@ pub(crate) fn capabilities_from(who: &str, can: &wire::Capabilities) -> Result<C
     if can.max_batch > BATCH {
         return Err(refused(who, format!("max_batch of {} is more than {BATCH}", can.max_batch)));
     }
+    if can.guest_memory_mib > GUEST_MEMORY {
+        let why = format!("guest_memory_mib of {} is more than {GUEST_MEMORY}", can.guest_memory_mib);
+        return Err(refused(who, why));
+    }
     Ok(Capabilities {
         max_user_data: usize::try_from(can.max_user_data).map_err(|error| refused(who, error))?,
         images: can.images,
@@ -94,6 +102,7 @@ pub(crate) fn capabilities_from(who: &str, can: &wire::Capabilities) -> Result<C
         volumes: can.volumes,
         second_nic: can.second_nic,
         max_batch: can.max_batch,
+        guest_memory_mib: can.guest_memory_mib,
         console: can.console,
         events: can.events,
     })

@@ -144,6 +144,7 @@ fn capabilities_arrive_and_must_be_possible() {
         volumes: true,
         second_nic: true,
         max_batch: 500,
+        guest_memory_mib: 128,
         console: true,
         events: true,
     };
@@ -154,6 +155,8 @@ fn capabilities_arrive_and_must_be_possible() {
         assert!(capabilities_from(WHO, &lie).is_err(), "{max_user_data}");
     }
     let lie = wire::Capabilities { max_batch: u32::MAX, ..sent.clone() };
+    assert!(capabilities_from(WHO, &lie).is_err());
+    let lie = wire::Capabilities { guest_memory_mib: u64::MAX, ..sent.clone() };
     assert!(capabilities_from(WHO, &lie).is_err());
     let future = wire::Capabilities { archs: vec!["riscv64".into()], ..sent };
     assert_eq!(capabilities_from(WHO, &future).unwrap().archs, vec![]);

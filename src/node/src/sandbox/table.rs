@@ -40,7 +40,7 @@ use super::{
 use crate::{
     ledger::{NetnsRef, Record, VERSION},
     metrics::Metrics,
-    spec::{SandboxId, Wanted},
+    spec::{SandboxId, Size, Wanted, vm_memory},
     volumes::PodVolumes,
 };
 
@@ -410,7 +410,10 @@ impl Sandboxes {
         let mut request = CreateRequest {
             name: format!("{}-{short}", wanted.pod.name),
             user_data,
-            size: wanted.size,
+            size: Size {
+                memory_mib: vm_memory(wanted.size.memory_mib, settings.guest_memory_mib),
+                ..wanted.size
+            },
             instance_type: wanted.instance_type,
             image: wanted.image,
             second_nic: settings.second_nic,

@@ -219,3 +219,22 @@ fn initdata_that_no_vm_could_use_is_refused_at_once() {
         assert!(error.contains("cc_init_data") && error.contains(named), "{error}");
     }
 }
+
+#[test]
+fn a_vm_has_the_pods_memory_and_what_its_guest_and_the_kernels_tables_need() {
+    assert_eq!(vm_memory(0, 224), 0, "a pod that asks for none asks for none");
+    for (pod, guest, vm) in [(32, 224, 264), (64, 224, 297), (256, 224, 495), (8192, 224, 8679)] {
+        assert_eq!(vm_memory(pod, guest), vm, "{pod}");
+    }
+    assert_eq!(vm_memory(32, 0), 128, "the least that boots");
+    assert_eq!(vm_memory(u64::MAX, u64::MAX), u64::MAX);
+}
+
+proptest! {
+    #[test]
+    fn a_vms_memory_is_never_below_the_sum(pod in 1..=MAX_MEMORY, guest in 0..=1u64 << 20) {
+        let vm = vm_memory(pod, guest);
+        prop_assert!(vm >= pod + guest && vm >= LEAST_MEMORY);
+        prop_assert!(vm <= ((pod + guest) * 33).div_ceil(32).max(LEAST_MEMORY) + 1);
+    }
+}

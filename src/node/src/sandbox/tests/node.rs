@@ -38,6 +38,7 @@ pub(super) fn settings() -> Settings {
         netns_gone_grace: Duration::from_secs(30),
         vm_gone_grace: Duration::from_secs(24),
         max_sandboxes: 1000,
+        guest_memory_mib: 100,
         second_nic: false,
         wishes: Wishes::default(),
         may_wish: Vec::new(),
