@@ -28,7 +28,7 @@ pub struct Place {
 pub const BOOT: Duration = Duration::from_secs(240);
 
 impl Place {
-    /// With machines of 512 MiB and one processor.
+    /// With machines of about 512 MiB, of which a pod may use 128, and one processor.
     #[expect(clippy::new_without_default, reason = "it starts programs")]
     pub fn new() -> Place {
         Place::with(&[])
@@ -45,21 +45,20 @@ impl Place {
         let libvirtd = Libvirtd::start_with(&world, network).unwrap();
         let image = image::with_tools(world.folder(), files).unwrap();
         let settings = libvirtd.settings(&image, Settings::none().set("provider.libvirt.vcpus", 1)).unwrap();
-        Place::of(libvirtd, settings, world, 512)
+        Place::of(libvirtd, settings, world, 128)
     }
 
-    /// With machines of 1 GiB and one processor that boot the disk image by UEFI, from a disk that is larger than it.
+    /// With machines of about 1 GiB and one processor that boot the disk image by UEFI, from a disk that is larger than it.
     pub fn uefi() -> Place {
         let world = World::new().unwrap();
         let libvirtd = Libvirtd::start(&world).unwrap();
         let settings =
             Settings::none().set("provider.libvirt.vcpus", 1).set("provider.libvirt.root-disk-gib", 1);
         let settings = libvirtd.disk_settings(&image::disk().unwrap(), settings);
-        Place::of(libvirtd, settings, world, 1024)
+        Place::of(libvirtd, settings, world, 768)
     }
 
     fn of(libvirtd: Libvirtd, settings: Settings, world: World, memory_mib: u64) -> Place {
-        let settings = settings.set("provider.libvirt.memory-mib", memory_mib);
         Place { libvirtd, settings, world, memory_mib }
     }
 

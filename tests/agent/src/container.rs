@@ -10,6 +10,7 @@ use nix::errno::Errno;
 use peerpod_proto::agent::{CreateContainerRequest, Process as Specification};
 
 use crate::{
+    cgroup::Cgroup,
     error,
     process::{Bind, Inside, Process},
 };
@@ -24,6 +25,8 @@ struct Container {
     rootfs: Option<PathBuf>,
     /// What it has at other places than the VM: bind mounts of volumes.
     binds: Vec<Bind>,
+    /// Of a container with a memory limit.
+    cgroup: Option<Arc<Cgroup>>,
     first: First,
     execs: HashMap<String, Arc<Process>>,
 }
@@ -50,7 +53,9 @@ impl Containers {
         rootfs: Option<PathBuf>,
     ) -> ttrpc::Result<()> {
         let specification = request.OCI.into_option().ok_or_else(|| error::errno(Errno::EINVAL))?;
-        let namespaces = specification.Linux.into_option().map(|linux| linux.Namespaces).unwrap_or_default();
+        let linux = specification.Linux.into_option().unwrap_or_default();
+        let limit = linux.Resources.Memory.Limit;
+        let namespaces = linux.Namespaces;
         let netns = namespaces
             .into_iter()
             .find(|namespace| namespace.Type == "network" && !namespace.Path.is_empty());
@@ -66,11 +71,13 @@ impl Containers {
         let binds: Vec<Bind> = specification.Mounts.iter().filter_map(Bind::of).collect();
         let process = specification.Process.into_option().ok_or_else(|| error::errno(Errno::EINVAL))?;
         let first = First::Created(Box::new(process));
-        let container = Container { netns, rootfs, binds, first, execs: HashMap::new() };
         let mut containers = self.lock();
         if containers.contains_key(&request.container_id) {
             return Err(error::errno(Errno::EEXIST));
         }
+        let cgroup = (limit > 0).then(|| Cgroup::new(&request.container_id, limit)).transpose();
+        let cgroup = cgroup.map_err(error::io)?.map(Arc::new);
+        let container = Container { netns, rootfs, binds, cgroup, first, execs: HashMap::new() };
         containers.insert(request.container_id, container);
         Ok(())
     }
@@ -84,7 +91,8 @@ impl Containers {
         std::fs::remove_file(&ready).ok();
         let inside = Inside::new(&container.binds, &ready);
         let (netns, rootfs) = (container.netns.as_deref(), container.rootfs.as_deref());
-        let process = Process::start(specification, netns, rootfs, inside)?;
+        let cgroup = container.cgroup.as_ref().map(|cgroup| cgroup.folder());
+        let process = Process::start(specification, netns, rootfs, cgroup, inside)?;
         container.first = First::Started(process);
         Ok(())
     }
@@ -107,7 +115,8 @@ impl Containers {
             _ => Inside::Nothing,
         };
         let (netns, rootfs) = (container.netns.as_deref(), container.rootfs.as_deref());
-        let process = Process::start(specification, netns, rootfs, inside)?;
+        let cgroup = container.cgroup.as_ref().map(|cgroup| cgroup.folder());
+        let process = Process::start(specification, netns, rootfs, cgroup, inside)?;
         container.execs.insert(exec, process);
         Ok(())
     }
@@ -151,15 +160,25 @@ impl Containers {
         }
     }
 
-    /// Takes a container out and ends all its processes; answers them, to be waited for.
-    pub(crate) fn remove(&self, id: &str) -> ttrpc::Result<Vec<Arc<Process>>> {
+    /// Takes a container out and ends all its processes; answers them, to be waited for, and its cgroup, to be kept until
+    /// then.
+    pub(crate) fn remove(&self, id: &str) -> ttrpc::Result<(Vec<Arc<Process>>, Option<Arc<Cgroup>>)> {
         let container = self.lock().remove(id).ok_or_else(error::no_container)?;
         let mut processes: Vec<_> = container.execs.into_values().collect();
         if let First::Started(first) = container.first {
             processes.push(first);
         }
         processes.iter().for_each(|process| process.kill_group());
-        Ok(processes)
+        Ok((processes, container.cgroup))
+    }
+
+    /// A container of which the kernel has killed a process for its memory limit, once for each look that finds kills.
+    pub(crate) fn out_of_memory(&self) -> Option<String> {
+        let limited: Vec<_> = {
+            let containers = self.lock();
+            containers.iter().filter_map(|(id, one)| Some((id.clone(), one.cgroup.clone()?))).collect()
+        };
+        limited.into_iter().find_map(|(id, cgroup)| cgroup.killed().then_some(id))
     }
 
     /// Every process of a container, for statistics.

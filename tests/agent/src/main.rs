@@ -6,6 +6,7 @@
 //! As `peerpod-test-agent tool …`, and as any container's program named `peerpod-test-tool`, it is also the little
 //! page server and client that the demo runs inside a pod.
 
+mod cgroup;
 mod container;
 mod error;
 mod files;

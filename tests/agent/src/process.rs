@@ -58,9 +58,14 @@ impl Process {
         specification: &Specification,
         netns: Option<&Path>,
         rootfs: Option<&Path>,
+        cgroup: Option<&Path>,
         inside: Inside<'_>,
     ) -> ttrpc::Result<Arc<Process>> {
-        let mut command = enter(command(specification, rootfs)?, specification, inside);
+        let mut command = command(specification, rootfs)?;
+        if let Some(folder) = cgroup {
+            command = streams(wrapped(tool(&["cgroup"]), folder, &command));
+        }
+        let mut command = enter(command, specification, inside);
         let terminal = if specification.Terminal { Some(attach_terminal(&mut command)?) } else { None };
         let runtime = tokio::runtime::Handle::current();
         let mut spawn = || {
@@ -306,6 +311,17 @@ fn enter(command: Command, specification: &Specification, inside: Inside<'_>) ->
     streams(outer)
 }
 
+/// A command that becomes another one, which it is given behind the argument.
+fn wrapped(mut outer: Command, argument: &Path, inner: &Command) -> Command {
+    let inner = inner.as_std();
+    outer.arg(argument).arg(inner.get_program()).args(inner.get_args()).env_clear();
+    outer.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    if let Some(folder) = inner.get_current_dir() {
+        outer.current_dir(folder);
+    }
+    outer
+}
+
 /// This very program, as its little tools.
 fn tool(arguments: &[&str]) -> Command {
     let mut command = Command::new("/proc/self/exe");
@@ -317,13 +333,7 @@ fn tool(arguments: &[&str]) -> Command {
 /// would need unsafe code here.
 fn attach_terminal(command: &mut Command) -> ttrpc::Result<(File, File)> {
     let pty = openpty(None, None).map_err(error::errno)?;
-    let inner = command.as_std();
-    let mut wrapped = Command::new("setsid");
-    wrapped.arg("--ctty").arg(inner.get_program()).args(inner.get_args()).env_clear();
-    wrapped.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
-    if let Some(folder) = inner.get_current_dir() {
-        wrapped.current_dir(folder);
-    }
+    let mut wrapped = wrapped(Command::new("setsid"), Path::new("--ctty"), command);
     let duplicate = || pty.slave.try_clone().map_err(error::io);
     wrapped.stdin(duplicate()?).stdout(duplicate()?).stderr(duplicate()?);
     *command = wrapped;

@@ -43,6 +43,9 @@ pub(crate) const METHODS: &[&str] = &[
 /// A container's mounts are made in milliseconds.
 const MOUNTED: Duration = Duration::from_secs(10);
 
+/// How often containers' cgroups are looked at for kills.
+const LOOK: Duration = Duration::from_millis(50);
+
 /// What the real agent reports, as recorded.
 const MEMORY_BLOCK: u64 = 128 << 20;
 const STORAGE_HANDLERS: &[&str] = &[
@@ -121,10 +124,18 @@ impl AgentService for Agent {
     }
 
     async fn get_oom_event(&self, _: &TtrpcContext, _: GetOOMEventRequest) -> Result<OOMEvent> {
-        // Nothing runs out of memory here: pending until the sandbox is over, then INTERNAL like the real one.
+        // Pending until a container reaches its limit, or the sandbox is over; then INTERNAL like the real one.
         let mut done = self.done.subscribe();
-        drop(done.wait_for(|done| *done).await);
-        Err(error::status(Code::INTERNAL, "channel closed"))
+        loop {
+            if let Some(container) = self.containers.out_of_memory() {
+                let mut event = OOMEvent::new();
+                event.container_id = container;
+                return Ok(event);
+            }
+            if tokio::time::timeout(LOOK, done.wait_for(|done| *done)).await.is_ok() {
+                return Err(error::status(Code::INTERNAL, "channel closed"));
+            }
+        }
     }
 
     async fn copy_file(&self, _: &TtrpcContext, request: CopyFileRequest) -> Result<Empty> {
@@ -194,7 +205,7 @@ impl AgentService for Agent {
     }
 
     async fn remove_container(&self, _: &TtrpcContext, request: RemoveContainerRequest) -> Result<Empty> {
-        let processes = self.containers.remove(&request.container_id)?;
+        let (processes, _cgroup) = self.containers.remove(&request.container_id)?;
         let all = async {
             for process in &processes {
                 process.wait().await;

@@ -2,9 +2,11 @@
 //! need nothing of the VM's root directory, so the demo needs nothing installed.
 
 use std::{
+    fs,
     io::{Read, Write},
     net::{Ipv6Addr, SocketAddr, TcpListener, TcpStream},
     os::unix::process::CommandExt,
+    path::Path,
     process::Command,
     thread,
     time::Duration,
@@ -15,10 +17,16 @@ use anyhow::{Context, bail};
 /// In an emulated machine, too.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// `chroot FOLDER PROGRAM …` becomes the program, with the folder as its root; `page PORT` serves a page with the asker's
+/// `cgroup FOLDER PROGRAM …` becomes the program, in that cgroup; `chroot FOLDER PROGRAM …` becomes the program, with the folder as its root; `page PORT` serves a page with the asker's
 /// address until it is ended; `fetch ADDRESS:PORT` prints one; `pause` waits to be ended.
 pub(crate) fn run(arguments: &[String]) -> anyhow::Result<()> {
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["cgroup", folder, program, ref arguments @ ..] => {
+            let file = Path::new(folder).join("cgroup.procs");
+            fs::write(&file, "0").with_context(|| format!("write {}", file.display()))?;
+            let error = Command::new(program).args(arguments).exec();
+            Err(error).with_context(|| format!("run {program}"))
+        }
         ["chroot", folder, program, ref arguments @ ..] => {
             nix::unistd::chroot(folder).with_context(|| format!("enter {folder}"))?;
             let error = Command::new(program).args(arguments).current_dir("/").exec();
@@ -30,7 +38,7 @@ pub(crate) fn run(arguments: &[String]) -> anyhow::Result<()> {
             thread::park();
         },
         _ => bail!(
-            "tool chroot FOLDER PROGRAM [ARGUMENT …] | tool page PORT | tool fetch ADDRESS:PORT | tool pause"
+            "tool cgroup FOLDER PROGRAM [ARGUMENT …] | tool chroot FOLDER PROGRAM [ARGUMENT …] | tool page PORT | tool fetch ADDRESS:PORT | tool pause"
         ),
     }
 }

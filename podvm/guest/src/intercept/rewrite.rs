@@ -11,6 +11,7 @@ use protobuf::Message;
 use super::Notice;
 
 mod gpu;
+mod memory;
 mod volumes;
 
 pub(super) use volumes::Waiting;
@@ -33,6 +34,8 @@ pub(super) enum Error {
     Decode(#[from] protobuf::Error),
     #[error("{0}")]
     Volumes(String),
+    #[error("the pod's annotation {annotation} cannot be read: {0}", annotation = memory::LIMITS)]
+    Memory(serde_json::Error),
     #[error(
         "with the pod's network namespace it has {0} bytes, more than the {MAX_PAYLOAD} an agent accepts"
     )]
@@ -68,6 +71,7 @@ pub(super) fn create_container(
         }
     }
 
+    memory::limit(spec).map_err(Error::Memory)?;
     if notice.gpus() > 0 {
         gpu::mark(spec);
     }

@@ -3,7 +3,7 @@
 //! The VM is sized by annotations from what the containers ask for; the containers' own requests and limits are taken
 //! away, because they would be counted on the node, where the pod does not run, and one VM is asked for instead. What was
 //! taken away is kept in [`ACCOUNTED`], per container: called again (another webhook has added a sidecar), it is from
-//! there that the totals are made again.
+//! there that the totals are made again. Memory limits also go to [`MEMORY_LIMITS`], for the VM to apply.
 //!
 //! The pod is looked at as JSON, so that fields which we do not know stay as they are.
 
@@ -21,6 +21,10 @@ use super::{
 /// The annotation with the requests and limits that the pod's containers had: JSON, `{"version": 1, "containers": {name:
 /// {"requests": {…}, "limits": {…}}}, "pod": {…}}`.
 pub const ACCOUNTED: &str = "kata.peerpods.io/accounted-resources";
+
+/// The annotation with the containers' memory limits: JSON, names to bytes. `peerpod-guest` applies them in the VM.
+/// Container runtimes and Kata's shims pass annotations on that begin so.
+pub const MEMORY_LIMITS: &str = "io.katacontainers.peerpod.memory-limits";
 
 const VCPUS: &str = "io.katacontainers.config.hypervisor.default_vcpus";
 const MEMORY: &str = "io.katacontainers.config.hypervisor.default_memory";
@@ -200,6 +204,18 @@ fn merged(known: &Resources, present: Resources, filled_in: impl Fn(&str, &str) 
         requests: over(&known.requests, present.requests, "request"),
         limits: over(&known.limits, present.limits, "limit"),
     }
+    /// In bytes, of the containers that have one.
+    fn memory_limits(&self) -> Result<BTreeMap<&str, i64>, Refusal> {
+        let mut limits = BTreeMap::new();
+        for (name, resources) in &self.containers {
+            let limit = amount(&format!("container {name}"), &resources.limits, "memory")?;
+            if let Some(limit) = limit.filter(|limit| *limit > Quantity::ZERO) {
+                limits.insert(name.as_str(), limit.ceil(1));
+            }
+        }
+        Ok(limits)
+    }
+
 }
 
 /// What the API server's LimitRanger says that it has filled in: "LimitRanger plugin set: cpu, memory request for container
@@ -376,6 +392,10 @@ fn annotate(pod: &mut Value, needs: &Needs, record: &Record) -> Result<(), Refus
 fn replace_resources(pod: &mut Value, profile: &Profile) -> Result<(), Refusal> {
     let Some(spec) = pod.get_mut("spec") else { return Ok(()) };
     let spec = object(spec, "spec")?;
+    let limits = record.memory_limits()?;
+    if !limits.is_empty() {
+        wanted.push((MEMORY_LIMITS, json!(limits).to_string()));
+    }
     take(spec);
     if spec.get("resources").and_then(Value::as_object).is_some_and(Map::is_empty) {
         spec.remove("resources");

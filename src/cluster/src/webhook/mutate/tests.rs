@@ -246,6 +246,40 @@ fn what_the_limit_ranger_fills_in_after_us_does_not_count() {
 }
 
 #[test]
+fn memory_limits_go_to_the_vm_in_bytes_and_by_container() {
+    let init = vec![container("setup", "", "memory=32Mi")];
+    let containers = vec![
+        container("web", "memory=64Mi", "memory=256Mi"),
+        container("log", "memory=64Mi", ""),
+        container("half", "", "cpu=1,memory=1.5e3"),
+        container("none", "", "memory=0"),
+    ];
+    for totals in [Totals::Effective, Totals::Sum] {
+        let changed = after(&pod(init.clone(), containers.clone()), &profile(totals));
+        let limits: Value = serde_json::from_str(annotation(&changed, MEMORY_LIMITS).unwrap()).unwrap();
+        assert_eq!(limits, json!({"setup": 32 << 20, "web": 256 << 20, "half": 1500}));
+    }
+    let without = after(&pod(vec![], vec![container("c", "memory=1Gi", "")]), &profile(Totals::Effective));
+    assert_eq!(annotation(&without, MEMORY_LIMITS), None);
+}
+
+/// Without the webhook the shim is told the same sum by the kubelet.
+#[test]
+fn a_vm_is_sized_by_the_sum_of_limits_and_of_requests_where_there_is_none() {
+    let size = |containers: Vec<Value>| {
+        let changed = after(&pod(vec![], containers), &profile(Totals::Effective));
+        sizes(&changed)[1].map(str::to_owned)
+    };
+    for limit in ["32Mi", "64Mi", "256Mi"] {
+        let limits = format!("memory={limit}");
+        assert_eq!(size(vec![container("c", "", &limits)]).as_deref(), limit.strip_suffix("Mi"));
+    }
+    assert_eq!(size(vec![container("c", "", "")]), None);
+    let both = vec![container("a", "memory=16Mi", "memory=64Mi"), container("b", "memory=100Mi", "")];
+    assert_eq!(size(both).as_deref(), Some("164"));
+}
+
+#[test]
 fn what_the_containers_asked_for_is_kept() {
     let changed = after(
         &pod(vec![], vec![container("c", "cpu=2,ephemeral-storage=1Gi", "cpu=3")]),

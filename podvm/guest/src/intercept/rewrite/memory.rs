@@ -1,0 +1,73 @@
+//! Memory limits of containers. The cluster's webhook takes them off the containers, so that they do not count on the
+//! node, and leaves them in an annotation of the pod. The agent applies the limit that it finds in a container's spec.
+
+use std::collections::HashMap;
+
+use peerpod_proto::intercept::Spec;
+
+/// The annotation: JSON, container names to bytes. Kata's shims and container runtimes pass annotations on that begin so.
+pub(super) const LIMITS: &str = "io.katacontainers.peerpod.memory-limits";
+/// The container's name in its pod, by containerd and by CRI-O.
+const NAMES: [&str; 2] = ["io.kubernetes.cri.container-name", "io.kubernetes.cri-o.ContainerName"];
+
+/// Gives the container its limit, unless it has one, and takes the annotation out: an agent's policy need not know it.
+///
+/// # Errors
+/// The annotation is not what the webhook writes: without it the container would run without its limit.
+pub(super) fn limit(spec: &mut Spec) -> Result<(), serde_json::Error> {
+    let Some(text) = spec.Annotations.remove(LIMITS) else { return Ok(()) };
+    let limits: HashMap<String, u64> = serde_json::from_str(&text)?;
+    let name = NAMES.iter().find_map(|key| spec.Annotations.get(*key));
+    let Some(limit) = name.and_then(|name| limits.get(name)) else { return Ok(()) };
+    let memory =
+        spec.Linux.mut_or_insert_default().Resources.mut_or_insert_default().Memory.mut_or_insert_default();
+    if memory.Limit <= 0 {
+        memory.Limit = i64::try_from(*limit).unwrap_or(i64::MAX);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The limit that a container has in the end, and its annotations.
+    fn limited(name: (&str, &str), own: i64, limits: &str) -> Result<(i64, Vec<String>), serde_json::Error> {
+        let mut spec = Spec::new();
+        for (key, value) in [name, (LIMITS, limits)] {
+            spec.Annotations.insert(key.to_owned(), value.to_owned());
+        }
+        spec.Linux
+            .mut_or_insert_default()
+            .Resources
+            .mut_or_insert_default()
+            .Memory
+            .mut_or_insert_default()
+            .Limit = own;
+        limit(&mut spec)?;
+        Ok((spec.Linux.Resources.Memory.Limit, spec.Annotations.into_keys().collect()))
+    }
+
+    #[test]
+    fn each_container_gets_the_limit_of_its_name_and_keeps_one_that_it_has() {
+        const LISTED: &str = r#"{"web": 268435456, "huge": 18446744073709551615}"#;
+        for key in NAMES {
+            let of = |name: &str, own| limited((key, name), own, LISTED).unwrap();
+            assert_eq!(of("web", 0), (256 << 20, vec![key.to_owned()]));
+            assert_eq!(of("web", 1 << 20).0, 1 << 20);
+            assert_eq!(of("other", 0).0, 0);
+            assert_eq!(of("huge", 0).0, i64::MAX);
+        }
+        assert_eq!(limited(("io.kubernetes.cri.container-type", "sandbox"), 0, LISTED).unwrap().0, 0);
+        for bad in ["", "[]", r#"{"web": -1}"#, r#"{"web": "256Mi"}"#] {
+            assert!(limited((NAMES[0], "web"), 0, bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_container_without_the_annotation_is_left_as_it_is() {
+        let mut spec = Spec::new();
+        limit(&mut spec).unwrap();
+        assert_eq!(spec, Spec::new());
+    }
+}

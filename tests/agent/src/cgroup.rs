@@ -1,0 +1,47 @@
+//! A container's memory limit, as a cgroup (version 2) of its own.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+/// Where the VM has its cgroups.
+const ROOT: &str = "/sys/fs/cgroup";
+
+/// The cgroup of a container with a memory limit.
+pub(crate) struct Cgroup {
+    folder: PathBuf,
+    /// Kills that [`Cgroup::killed`] has answered.
+    reported: AtomicU64,
+}
+
+impl Cgroup {
+    /// Makes it, with a limit in bytes.
+    pub(crate) fn new(container: &str, limit: i64) -> io::Result<Cgroup> {
+        fs::write(Path::new(ROOT).join("cgroup.subtree_control"), "+memory")?;
+        let folder = Path::new(ROOT).join(format!("peerpod-test-agent-{container}"));
+        fs::create_dir_all(&folder)?;
+        fs::write(folder.join("memory.max"), limit.to_string())?;
+        Ok(Cgroup { folder, reported: AtomicU64::new(0) })
+    }
+
+    /// Where it is.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Whether the kernel has killed a process for the limit since the last call.
+    pub(crate) fn killed(&self) -> bool {
+        let events = fs::read_to_string(self.folder.join("memory.events")).unwrap_or_default();
+        let kills = events.lines().find_map(|line| line.strip_prefix("oom_kill ")?.parse().ok()).unwrap_or(0);
+        self.reported.swap(kills, Ordering::Relaxed) < kills
+    }
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        // It is busy while a process is in it; the VM ends soon after.
+        fs::remove_dir(&self.folder).ok();
+    }
+}
