@@ -170,6 +170,18 @@ async fn on_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static)
         .map_err(|error| NetworkError { text: format!("a step ended early: {error}"), permanent: false })
 }
 
+/// The namespace of a pod at a path, which is another one than the node's. For a pod with `hostNetwork` shims send no path.
+fn pod_netns(path: &Path) -> Result<NetnsId, NetworkError> {
+    const SHARED: &str = "the pod has hostNetwork: true, and a peer pod cannot share the node's network, because it \
+                          runs in a VM; remove hostNetwork, or give the pod another runtimeClassName";
+    let own = || NetworkError { text: SHARED.to_owned(), permanent: true };
+    if path.as_os_str().is_empty() {
+        return Err(own());
+    }
+    let id = Netns::open(path)?.id();
+    if NetnsId::of(Path::new("/proc/thread-self/ns/net")) == Some(id) { Err(own()) } else { Ok(id) }
+}
+
 impl From<NetError> for NetworkError {
     fn from(error: NetError) -> NetworkError {
         let permanent = match &error {
@@ -367,7 +379,7 @@ impl Effects for Real {
 
     async fn netns(&self, path: &Path) -> Result<NetnsRef, NetworkError> {
         let own = path.to_owned();
-        let NetnsId { dev, inode } = on_thread(move || Netns::open(own)).await??.id();
+        let NetnsId { dev, inode } = on_thread(move || pod_netns(&own)).await??;
         Ok(NetnsRef { path: path.into(), dev, inode, boot_id: self.boot_id.clone() })
     }
 

@@ -5,7 +5,10 @@
 
 mod kube_node_common;
 
-use std::time::{Duration, Instant};
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::Api;
@@ -122,6 +125,17 @@ async fn what_is_refused_is_said_on_the_pod(rig: &Rig) {
     let seen = rig.show(&["describe", "pod", "-n", "shop", "wrong"]);
     assert!(seen.contains("CreateRefused") && seen.contains("x3"), "{seen}");
     rig.delete_pod("wrong");
+    // Of a pod with hostNetwork the shim sends no namespace; the node's own, by whatever path, is refused, too.
+    let uid = rig.pod("host-network");
+    for path in ["", "/proc/self/ns/net"] {
+        let annotations = Annotations::new("shop", "host-network");
+        let said = shim.create_vm(&fresh_id("host"), annotations, Path::new(path)).await.unwrap_err();
+        let said = said.to_string();
+        assert!(said.contains("a peer pod cannot share the node's network"), "{path:?}: {said}");
+    }
+    let (text, _) = rig.event(&uid, "CreateRefused").await;
+    assert!(text.contains("hostNetwork") && text.contains("runtimeClassName"), "{text}");
+    rig.delete_pod("host-network");
     assert!(rig.peerpods().await.is_empty(), "nothing was begun");
 }
 

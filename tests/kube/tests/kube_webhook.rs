@@ -238,6 +238,17 @@ async fn rows(pods: &Api<Pod>) {
     let wrong = pod("kata-remote", vec![], vec![container("web", "cpu=4", "cpu=1")]);
     let refused = pods.create(&dry(), &wrong).await.unwrap_err().to_string();
     assert!(refused.contains("container web, cpu: the limit 1 is below the request 4"), "{refused}");
+    for key in ["hostNetwork", "hostPID", "hostIPC"] {
+        let mut shares = pod("kata-remote", vec![], vec![container("web", "cpu=1", "")]);
+        let spec = shares.spec.as_mut().unwrap();
+        match key {
+            "hostNetwork" => spec.host_network = Some(true),
+            "hostPID" => spec.host_pid = Some(true),
+            _ => spec.host_ipc = Some(true),
+        }
+        let refused = pods.create(&dry(), &shares).await.unwrap_err().to_string();
+        assert!(refused.contains(&format!("spec.{key}: true: a peer pod runs in a VM")), "{refused}");
+    }
 }
 
 async fn others_never_wait(cluster: &Cluster, webhook: &Webhook, pods: &Api<Pod>) {

@@ -31,6 +31,8 @@ const MEMORY: &str = "io.katacontainers.config.hypervisor.default_memory";
 const GPUS: &str = "io.katacontainers.config.hypervisor.default_gpus";
 /// Written by the API server's own LimitRanger when it fills in defaults, also between two calls of a webhook.
 const LIMIT_RANGER: &str = "kubernetes.io/limit-ranger";
+/// Fields of a pod's spec that share a namespace of the node with it, and the namespace.
+const SHARED: [(&str, &str); 3] = [("hostNetwork", "network"), ("hostPID", "processes"), ("hostIPC", "IPC")];
 const MIB: i64 = 1 << 20;
 /// The API server takes this much of all annotations together.
 const MOST_RECORD: usize = 200 * 1024;
@@ -85,6 +87,17 @@ pub enum Refusal {
         "annotation {ACCOUNTED}: {0}; remove the annotation and give the containers their requests again"
     )]
     Record(String),
+    /// The pod is to share namespaces of the node.
+    #[error(
+        "spec.{key}: true: a peer pod runs in a VM and cannot share the node's {what}; remove it, or give the pod another \
+         runtimeClassName"
+    )]
+    Shared {
+        /// The field of the pod's spec.
+        key: &'static str,
+        /// The namespace of the node.
+        what: &'static str,
+    },
     /// A part of the pod has not the form that it has in Kubernetes.
     #[error("{0} is not of the form that a pod has")]
     Form(&'static str),
@@ -100,6 +113,9 @@ pub fn mutate(pod: &Value, profiles: &[Profile]) -> Result<Patch, Refusal> {
     let Some(profile) = profiles.iter().find(|profile| Some(profile.runtime_class.as_str()) == class) else {
         return Ok(Patch(Vec::new()));
     };
+    if let Some((key, what)) = SHARED.into_iter().find(|(key, _)| pod["spec"][*key] == true) {
+        return Err(Refusal::Shared { key, what });
+    }
     let mut changed = pod.clone();
     let record = Record::of(pod, profile)?;
     let needs = Needs::of(pod, &record, profile)?;

@@ -8,6 +8,18 @@ use crate::tunnel::{Owner, TunnelConfig, external::External, tests::net_world::W
 const DEADLINE: Duration = Duration::from_secs(20);
 
 #[tokio::test]
+async fn a_pod_without_a_network_namespace_of_its_own_is_refused_in_words() {
+    let mut world = World::new();
+    let pod = world.pod("pod", 7);
+    assert_eq!(pod_netns(pod.path()).unwrap(), pod.id());
+    // What shims send of a pod with hostNetwork, and the node's own.
+    for path in ["", "/proc/self/ns/net"] {
+        let refused = pod_netns(Path::new(path)).unwrap_err();
+        assert!(refused.permanent && refused.text.contains("remove hostNetwork"), "{path:?}: {refused}");
+    }
+}
+
+#[tokio::test]
 async fn a_new_address_of_the_node_is_heard_and_is_in_the_next_plan() {
     let mut world = World::new();
     let external = External { cluster_cidrs: vec!["10.96.0.0/12".into()], ..External::default() };

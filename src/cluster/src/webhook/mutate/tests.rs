@@ -305,6 +305,21 @@ fn a_users_own_sizes_stay_where_the_containers_ask_for_nothing() {
 }
 
 #[test]
+fn a_pod_that_is_to_share_a_namespace_of_the_node_is_refused() {
+    for (key, what) in [("hostNetwork", "network"), ("hostPID", "processes"), ("hostIPC", "IPC")] {
+        let mut pod = pod(vec![], vec![container("c", "cpu=1", "")]);
+        pod["spec"][key] = json!(false);
+        assert!(mutate(&pod, &profile(Totals::Effective)).is_ok(), "{key}: false");
+        pod["spec"][key] = json!(true);
+        let said = mutate(&pod, &profile(Totals::Effective)).unwrap_err().to_string();
+        assert!(said.starts_with(&format!("spec.{key}: true: a peer pod runs in a VM")), "{said}");
+        assert!(said.contains(what) && said.ends_with("give the pod another runtimeClassName"), "{said}");
+        pod["spec"]["runtimeClassName"] = json!("runc");
+        assert_eq!(mutate(&pod, &profile(Totals::Effective)).unwrap(), Patch(Vec::new()), "not ours");
+    }
+}
+
+#[test]
 fn refuses_what_nobody_would_see_after_us() {
     let refused = |requests, limits| {
         mutate(&pod(vec![], vec![container("web", requests, limits)]), &profile(Totals::Effective))
