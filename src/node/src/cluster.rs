@@ -144,6 +144,13 @@ impl Cluster {
         &self.pods
     }
 
+    /// Whether it is known that this very pod names no pull secrets. The API server adds the service account's to the pod
+    /// when the pod is made; as for a kubelet, only the pod's count.
+    pub fn has_no_pull_secrets(&self, pod: &PodRef) -> bool {
+        let found = self.pods.newest(&pod.namespace, &pod.name);
+        found.is_some_and(|found| pod.uid.as_ref() == Some(&found.uid) && found.image_pull_secrets.is_empty())
+    }
+
     /// Has the intent shown before its VM is asked for. Returns when it is, and at the latest after a short while; the
     /// rest goes on behind. Answers the pod's UID, where it is known by then.
     pub async fn announce(&self, shown: Shown) -> Option<String> {

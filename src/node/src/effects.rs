@@ -555,6 +555,9 @@ impl Effects for Real {
 
     async fn pull_secret(&self, pod: &PodRef) -> Result<Zeroizing<String>, PullSecretError> {
         let Some(service) = &self.pull_secrets else { return Ok(Zeroizing::default()) };
+        if self.cluster.as_ref().is_some_and(|(cluster, _)| cluster.has_no_pull_secrets(pod)) {
+            return Ok(Zeroizing::default());
+        }
         let given = service.of(pod).await?;
         if !given.notes.is_empty() {
             let text = format!("not all of the pod's pull secrets can be used: {}", given.notes.join("; "));

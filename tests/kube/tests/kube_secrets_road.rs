@@ -59,7 +59,14 @@ async fn a_vm_pulls_a_private_image_with_a_secret_of_the_cluster() {
     let _registry = tokio::task::block_in_place(|| Registry::start(&[("team/app:v1", &image)], &serving));
     let name = format!("{registry}/team/app:v1");
 
-    // Nobody answers at first: the pod starts all the same, and says why it has no secrets yet.
+    // Nobody answers at first. A pod that names no secrets does not ask.
+    rig.pod("plain");
+    let plain = rig.run("plain").await;
+    let missed = rig.daemons.metrics("node").unwrap();
+    assert!(missed.contains("peerpod_node_pull_secrets_missed_total 0"), "{missed}");
+    rig.stop(plain).await;
+
+    // One that names some starts all the same, and says why it has no secrets yet.
     let uid = pod(&rig, "early");
     let early = rig.run("early").await;
     let (said, _) = rig.event(&uid, "PullSecretsMissing").await;

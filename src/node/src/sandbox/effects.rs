@@ -353,7 +353,8 @@ pub trait Effects: Send + Sync + 'static {
         None
     }
 
-    /// The pull secrets of a pod as one `.dockerconfigjson`, empty: it has none. Answers within some seconds.
+    /// The pull secrets of a pod as one `.dockerconfigjson`, empty: it has none. Answers within some seconds, and at once
+    /// for a pod that names none.
     async fn pull_secret(&self, _pod: &PodRef) -> Result<Zeroizing<String>, PullSecretError> {
         Ok(Zeroizing::default())
     }
