@@ -395,7 +395,7 @@ async fn preflight(
     addresses: GuestAddresses,
     ready: &Ready,
 ) {
-    let blocked = ready.block("provider");
+    let (blocked, ready) = (ready.block("provider"), ready.clone());
     blocked.because("the provider was not asked yet");
     let asked = async move {
         loop {
@@ -406,6 +406,9 @@ async fn preflight(
                     }
                     for warning in &found.warnings {
                         warn!(provider = provider.name(), warning, "provider");
+                    }
+                    if !found.warnings.is_empty() {
+                        ready.warn("provider", &found.warnings.join("; "));
                     }
                     addresses.provider_says(found.node_addresses);
                     drop(blocked);

@@ -24,6 +24,8 @@ use crate::{ledger::Record, volumes::PodVolumes};
 const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
 /// How long the cloud may take to show a console: it is often all that is known of a VM that did not start.
 const CONSOLE: Duration = Duration::from_secs(10);
+/// A VM's wait for its address that is worth a word: a server that has nothing to wait for answers in a few ms.
+const SLOW_DHCP: Duration = Duration::from_secs(1);
 /// So many tries that fail in a row are worth the owner's attention.
 const TELL_AFTER: u32 = 5;
 
@@ -423,6 +425,19 @@ impl Task {
         }
         let stages: Vec<String> =
             self.record.stages.iter().map(|stage| format!("{}={}ms", stage.name, stage.at_ms)).collect();
+        let uplink = status.stages.iter().find(|stage| stage.name == "uplink");
+        let waited = uplink.map(|stage| Duration::from_micros(stage.took_us)).unwrap_or_default();
+        if waited > SLOW_DHCP {
+            // A property of the network: once says it for all VMs.
+            static ONCE: std::sync::Once = std::sync::Once::new();
+            ONCE.call_once(|| {
+                warn!(
+                    ?waited,
+                    "the VM waited for its address from DHCP, as every VM of this network may: let the DHCP server offer \
+                     addresses without a ping before (dnsmasq: no-ping), or look for what delays its answers"
+                );
+            });
+        }
         let guest: Vec<String> = status
             .stages
             .iter()
