@@ -394,6 +394,12 @@ async fn moves(place: &Place, daemons: &Daemons) -> anyhow::Result<()> {
     let transfer = Transfer::start(machine.other.namespace(), machine.pod.v4())?;
 
     let old = before.split("inet ").nth(1).and_then(|rest| rest.split('/').next()).context("no address")?;
+    // The reservation was in force before the VM's first question; any other address has one chance in 241.
+    let network = place.libvirtd.virsh(&["net-dumpxml", NETWORK])?;
+    let mut hosts = network.lines().filter(|line| line.contains(&format!("mac='{}'", machine.mac)));
+    let is_reserved = hosts.any(|host| host.contains(&format!("ip='{old}'")));
+    ensure!(is_reserved, "{old} is not the reserved address: {network}");
+    ensure!(place.libvirtd.unreserve()? == 1, "one entry of a provider's");
     // That the address is another host's now is what dnsmasq refuses a renewal for: the client names the server in it,
     // which then looks no further.
     for (mac, address) in [(machine.mac.as_str(), OTHER_ADDRESS), (OTHER_MAC, old)] {

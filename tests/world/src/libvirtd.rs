@@ -237,6 +237,21 @@ impl Libvirtd {
         Ok(fs::rename(temporary, file)?)
     }
 
+    /// Removes the addresses that providers reserved in the VMs' network, as if they had reserved none; how many.
+    pub fn unreserve(&self) -> anyhow::Result<usize> {
+        let xml = self.virsh(&["net-dumpxml", NETWORK])?;
+        let hosts = xml
+            .lines()
+            .map(str::trim)
+            .filter(|line| line.starts_with("<host ") && line.contains("name='peerpod-"));
+        let mut removed = 0;
+        for host in hosts {
+            self.virsh(&["net-update", NETWORK, "delete", "ip-dhcp-host", host, "--live"])?;
+            removed += 1;
+        }
+        Ok(removed)
+    }
+
     /// Its socket.
     pub fn socket(&self) -> PathBuf {
         self.folder.join("sock/libvirt-sock")
