@@ -368,13 +368,9 @@ impl Effects for Real {
     }
 
     async fn console(&self, vm: &InstanceId) -> Option<String> {
-        let tail = self.provider.console()?.tail(vm, 4096).await.ok()?;
-        let text = String::from_utf8_lossy(&tail);
-        let lines: Vec<&str> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
-        let last = lines[lines.len().saturating_sub(5)..].join(" | ");
-        let clean: String = last.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-        let skip = clean.chars().count().saturating_sub(600);
-        Some(clean.chars().skip(skip).collect()).filter(|text: &String| !text.is_empty())
+        // A kernel that panics writes its stack behind the reason.
+        let tail = self.provider.console()?.tail(vm, 16 << 10).await.ok()?;
+        Some(String::from_utf8_lossy(&tail).into_owned())
     }
 
     async fn netns(&self, path: &Path) -> Result<NetnsRef, NetworkError> {

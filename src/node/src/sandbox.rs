@@ -22,6 +22,7 @@ pub mod recover;
 mod batch;
 mod claims;
 mod clear;
+mod console;
 mod deaths;
 mod error;
 pub mod follow;

@@ -244,7 +244,7 @@ pub trait Effects: Send + Sync + 'static {
     /// Deletes the VM; gone is fine.
     async fn delete(&self, vm: &InstanceId) -> Result<(), CloudError>;
 
-    /// The end of what the VM wrote to its console, where the cloud tells.
+    /// The end of what the VM wrote to its console, as it is, where the cloud tells.
     async fn console(&self, vm: &InstanceId) -> Option<String>;
 
     /// Opens the path and identifies the network namespace there.

@@ -11,6 +11,7 @@ use tracing::{error, info, warn};
 use super::{
     batch::{Seat, Way},
     clear::Pass,
+    console::Console,
     effects::{CloudError, Effects, Retry},
     error::Error,
     follow::Told,
@@ -345,7 +346,14 @@ impl Task {
                 self.slots.cloud.rest(pause);
                 Ok(())
             }
-            Retry::NextOffering | Retry::Never => self.fail("addresses", error.to_string()).await,
+            Retry::NextOffering | Retry::Never => {
+                let mut cause = error.to_string();
+                let vm = self.record.phase.vm().cloned();
+                if let (CloudError::NotFound { .. }, Some(vm)) = (&error, vm) {
+                    cause = self.cause_of_end(&vm, &cause, cause.clone()).await;
+                }
+                self.fail("addresses", cause).await
+            }
         }
     }
 
@@ -511,7 +519,8 @@ impl Task {
     pub(super) async fn why_late(&mut self) -> (&'static str, String) {
         let (stage, mut text) = self.where_it_hangs(self.settings.boot_timeout);
         if let Some(vm) = self.record.phase.vm() {
-            text.push_str(&last_words(&*self.fx, vm).await);
+            let console = console_of(&*self.fx, vm).await;
+            text.push_str(&console.map(|console| console.to_string()).unwrap_or_default());
         }
         (stage, text)
     }
@@ -607,10 +616,10 @@ impl From<Error> for Unapplied {
     }
 }
 
-/// What the VM's console ends with, as the end of a sentence; empty where nobody knows.
-pub(super) async fn last_words(fx: &dyn Effects, vm: &InstanceId) -> String {
-    let console = tokio::time::timeout(CONSOLE, fx.console(vm)).await.ok().flatten();
-    console.map(|text| format!("; its console ends with: {text}")).unwrap_or_default()
+/// What the VM's console ends with, where the provider shows it.
+pub(super) async fn console_of(fx: &dyn Effects, vm: &InstanceId) -> Option<Console> {
+    let text = tokio::time::timeout(CONSOLE, fx.console(vm)).await.ok().flatten();
+    text.map(|text| Console::read(&text))
 }
 
 /// Words of a guest, cut to what a log line should carry, on one line.

@@ -21,7 +21,7 @@ use super::{
     effects::{Effects, Guest, Said, Trusted},
     error::{Error, Granted},
     follow::{Following, Homes, Told},
-    outcomes::last_words,
+    outcomes::console_of,
     phase::{self, Action, Event, Phase},
     pull::Pull,
     renew::Renewal,
@@ -341,17 +341,36 @@ impl Task {
         if !ours {
             return Ok(false);
         }
-        let console = last_words(&*self.fx, vm).await;
-        let why = why.map_or_else(
-            || format!("its VM {vm} is gone: the provider does not have it any more, and its guest does not answer"),
-            |why| format!("its VM {vm} has ended: {why}"),
-        );
-        let cause = format!("{why}{console}");
+        let cause = match why {
+            Some(why) => self.cause_of_end(vm, &why, format!("its VM {vm} has ended: {why}")).await,
+            None => {
+                let why = "the provider does not have it any more, and its guest does not answer";
+                self.cause_of_end(vm, why, format!("its VM {vm} is gone: {why}")).await
+            }
+        };
         match self.fail("vm", cause).await {
             Ok(()) => Ok(true),
             Err(Unapplied::Disk(error)) => Err(error),
             Err(Unapplied::Refused(refused)) => Err(Error::Unavailable(refused.to_string())),
         }
+    }
+
+    /// Why the VM has ended: its kernel's reason, with the provider's `why`; or `otherwise`, where the console has none.
+    pub(super) async fn cause_of_end(&mut self, vm: &InstanceId, why: &str, otherwise: String) -> String {
+        let Some(console) = console_of(&*self.fx, vm).await else { return otherwise };
+        let mut cause = match &console.reason {
+            Some(reason) => format!("its VM {vm} has ended: {reason} ({why})"),
+            None => otherwise,
+        };
+        if console.lacks_memory() {
+            cause.push_str("; raise the pod's memory limit, or node.guest-memory-mib");
+            let has = self.record.request.as_ref().map_or(0, |request| request.size.memory_mib);
+            if has > 0 {
+                cause.push_str(&format!(" (the VM has {has} MiB)"));
+            }
+        }
+        cause.push_str(&console.end());
+        cause
     }
 
     async fn too_late(&mut self) {

@@ -84,6 +84,31 @@ async fn a_provider_that_tells_of_an_end_is_believed_at_once_if_it_has_no_addres
     node.kill().await;
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_vm_that_ends_while_it_boots_has_failed_for_its_kernels_reason_and_with_its_memory() {
+    let (world, dir) = (World::new(1), Dir::new());
+    world.guests_stay_away.store(true, Ordering::Relaxed);
+    let reason = "Kernel panic - not syncing: System is deadlocked on memory";
+    *world.console.lock().unwrap() = format!("SECRET_TOKEN=x1\n[ 1.2] {reason}\n[ 1.3] a stack\n");
+    let node = Node::start(&world, &dir).await;
+    node.create("a").await.unwrap();
+    node.until("booting", |node| node.phase("a") == "joining").await;
+    let vm = world.state().vms.keys().next().unwrap().clone();
+    world.state().vms.clear();
+    let kind = EventKind::Ended { reason: "it was shut down or powered itself off".into() };
+    world.events.send(ProviderEvent { id: vm.clone(), kind }).unwrap();
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    let Err(Error::Failed { cause, .. }) = node.table.start(&id("a")).await else { panic!("not failed") };
+    let begins = format!("its VM {vm} has ended: {reason} (it was shut down or powered itself off)");
+    assert!(cause.starts_with(&begins), "{cause}");
+    // The 2048 MiB that the pod asks for, with the guest's 100 and a 32nd.
+    assert!(cause.contains("node.guest-memory-mib (the VM has 2216 MiB)"), "{cause}");
+    assert!(cause.ends_with("SECRET_TOKEN=…"), "{cause}");
+    let said = world.state().said.clone();
+    assert!(said.iter().any(|(_, why, text)| *why == "StartFailed" && text.contains(&begins)), "{said:?}");
+    node.kill().await;
+}
+
 /// An hour of each: what is no proof is not taken for one.
 #[tokio::test(start_paused = true)]
 async fn nothing_less_than_a_sure_provider_and_a_silent_link_ends_a_sandbox() {

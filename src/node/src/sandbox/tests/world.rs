@@ -156,6 +156,7 @@ pub(super) struct World {
     pub in_cluster: AtomicBool,
     pub announce_takes: Mutex<Duration>,
     pub console_takes: Mutex<Duration>,
+    pub console: Mutex<String>,
     pub reserve_fails: Mutex<Option<NetworkError>>,
     pub guest_error: Mutex<String>,
     pub guests_stay_away: AtomicBool,
@@ -256,6 +257,7 @@ impl World {
             in_cluster: AtomicBool::new(false),
             announce_takes: Mutex::default(),
             console_takes: Mutex::default(),
+            console: Mutex::new("kernel panic".into()),
             reserve_fails: Mutex::default(),
             guest_error: Mutex::default(),
             guests_stay_away: AtomicBool::new(false),
@@ -821,7 +823,7 @@ impl Effects for Fake {
     async fn console(&self, _: &InstanceId) -> Option<String> {
         let takes = *self.world.console_takes.lock().unwrap();
         tokio::time::sleep(takes).await;
-        Some("kernel panic".into())
+        Some(self.world.console.lock().unwrap().clone())
     }
 
     async fn netns(&self, path: &Path) -> Result<NetnsRef, NetworkError> {

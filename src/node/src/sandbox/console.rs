@@ -1,0 +1,160 @@
+//! The end of a VM's console, as an error can show it: the kernel's own reason for an end, and the last lines. The text
+//! comes from the VM, so it is bounded, on one line, and without what looks like a secret. Pure.
+
+use std::fmt;
+
+/// Most lines that are shown.
+const LINES: usize = 5;
+/// Most characters of them together.
+const MOST: usize = 600;
+/// Most characters of the kernel's reason.
+const MOST_REASON: usize = 200;
+/// A kernel that gives up, and one that ends a program for want of memory.
+const REASONS: [&str; 2] = ["Kernel panic - not syncing: ", "Out of memory: Killed process "];
+/// The kernel's words for a machine with too little memory.
+const NO_MEMORY: [&str; 2] = ["deadlocked on memory", "Out of memory"];
+/// A name with one of these, before '=' or ':', has a secret behind it.
+const SECRETS: [&str; 7] = ["passw", "secret", "token", "credential", "authorization", "api-key", "apikey"];
+
+/// What a console ends with.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Console {
+    /// Why the kernel ended, in its own words.
+    pub(super) reason: Option<String>,
+    /// The last lines before that.
+    lines: String,
+}
+
+impl Console {
+    /// Of the end of a console's text.
+    pub(super) fn read(text: &str) -> Console {
+        let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+        let found = REASONS.iter().find_map(|words| {
+            let at = lines.iter().position(|line| line.contains(words))?;
+            Some((at, &lines[at][lines[at].find(words)?..]))
+        });
+        // Behind it is the kernel's stack, which tells nothing more.
+        let before = &lines[..found.map_or(lines.len(), |(at, _)| at)];
+        // The agent's own log is JSON, and has whole requests in it.
+        let last: Vec<&&str> =
+            before.iter().rev().filter(|line| !line.starts_with('{')).take(LINES).collect();
+        let last: Vec<String> = last.into_iter().rev().map(|line| clean(line)).collect();
+        let last = last.join(" | ");
+        let skip = last.chars().count().saturating_sub(MOST);
+        Console {
+            reason: found.map(|(_, words)| clean(words).chars().take(MOST_REASON).collect()),
+            lines: last.chars().skip(skip).collect(),
+        }
+    }
+
+    /// The last lines, as the end of a sentence that has the reason.
+    pub(super) fn end(&self) -> String {
+        match (self.lines.as_str(), &self.reason) {
+            ("", Some(_)) => String::new(),
+            ("", None) => "; its console is empty".to_owned(),
+            (lines, _) => format!("; its console ends with: {lines}"),
+        }
+    }
+
+    /// Whether the VM has too little memory, by its kernel's words.
+    pub(super) fn lacks_memory(&self) -> bool {
+        self.reason.as_ref().is_some_and(|reason| NO_MEMORY.iter().any(|words| reason.contains(words)))
+    }
+}
+
+/// As the end of a sentence.
+impl fmt::Display for Console {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(reason) = &self.reason {
+            write!(f, "; its kernel says: {reason}")?;
+        }
+        f.write_str(&self.end())
+    }
+}
+
+/// A line without control characters, cut where a secret may begin.
+fn clean(line: &str) -> String {
+    let plain: String = line.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    match secret(&plain) {
+        Some(at) => format!("{}…", plain.get(..at).unwrap_or_default()),
+        None => plain,
+    }
+}
+
+/// Where a secret may begin: behind a name of one and its '=' or ':'.
+fn secret(line: &str) -> Option<usize> {
+    let mut from = 0;
+    while let Some(at) = line.get(from..)?.find(['=', ':']) {
+        let end = from + at;
+        let name = line[..end].rsplit(char::is_whitespace).next().unwrap_or_default().to_ascii_lowercase();
+        if SECRETS.iter().any(|secret| name.contains(secret)) {
+            return Some(end + 1);
+        }
+        from = end + 1;
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// The end of the console of a machine with 96 MiB.
+    const PANIC: &str = "[    1.279] Mem-Info:\r\n\
+        [    1.279721] Kernel panic - not syncing: System is deadlocked on memory\r\n\
+        [    1.280384]  <TASK>\r\n\
+        [    1.280940]  ret_from_fork+0x22/0x30\r\n\
+        [    1.280940] Rebooting in 1 seconds..\r\n";
+
+    #[test]
+    fn the_kernels_reason_is_found_before_its_stack() {
+        let console = Console::read(PANIC);
+        let reason = "Kernel panic - not syncing: System is deadlocked on memory";
+        assert_eq!(console.reason.as_deref(), Some(reason));
+        assert!(console.lacks_memory());
+        let text = console.to_string();
+        assert_eq!(
+            text,
+            format!("; its kernel says: {reason}; its console ends with: [    1.279] Mem-Info:")
+        );
+
+        let killed =
+            Console::read("[ 9.1] Out of memory: Killed process 80 (peerpod-guest) total-vm:1kB\nbye\n");
+        assert!(
+            killed.lacks_memory() && killed.reason.unwrap().starts_with("Out of memory: Killed process 80")
+        );
+        let other = Console::read("Kernel panic - not syncing: VFS: Unable to mount root fs\n");
+        assert!(!other.lacks_memory());
+    }
+
+    #[test]
+    fn without_a_panic_there_are_the_last_lines() {
+        let console = Console::read("one\n\ntwo\n three \nfour\nfive\x1b[0m\nsix\n");
+        assert_eq!(console.reason, None);
+        assert_eq!(console.to_string(), "; its console ends with: two | three | four | five [0m | six");
+        assert_eq!(Console::read("\n \n").to_string(), "; its console is empty");
+    }
+
+    #[test]
+    fn secrets_and_the_agents_requests_are_left_out() {
+        let text = "login ok\n\
+            {\"msg\":\"create container\",\"env\":\"KEY=hunter2\"}\n\
+            DB_PASSWORD=hunter2 more\n\
+            got Authorization: Bearer hunter2\n\
+            a: b access_token:hunter2\n";
+        let text = Console::read(text).to_string();
+        assert!(!text.contains("hunter2"), "{text}");
+        assert!(text.contains("login ok") && text.contains("DB_PASSWORD=…"), "{text}");
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_a_console_holds_its_end_is_one_bounded_line(text in "(?s).{0,3000}") {
+            let shown = Console::read(&text).to_string();
+            prop_assert!(shown.chars().count() <= MOST + MOST_REASON + 100);
+            prop_assert!(!shown.chars().any(char::is_control));
+        }
+    }
+}
