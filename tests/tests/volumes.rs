@@ -273,24 +273,16 @@ async fn a_raw_device_is_one_in_the_container() {
     let disk = node.disk("raw", 16);
     disk.write(0, b"from outside");
     let pod = node.run(node.pod("raw", vec![disk.volume().block()])).await;
-    // As the wrapper publishes it: a file that begins with the marker, which kubelet makes a loop device of.
-    let file = node.world.folder().join("placeholder");
-    std::fs::write(&file, &pod.pod.volumes[0].marker).unwrap();
-    std::fs::OpenOptions::new().write(true).open(&file).unwrap().set_len(4096).unwrap();
-    let made = run("losetup", &["--find", "--show", file.to_str().unwrap()]);
-    let minor: i64 = made.trim().trim_start_matches("/dev/loop").parse().unwrap();
+    // As the container runtime lists what the wrapper published, and both shims send it on.
+    let path = format!("/dev/xvda/{}", pod.pod.volumes[0].volume.id);
     let (_, mut request) = pod.container("main", &[], By::Bundle);
     let bundle = request.OCI.Annotations["io.katacontainers.pkg.oci.bundle_path"].clone();
-    let config = serde_json::json!({ "linux": { "devices": [{ "path": "/dev/xvda", "type": "b", "major": 7, "minor": minor }] } });
+    let config = serde_json::json!({ "linux": { "devices": [{ "path": path, "type": "c", "major": 1, "minor": 7 }] } });
     std::fs::write(format!("{bundle}/config.json"), config.to_string()).unwrap();
-    // What the shim makes of it; the real agent refuses such a device.
-    let mut device = peerpod_proto::agent::Device::new();
-    (device.id, device.type_) = (made.trim().into(), "blk".into());
-    (device.vm_path, device.container_path) = (made.trim().into(), "/dev/xvda".into());
-    request.devices.push(device);
-    let created = pod.agent.create_container(&request).await;
-    run("losetup", &["--detach", made.trim()]);
-    created.unwrap();
+    let mut device = peerpod_proto::agent::LinuxDevice::new();
+    (device.Path, device.Type, device.Major, device.Minor, device.FileMode) = (path, "c".into(), 1, 7, 0o640);
+    request.OCI.mut_or_insert_default().Linux.mut_or_insert_default().Devices.push(device);
+    pod.agent.create_container(&request).await.unwrap();
     pod.agent.start_container("main").await.unwrap();
     assert_eq!(pod.shell("main", "head -c 12 /dev/xvda; test -b /dev/xvda").await, "from outside");
     pod.shell("main", "printf inside | dd of=/dev/xvda conv=notrunc,fsync 2>/dev/null").await;

@@ -5,7 +5,6 @@
 
 use std::{
     io,
-    os::unix::fs::{FileTypeExt, MetadataExt},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
@@ -54,9 +53,6 @@ pub struct PodVolume {
     /// The holder's fencing token, where the volume has one writer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fence: Option<u64>,
-    /// The block device that stands for a raw device on this node.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub placeholder: Option<(u32, u32)>,
     /// How the guest recognises its disk, once it is attached.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub identity: Option<Identity>,
@@ -64,16 +60,11 @@ pub struct PodVolume {
 
 impl PodVolume {
     fn of(record: Record) -> PodVolume {
-        let placeholder = match record.volume.mode {
-            Mode::Block => placeholder(&record.target_path),
-            Mode::Filesystem { .. } => None,
-        };
         PodVolume {
             volume: record.volume,
             target_path: record.target_path,
             marker: record.marker,
             fence: record.fence,
-            placeholder,
             identity: None,
         }
     }
@@ -149,19 +140,14 @@ impl PodVolumes {
 
     /// What the relay recognises them by.
     pub fn for_relay(&self) -> Vec<relay::Volume> {
-        let volume = |one: &PodVolume| {
-            let (device_major, device_minor) = one.placeholder.unwrap_or_default();
-            relay::Volume {
-                id: one.volume.id.to_string(),
-                name: one.volume.name.clone(),
-                target_path: one.target_path.to_string_lossy().into_owned(),
-                marker: one.marker.clone(),
-                read_only: one.volume.read_only,
-                block: one.volume.mode == Mode::Block,
-                device_major,
-                device_minor,
-                ..relay::Volume::default()
-            }
+        let volume = |one: &PodVolume| relay::Volume {
+            id: one.volume.id.to_string(),
+            name: one.volume.name.clone(),
+            target_path: one.target_path.to_string_lossy().into_owned(),
+            marker: one.marker.clone(),
+            read_only: one.volume.read_only,
+            block: one.volume.mode == Mode::Block,
+            ..relay::Volume::default()
         };
         self.volumes.iter().map(volume).collect()
     }
@@ -186,13 +172,6 @@ pub fn identity(told: DiskIdentity) -> Identity {
         DiskIdentity::Lun(lun) => Identity::Lun(lun),
         DiskIdentity::Wwn(wwn) => Identity::Wwn(wwn),
     }
-}
-
-/// The numbers of the block device that kubelet was given for a raw device.
-fn placeholder(target: &Path) -> Option<(u32, u32)> {
-    let found = std::fs::metadata(target).ok().filter(|found| found.file_type().is_block_device())?;
-    let part = |number: u64| u32::try_from(number).ok();
-    part(nix::sys::stat::major(found.rdev())).zip(part(nix::sys::stat::minor(found.rdev())))
 }
 
 /// The records, and who is asked whose they are.

@@ -131,15 +131,12 @@ fn volumes_of(id: &SandboxId, told: Vec<relay::Volume>) -> ttrpc::Result<Vec<Vol
         return Err(refused(format!("{} are more than {}", told.len(), volumes::MOST)));
     }
     let volume = |told: relay::Volume| {
-        // It becomes part of paths.
-        let hexadecimal =
-            told.id.len() == 32 && told.id.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
         // All of the node's files would be of a volume whose target is the root.
         let path = std::path::Path::new(&told.target_path);
-        if !hexadecimal || !path.is_absolute() || path.components().count() < 3 {
+        // The id becomes part of paths.
+        if !volumes::is_volume_id(&told.id) || !path.is_absolute() || path.components().count() < 3 {
             return Err(refused(format!("id {:?} at {:?} is none", told.id, told.target_path)));
         }
-        let number = (told.device_major, told.device_minor);
         Ok(Volume {
             id: told.id,
             name: told.name,
@@ -147,7 +144,6 @@ fn volumes_of(id: &SandboxId, told: Vec<relay::Volume>) -> ttrpc::Result<Vec<Vol
             marker: told.marker,
             read_only: told.read_only,
             block: told.block,
-            device: Some(number).filter(|number| *number != (0, 0)),
         })
     };
     told.into_iter().map(volume).collect()

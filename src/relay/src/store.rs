@@ -319,7 +319,7 @@ mod tests {
             }),
             dial: if id == "b" { vec!["[fd00::7]:15150".parse().unwrap()] } else { Vec::new() },
             volumes: if id == "a" {
-                vec![Volume { id: "a".repeat(32), device: Some((7, 1)), ..Volume::default() }]
+                vec![Volume { id: "a".repeat(32), block: true, ..Volume::default() }]
             } else {
                 Vec::new()
             },

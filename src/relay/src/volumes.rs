@@ -2,8 +2,8 @@
 //! copied into the VM like any folder, and would be a folder there that loses its data silently.
 //!
 //! A mount is a volume by the original source that the container's bundle on this node names for its destination
-//! (`bundle.rs`), or by the marker file that was copied from there just before. Never by order. A volume of ours that
-//! cannot be matched fails the container. Pure but for the bundle.
+//! (`bundle.rs`), or by the marker file that was copied from there just before; a raw device by the name that the
+//! container runtime gave it. Never by order. A volume of ours that cannot be matched fails the container. Pure but for the bundle.
 
 mod bundle;
 mod rewrite;
@@ -41,9 +41,11 @@ pub(crate) struct Volume {
     pub(crate) read_only: bool,
     #[serde(default)]
     pub(crate) block: bool,
-    /// The node's placeholder of a raw device.
-    #[serde(default)]
-    pub(crate) device: Option<(u32, u32)>,
+}
+
+/// Whether a name can be a volume's id: 32 hexadecimal digits.
+pub(crate) fn is_volume_id(name: &str) -> bool {
+    name.len() == 32 && name.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
 /// What was copied into a folder.

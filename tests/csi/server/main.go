@@ -1,5 +1,6 @@
 // A CSI driver to stand behind the wrapper: Kubernetes' own mock driver (controller, node, identity), with every call
-// written down, and with a service that no .proto of ours knows, which echoes what it is sent.
+// written down, and with a service that no .proto of ours knows, which echoes what it is sent. And kubelet's part of a raw
+// volume (kubelet.go), by its first argument.
 package main
 
 import (
@@ -193,6 +194,10 @@ func (r *recorder) unknown(_ any, stream grpc.ServerStream) error {
 }
 
 func main() {
+	if len(os.Args) > 1 && os.Args[1] == "kubelet" {
+		fatal(kubelet(os.Args[2:]))
+		return
+	}
 	flag.Parse()
 	var record recorder
 	if *calls != "" {

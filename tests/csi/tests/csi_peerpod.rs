@@ -187,6 +187,28 @@ async fn unpublish(client: &mut Client, request: &NodePublishVolumeRequest) -> R
     client.unary("Node/NodeUnpublishVolume", &request).await
 }
 
+/// What kubelet does with a raw volume that is published at this target, by its own code.
+fn kubelet(what: &str, target: &Path) -> Result<()> {
+    let mapped = mapped(target);
+    let (global, uid) = (mapped.parent().context("no folder")?, mapped.file_name().context("no name")?);
+    let folder = target.ancestors().nth(8).context("no folder")?.join("devices");
+    let mut command = std::process::Command::new(peerpod_test_csi::process::tool("csi-driver")?);
+    command.args(["kubelet", what]);
+    if what == "map" {
+        command.arg(target);
+    }
+    let output = command.arg(global).arg(uid).arg(folder).arg("pv").output()?;
+    ensure!(output.status.success(), "kubelet {what}: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(())
+}
+
+/// Where kubelet maps a raw volume that is published at this target.
+fn mapped(target: &Path) -> PathBuf {
+    let parts: Vec<_> = target.iter().rev().take(2).collect();
+    let devices = target.ancestors().nth(3).unwrap();
+    devices.join(parts[1]).join("dev").join(parts[0])
+}
+
 const PUBLISH: &str = "Node/NodePublishVolume";
 const ATTACH: &str = "Controller/ControllerPublishVolume";
 
@@ -250,12 +272,27 @@ async fn a_peer_pods_volume_is_recorded_and_the_driver_is_not_asked() -> Result<
         assert_eq!(setup.records().uids("shop", "web-0")?, ["uid-1"]);
         if block {
             assert_eq!(record.volume.mode, Mode::Block);
-            let kind = std::fs::symlink_metadata(&target)?.file_type();
-            assert!(kind.is_block_device(), "kubelet links the pod's device to it: {kind:?}");
-            let there = std::fs::read(&target)?;
+            let placeholder = std::fs::symlink_metadata(target.join(record.volume.id.as_str()))?;
+            assert!(placeholder.file_type().is_char_device(), "{placeholder:?}");
+            assert_eq!(std::fs::read_dir(&target)?.count(), 2, "nothing but the marker and the placeholder");
+            let mapped = mapped(&target);
+            let kind = std::fs::symlink_metadata(&mapped)?;
+            assert!(kind.file_type().is_block_device(), "{kind:?}");
+            assert_eq!((placeholder.mode() & 0o777, placeholder.gid()), (kind.mode() & 0o777, kind.gid()));
+            let there = std::fs::read(&mapped)?;
             assert!(there.starts_with(record.marker.as_bytes()) && there.len() == 4096);
-            assert_eq!(setup.folder.mounts()?, std::slice::from_ref(&target));
+            assert_eq!(setup.folder.mounts()?, [target.clone(), mapped]);
             assert_eq!(setup.folder.loops()?.len(), 1, "published twice, attached once");
+            // kubelet maps it, and a restarted one again; the container runtime finds the folder with the placeholder.
+            for _ in 0..2 {
+                kubelet("map", &target)?;
+                let _: Empty = client.unary(PUBLISH, &request).await?;
+            }
+            assert_eq!(std::fs::read_link(setup.folder.path("devices/pv"))?, target);
+            assert_eq!(setup.folder.loops()?.len(), 2, "kubelet's own holds ours");
+            kubelet("unmap", &target)?;
+            assert_eq!(setup.folder.mounts()?, std::slice::from_ref(&target));
+            assert_eq!(setup.folder.loops()?.len(), 1);
         } else {
             let Mode::Filesystem { fs_type, mount_options, fs_group } = &record.volume.mode else { panic!() };
             assert_eq!(
@@ -492,7 +529,7 @@ async fn a_pod_that_comes_back_while_its_vm_goes_has_its_volume_again() -> Resul
     let _: Empty = client.unary(PUBLISH, &request).await?;
     let after = setup.records().of_pod("uid-1")?;
     assert_eq!(after, before, "the same marker and token");
-    assert!(std::fs::read(&request.target_path)?.starts_with(after[0].marker.as_bytes()));
+    assert!(std::fs::read(mapped(request.target_path.as_ref()))?.starts_with(after[0].marker.as_bytes()));
     setup.records().put_vm("uid-1", &vm(true))?;
     // It is not leaving any more: that its VM has gone takes nothing away.
     for _ in 0..2 {
@@ -603,13 +640,13 @@ async fn killed_at_random_nothing_is_lost_or_left() -> Result<()> {
                 let records = setup.records().of_pod(&format!("uid-{round}"))?;
                 ensure!(records.len() == 3, "round {round}: {records:?}");
                 for record in &records {
-                    let file = match record.volume.mode {
-                        Mode::Block => record.target_path.clone(),
-                        Mode::Filesystem { .. } => record.target_path.join(MARKER),
-                    };
-                    ensure!(std::fs::read(file)?.starts_with(record.marker.as_bytes()), "round {round}");
+                    let mut files = vec![record.target_path.join(MARKER)];
+                    files.extend((record.volume.mode == Mode::Block).then(|| mapped(&record.target_path)));
+                    for file in files {
+                        ensure!(std::fs::read(file)?.starts_with(record.marker.as_bytes()), "round {round}");
+                    }
                 }
-                ensure!(setup.folder.mounts()?.len() == 3, "round {round}: {:?}", setup.folder.mounts()?);
+                ensure!(setup.folder.mounts()?.len() == 4, "round {round}: {:?}", setup.folder.mounts()?);
                 ensure!(setup.folder.loops()?.len() == 1, "round {round}: {:?}", setup.folder.loops()?);
             } else {
                 // The target is gone at the answer; what stands for it goes when no VM has it, a moment later.

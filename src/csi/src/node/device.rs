@@ -1,6 +1,6 @@
-//! The block device that stands for a raw volume on this node: a loop device of a small file that begins with the marker.
-//! Found by its file, so any crash is made up for; the file goes last. Runs util-linux's losetup, because the kernel's calls
-//! would be unsafe code here. May touch: the file, loop devices.
+//! The block device that kubelet maps for a raw volume (`target`): a loop device of a small file that begins with the
+//! marker. Found by its file, so any crash is made up for; the file goes last. Runs util-linux's losetup, because the
+//! kernel's calls would be unsafe code here. May touch: the file, loop devices.
 
 use std::{
     fs, io,

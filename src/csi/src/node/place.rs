@@ -1,7 +1,10 @@
 //! What a NodePublishVolume says of the pod and the PersistentVolume: in the driver's pod information, and in kubelet's own
 //! paths. May touch: nothing.
 
-use std::collections::HashMap;
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+};
 
 use peerpod_proto::csi::NodePublishVolumeRequest;
 use peerpod_volume::{VolumeId, records::Pod};
@@ -85,6 +88,15 @@ fn kubelet_path(path: &str) -> (Option<String>, Option<String>) {
     }
 }
 
+/// Where kubelet maps a raw volume for a pod: `…/volumeDevices/<pv>/dev/<uid>` for the target
+/// `…/volumeDevices/publish/<pv>/<uid>`; none: the target is not kubelet's.
+pub(super) fn map_path(target: &Path) -> Option<PathBuf> {
+    let (uid, volume) = (target.file_name()?, target.parent()?.file_name()?);
+    let publish = target.parent()?.parent()?;
+    publish.ends_with("kubernetes.io/csi/volumeDevices/publish").then_some(())?;
+    Some(publish.parent()?.join(volume).join("dev").join(uid))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -112,9 +124,13 @@ mod tests {
             assert_eq!(kubelet_path(&mount), both("pvc-1", "u-1"));
             let device = format!("{root}/plugins/kubernetes.io/csi/volumeDevices/publish/pvc-1/u-1");
             assert_eq!(kubelet_path(&device), both("pvc-1", "u-1"));
+            let mapped = format!("{root}/plugins/kubernetes.io/csi/volumeDevices/pvc-1/dev/u-1");
+            assert_eq!(map_path(Path::new(&device)), Some(mapped.into()));
+            assert_eq!(map_path(Path::new(&mount)), None);
         }
         for other in ["", "/", "a", "/tmp/target", "/pods/u/volumes/kubernetes.io~csi/mount", "/pods//x"] {
             assert_eq!(kubelet_path(other), (None, None), "{other}");
+            assert_eq!(map_path(Path::new(other)), None, "{other}");
         }
     }
 }

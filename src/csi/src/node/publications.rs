@@ -259,7 +259,7 @@ impl Publications {
         }
     }
 
-    /// The file of a raw device's publication that begins with its marker: the loop device at the target is made of it.
+    /// The file of a raw device's publication that begins with its marker: kubelet maps a loop device of it.
     pub fn device_file(&self, volume: &VolumeId, target: &Path) -> PathBuf {
         self.root.join("devices").join(format!("{volume}-{}", hash(target)))
     }

@@ -5,7 +5,7 @@
 use peerpod_volume::{Credentials, records::Record};
 use tokio::task::spawn_blocking;
 
-use super::{Node, device, publications::Publication, target};
+use super::{Node, device, place::map_path, publications::Publication, target};
 use crate::{
     capability::SINGLE_NODE_SINGLE_WRITER,
     grpc::{Code, Status},
@@ -89,14 +89,26 @@ impl Node {
         let (target, marker) = (publication.target.clone(), publication.marker.clone());
         let internal =
             |why: String| Status::new(Code::Internal, format!("publish {}: {why}", publication.name));
-        let made = if publication.wanted.block {
+        let mut mapped = None;
+        if publication.wanted.block
+            && let Some(path) = map_path(&target)
+        {
             let file = self.0.files.device_file(&publication.volume, &target);
-            let device = device::make(&file, &marker).await.map_err(internal)?;
-            spawn_blocking(move || target::publish_device(&target, &device)).await
-        } else {
-            spawn_blocking(move || target::publish_directory(&target, &marker)).await
-        };
-        made.map_err(|why| internal(why.to_string()))?.map_err(|why| internal(why.to_string()))
+            mapped = Some((path, device::make(&file, &marker).await.map_err(internal)?));
+        }
+        let raw = publication.wanted.block.then(|| publication.volume.clone());
+        let made = spawn_blocking(move || {
+            target::publish_directory(&target, &marker)?;
+            if let Some(volume) = raw {
+                target::make_placeholder(
+                    &target,
+                    &volume,
+                    mapped.as_ref().map(|(_, device)| device.as_path()),
+                )?;
+            }
+            mapped.map_or(Ok(()), |(path, device)| target::publish_device(&path, &device))
+        });
+        made.await.map_err(|why| internal(why.to_string()))?.map_err(|why| internal(why.to_string()))
     }
 
     pub(super) async fn take_down(&self, mut publication: Publication) -> Result<(), Status> {
@@ -121,9 +133,15 @@ impl Node {
 
     async fn remove_target(&self, publication: &Publication) -> Result<(), Status> {
         let target = publication.target.clone();
+        let mapped = map_path(&target).filter(|_| publication.wanted.block);
         let internal =
             |why: String| Status::new(Code::Internal, format!("unpublish {}: {why}", publication.name));
-        let gone = spawn_blocking(move || target::unpublish(&target)).await;
+        let gone = spawn_blocking(move || {
+            target::unpublish(&target)?;
+            // kubelet unmaps before it asks; it did not where it never mapped.
+            mapped.map_or(Ok(()), |path| target::unpublish(&path))
+        });
+        let gone = gone.await;
         gone.map_err(|why| internal(why.to_string()))?.map_err(|why| internal(why.to_string()))?;
         if publication.wanted.block {
             let file = self.0.files.device_file(&publication.volume, &publication.target);

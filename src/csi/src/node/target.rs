@@ -1,19 +1,30 @@
-//! What kubelet finds at a target path: for a file system a tiny tmpfs with nothing but the marker, for a raw device the
-//! node of a block device (`device`). Made and removed any number of times; nothing is ever removed recursively. May touch:
-//! the target.
+//! What kubelet finds at a target path: a tiny tmpfs with nothing but the marker and, for a raw volume, a placeholder.
+//!
+//! A container runtime lists each device below a folder that it is given as a device, at the container's path joined with
+//! the device's name. The placeholder is named like the volume, so the relay recognises it in the container's
+//! specification. It is a character device: Kata's shims pass these on and attach none. Kata's Go shim refuses a block
+//! device, because its remote hypervisor cannot attach one ("HotplugAddDevice: not implemented").
+//!
+//! kubelet binds the target of a raw volume to a file of its own (`place::map_path`) and attaches a loop
+//! device to it, which it can do to a block device alone. It binds nothing where a device is already, so a block device
+//! (`device`) is bound there first.
+//!
+//! All of it is made and removed any number of times; nothing is ever removed recursively. May touch: the target, kubelet's
+//! map path.
 
 use std::{
     fs::{self, DirBuilder, OpenOptions},
     io::{self, Write},
-    os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt},
+    os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown},
     path::Path,
 };
 
 use nix::{
     errno::Errno,
     mount::{MntFlags, MsFlags, mount, umount2},
+    sys::stat::{Mode, SFlag, makedev, mknod},
 };
-use peerpod_volume::{files::gone, records::MARKER};
+use peerpod_volume::{VolumeId, files::gone, records::MARKER};
 
 /// Room for the marker, and for the folders that kubelet makes in it for subPaths.
 const TMPFS: &str = "size=128k,nr_inodes=512,mode=0755";
@@ -55,8 +66,35 @@ pub fn publish_directory(target: &Path, marker: &str) -> Result<(), Error> {
     write(&file, marker.as_bytes()).map_err(at("write", &file))
 }
 
-/// Makes the target a block device's node, by a bind mount of it as CSI drivers do: kubelet links a pod's device to the
-/// target itself, and the container runtime asks what it is.
+/// Makes the placeholder of a raw volume in a published directory. The container's device gets its owner and permissions:
+/// those of `like`, else 0600 and this process's.
+///
+/// # Errors
+/// As [`publish_directory`].
+pub fn make_placeholder(target: &Path, volume: &VolumeId, like: Option<&Path>) -> Result<(), Error> {
+    let path = target.join(volume.as_str());
+    let is_there = |found: fs::Metadata| found.file_type().is_char_device() && found.rdev() == placeholder();
+    if !fs::symlink_metadata(&path).is_ok_and(is_there) {
+        gone(fs::remove_file(&path)).map_err(at("remove", &path))?;
+        mknod(&path, SFlag::S_IFCHR, Mode::empty(), placeholder())
+            .map_err(at("make the character device", &path))?;
+    }
+    let mut mode = 0o600;
+    if let Some(like) = like {
+        let like = fs::metadata(like).map_err(at("look at", like))?;
+        chown(&path, Some(like.uid()), Some(like.gid())).map_err(at("set the owner of", &path))?;
+        mode = like.mode() & 0o777;
+    }
+    fs::set_permissions(&path, fs::Permissions::from_mode(mode)).map_err(at("set the permissions of", &path))
+}
+
+/// `/dev/full`: Kata's Rust shim looks for a device's numbers in sysfs and fails without them, and every kernel has these.
+/// A write to the placeholder itself fails.
+fn placeholder() -> u64 {
+    makedev(1, 7)
+}
+
+/// Makes a path a block device's node, by a bind mount of it.
 ///
 /// # Errors
 /// As [`publish_directory`].

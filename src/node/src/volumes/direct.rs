@@ -148,7 +148,6 @@ fn volume(info: MountInfo, target_path: PathBuf, name: &str) -> Result<PodVolume
         target_path,
         marker: String::new(),
         fence: (!read_only).then_some(0),
-        placeholder: None,
         identity: None,
     })
 }

@@ -15,8 +15,6 @@ use super::Volume;
 
 /// The most of a specification that is read; a large one has some ten kilobytes.
 const MAX_SPEC: u64 = 4 << 20;
-/// Linux gives loop devices this major number.
-const LOOP: u32 = 7;
 /// A node with a thousand pods has some ten thousand mounts.
 const MAX_MOUNTS: u64 = 32 << 20;
 
@@ -45,12 +43,6 @@ struct Linux {
 #[derive(Debug, Deserialize)]
 struct Device {
     path: String,
-    #[serde(rename = "type", default)]
-    kind: String,
-    #[serde(default)]
-    major: i64,
-    #[serde(default)]
-    minor: i64,
 }
 
 /// Where a mount lies on a volume.
@@ -80,10 +72,9 @@ impl Spec {
         of.next().is_none().then_some(Path::new(&first.source))
     }
 
-    /// The device files of the container, with their numbers on this node.
-    pub(super) fn devices(&self) -> impl Iterator<Item = (&str, (i64, i64))> {
-        let devices = self.linux.devices.iter().flatten().filter(|device| device.kind == "b");
-        devices.map(|device| (device.path.as_str(), (device.major, device.minor)))
+    /// Where the container has device files.
+    pub(super) fn devices(&self) -> impl Iterator<Item = &str> {
+        self.linux.devices.iter().flatten().map(|device| device.path.as_str())
     }
 }
 
@@ -111,23 +102,6 @@ pub(super) fn place(volumes: &[Volume], source: &Path) -> Result<Option<Place>, 
     }
     let path = root_of(source)?;
     Ok(Some(Place { volume, path }))
-}
-
-/// Whether a device of this node stands for a raw volume: it is the one that the node saw at the target, or a loop device
-/// of a file that begins with the volume's marker.
-pub(super) fn stands_for(volume: &Volume, (major, minor): (i64, i64)) -> bool {
-    let number = u32::try_from(major).ok().zip(u32::try_from(minor).ok());
-    if volume.device.is_some() && volume.device == number {
-        return true;
-    }
-    let Some((LOOP, minor)) = number else { return false };
-    let named = read_file(Path::new(&format!("/sys/dev/block/{LOOP}:{minor}/loop/backing_file")), 4096);
-    let Some(file) = named.ok().and_then(|name| String::from_utf8(name).ok()) else { return false };
-    let start = open(Path::new(file.trim_end_matches('\n'))).and_then(|file| {
-        let mut start = Vec::new();
-        file.take(volume.marker.len() as u64).read_to_end(&mut start).map(|_| start)
-    });
-    !volume.marker.is_empty() && start.is_ok_and(|start| start == volume.marker.as_bytes())
 }
 
 /// Whether a published target is a mount of its own, and not just a folder of the node's disk.

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use peerpod_link::frame::MAX_PAYLOAD;
 use peerpod_proto::{
-    intercept::{CreateContainerRequest, Device, LinuxDevice, Mount, Storage},
+    intercept::{CreateContainerRequest, Device, Mount, Storage},
     ttrpc_frame::Request,
 };
 use protobuf::Message;
@@ -13,6 +13,7 @@ use protobuf::Message;
 use super::{
     COPIES, Copies, Folder, Volume,
     bundle::{self, Place, Spec},
+    is_volume_id,
 };
 
 /// Where containers' volumes are mounted in the VM.
@@ -173,40 +174,36 @@ fn may_be_files(volumes: &[Volume]) -> bool {
     volumes.iter().any(|volume| !volume.block)
 }
 
-/// Raw devices, by the numbers of the placeholders that kubelet mapped.
+/// Raw volumes. Each is published as a folder with a device that is named like the volume: the container runtime lists it
+/// at the container's path joined with that name.
 fn devices(
     container: &mut CreateContainerRequest,
     spec: Option<&Spec>,
     volumes: &[Volume],
 ) -> Result<(), String> {
-    let blocks: Vec<&Volume> = volumes.iter().filter(|volume| volume.block).collect();
-    if blocks.is_empty() {
-        return Ok(());
-    }
-    let of =
-        |number| blocks.iter().find(|volume| bundle::stands_for(volume, number)).map(|volume| &volume.id);
-    let linux = container.OCI.mut_or_insert_default().Linux.mut_or_insert_default();
-    let told = |device: &LinuxDevice| (device.Path.clone(), (device.Major, device.Minor));
-    let listed: Vec<(String, (i64, i64))> = match spec {
-        Some(spec) => spec.devices().map(|(path, number)| (path.to_owned(), number)).collect(),
-        None => linux.Devices.iter().filter(|device| device.Type == "b").map(told).collect(),
-    };
-    for (path, number) in listed {
-        let Some(id) = of(number) else {
-            if spec.is_none() {
-                return Err(format!(
-                    "device {path} may be a raw volume, which only the container's bundle can tell: it cannot be read"
-                ));
-            }
-            continue;
+    let Some(linux) = container.OCI.as_mut().and_then(|oci| oci.Linux.as_mut()) else { return Ok(()) };
+    let mut listed: Vec<String> = linux.Devices.iter().map(|device| device.Path.clone()).collect();
+    listed.extend(spec.iter().flat_map(|spec| spec.devices()).map(str::to_owned));
+    listed.sort_unstable();
+    listed.dedup();
+    for path in listed {
+        let Some((place, id)) = path.rsplit_once('/').filter(|(_, id)| is_volume_id(id)) else { continue };
+        let Some(volume) = volumes.iter().find(|volume| volume.block && volume.id == id) else {
+            return Err(format!(
+                "device {place}: it is a raw volume that is not among those that this pod had when its VM was made; start the \
+                 pod anew"
+            ));
         };
-        // The shim's own idea of it is a device that no VM has.
+        for device in linux.Devices.iter_mut().filter(|device| device.Path == path) {
+            device.Path = place.to_owned();
+        }
+        // A shim that took it for a device of its own sends one that no VM has.
         container.devices.retain(|device| device.container_path != path);
         container.devices.push(Device {
-            id: id.clone(),
+            id: volume.id.clone(),
             type_: OURS.into(),
-            vm_path: id.clone(),
-            container_path: path,
+            vm_path: volume.id.clone(),
+            container_path: place.to_owned(),
             ..Device::default()
         });
     }

@@ -33,7 +33,7 @@ fn volumes() -> Vec<Volume> {
         marker: marker.repeat(64),
         ..Volume::default()
     };
-    let raw = Volume { block: true, device: Some((7, 42)), ..volume("c", "") };
+    let raw = Volume { block: true, ..volume("c", "") };
     vec![volume("a", "1"), volume("b", "2"), raw]
 }
 
@@ -156,27 +156,49 @@ fn a_bundle_that_is_none_is_not_believed_and_not_waited_for() {
 }
 
 #[test]
-fn a_raw_device_is_recognised_by_the_placeholders_numbers() {
-    let config = r#"{"linux":{"devices":[{"path":"/dev/xvda","type":"b","major":7,"minor":42},
-        {"path":"/dev/fuse","type":"c","major":7,"minor":42}]}}"#;
-    let bundle = Bundle::new("device", config);
-    let mut request = container(Some(&bundle), Vec::new());
+fn a_raw_device_is_recognised_by_the_name_of_its_placeholder() {
+    let config = format!(
+        r#"{{"linux":{{"devices":[{{"path":"/dev/xvda/{}","type":"c","major":1,"minor":7}},
+        {{"path":"/dev/fuse","type":"c","major":10,"minor":229}}]}}}}"#,
+        "c".repeat(32)
+    );
+    let bundle = Bundle::new("device", &config);
+    let path = format!("/dev/xvda/{}", "c".repeat(32));
     let shims = peerpod_proto::intercept::Device {
-        container_path: "/dev/xvda".into(),
+        container_path: path.clone(),
         type_: "blk".into(),
         ..Default::default()
     };
-    request.devices.push(shims);
-    let device = LinuxDevice { Path: "/dev/xvda".into(), Type: "b".into(), ..LinuxDevice::default() };
-    request.OCI.mut_or_insert_default().Linux.mut_or_insert_default().Devices.push(device);
-    let made = made(&request, &volumes(), &mut Copies::default()).unwrap();
-    let devices: Vec<_> = made
-        .devices
-        .iter()
-        .map(|d| (d.type_.as_str(), d.vm_path.clone(), d.container_path.as_str()))
-        .collect();
-    assert_eq!(devices, [("peerpod-volume", "c".repeat(32), "/dev/xvda")]);
-    assert!(made.storages.is_empty());
+    let device = LinuxDevice { Path: path, Type: "c".into(), ..LinuxDevice::default() };
+    // By the shim's specification, by the bundle alone, by both.
+    for (bundle, sent) in [(None, true), (Some(&bundle), false), (Some(&bundle), true)] {
+        let mut request = container(bundle, Vec::new());
+        request.devices.push(shims.clone());
+        let linux = request.OCI.mut_or_insert_default().Linux.mut_or_insert_default();
+        linux.Devices.extend(sent.then(|| device.clone()));
+        let made = made(&request, &volumes(), &mut Copies::default()).unwrap();
+        let devices: Vec<_> = made
+            .devices
+            .iter()
+            .map(|d| (d.type_.as_str(), d.vm_path.clone(), d.container_path.as_str()))
+            .collect();
+        assert_eq!(devices, [("peerpod-volume", "c".repeat(32), "/dev/xvda")]);
+        let listed: Vec<_> = made.OCI.Linux.Devices.iter().map(|device| device.Path.as_str()).collect();
+        assert_eq!(listed, if sent { vec!["/dev/xvda"] } else { Vec::new() });
+        assert!(made.storages.is_empty());
+    }
+}
+
+#[test]
+fn a_raw_device_that_is_no_volume_of_the_pod_fails_the_container() {
+    // A volume that has a file system is not given away as a raw device.
+    for id in ["d".repeat(32), "a".repeat(32)] {
+        let mut request = container(None, Vec::new());
+        let linux = request.OCI.mut_or_insert_default().Linux.mut_or_insert_default();
+        linux.Devices.push(LinuxDevice { Path: format!("/dev/xvda/{id}"), ..LinuxDevice::default() });
+        let why = made(&request, &volumes(), &mut Copies::default()).unwrap_err();
+        assert!(why.contains("/dev/xvda") && why.contains("start the pod anew"), "{why}");
+    }
 }
 
 #[test]

@@ -97,8 +97,9 @@ fn fill_mounts(container: &mut CreateContainerRequest, wanted: &Use, ready: &Rea
     }
 }
 
-/// A raw device: the numbers that the container's specification has are those of the node's placeholder, which in the VM
-/// may be somebody else's.
+/// A raw device: the numbers that the container's specification has are those of a placeholder on the node. A rule for a
+/// block device's numbers goes, because in the VM they may be another device's; one for the placeholder that is a character
+/// device stays, because it is /dev/full's.
 fn fill_devices(container: &mut CreateContainerRequest, id: &str, ready: &Ready) {
     let Some((major, minor)) = ready.device else { return };
     let (major, minor) = (i64::from(major), i64::from(minor));
@@ -124,7 +125,9 @@ fn fill_devices(container: &mut CreateContainerRequest, id: &str, ready: &Ready)
             Some(at) => {
                 let device = &mut linux.Devices[at];
                 let (old_major, old_minor) = (device.Major, device.Minor);
-                resources.Devices.retain(|rule| (rule.Major, rule.Minor) != (old_major, old_minor));
+                resources
+                    .Devices
+                    .retain(|rule| rule.Type != "b" || (rule.Major, rule.Minor) != (old_major, old_minor));
                 (device.Type, device.Major, device.Minor) = (new.Type, major, minor);
             }
             None => linux.Devices.push(new),

@@ -181,4 +181,22 @@ fn a_raw_device_has_the_vms_numbers_and_none_of_the_nodes() {
     let rules = &made.OCI.Linux.Resources.Devices;
     assert_eq!(rules.len(), 1);
     assert_eq!((rules[0].Major, rules[0].Minor, rules[0].Access.as_str()), (254, 16, "rm"));
+
+    // The placeholder of a raw volume is /dev/full by its numbers, and the container keeps that.
+    let linux = container.OCI.mut_or_insert_default().Linux.mut_or_insert_default();
+    let rules = &mut linux.Resources.mut_or_insert_default().Devices;
+    let device = &mut linux.Devices[0];
+    (device.Type, device.Major, device.Minor) = ("c".into(), 1, 7);
+    (rules[0].Type, rules[0].Major, rules[0].Minor) = ("c".into(), 1, 7);
+    filter.from_peer(&sent(3, &container), &mut to_peer, &mut to_agent);
+    let ready = Ready { driver: "mmioblk".into(), device: Some((254, 16)), ..Ready::default() };
+    notice.next().1.send(Ok(vec![ready])).unwrap();
+    to_agent.clear();
+    assert!(poll(&mut filter, &mut to_peer, &mut to_agent));
+    let made = of_agent(&to_agent).remove(0).1;
+    let device = &made.OCI.Linux.Devices[0];
+    assert_eq!((device.Type.as_str(), device.Major, device.Minor), ("b", 254, 16));
+    let rules: Vec<_> =
+        made.OCI.Linux.Resources.Devices.iter().map(|rule| (rule.Type.as_str(), rule.Major)).collect();
+    assert_eq!(rules, [("c", 1), ("b", 254)]);
 }
