@@ -18,6 +18,7 @@ use prometheus_client::registry::Registry;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
+use crate::chain::chain;
 use crate::listen::listen;
 
 /// A caller gets this long for its request's headers.
@@ -178,7 +179,7 @@ async fn connection(stream: TcpStream, registry: Arc<Registry>, ready: Ready) {
         .serve_connection(TokioIo::new(stream), answer);
     match tokio::time::timeout(CONNECTION_WITHIN, served).await {
         Ok(Ok(())) | Err(_) => {}
-        Ok(Err(why)) => tracing::debug!(error = %why, "admin connection ended"),
+        Ok(Err(why)) => tracing::debug!(error = chain(&why), "admin connection ended"),
     }
 }
 

@@ -5,6 +5,7 @@
 //! handed down.
 
 pub mod admin;
+pub mod chain;
 pub mod config;
 pub mod handin;
 pub mod lifecycle;

@@ -11,6 +11,10 @@ use tracing_subscriber::EnvFilter;
 
 use crate::config::{Bad, Node, Reader, Value};
 
+/// kube's client logs each failed request, without its cause and without bound. Its callers log it with both. `log.level`
+/// can name the module again.
+const QUIET: &str = "kube_client::client::builder=off";
+
 /// How log lines look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
@@ -87,7 +91,8 @@ pub struct Error(String);
 /// # Errors
 /// It was done before.
 pub fn init(config: &LogConfig) -> Result<(), Error> {
-    let filter = EnvFilter::try_new(&config.level.0).map_err(|why| Error(why.to_string()))?;
+    let level = format!("{QUIET},{}", config.level.0);
+    let filter = EnvFilter::try_new(level).map_err(|why| Error(why.to_string()))?;
     let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     let done = match config.format {
         Format::Text => lines.with_ansi(std::io::stderr().is_terminal()).try_init(),

@@ -23,7 +23,10 @@ use hyper::{
     service::service_fn,
 };
 use hyper_util::rt::{TokioIo, TokioTimer};
-use peerpod_base::lifecycle::{Busy, Drain};
+use peerpod_base::{
+    chain::chain,
+    lifecycle::{Busy, Drain},
+};
 use rustls::ServerConfig;
 use rustls_pki_types::CertificateDer;
 use tokio::{
@@ -206,7 +209,7 @@ async fn connection<A: Answer>(
         }
     };
     if let Err(why) = ended {
-        debug!(error = %why, "connection ended");
+        debug!(error = chain(&why), "connection ended");
     }
 }
 
@@ -234,7 +237,7 @@ pub async fn body(request: Request<Incoming>, most: usize, what: &str) -> Result
     match tokio::time::timeout(BODY_WITHIN, Limited::new(request.into_body(), most).collect()).await {
         Ok(Ok(body)) => Ok(body.to_bytes()),
         Ok(Err(why)) if why.is::<http_body_util::LengthLimitError>() => Err(long()),
-        Ok(Err(why)) => Err((StatusCode::BAD_REQUEST, why.to_string())),
+        Ok(Err(why)) => Err((StatusCode::BAD_REQUEST, chain(why.as_ref()))),
         Err(_) => Err((StatusCode::REQUEST_TIMEOUT, "the body did not arrive in time".to_owned())),
     }
 }

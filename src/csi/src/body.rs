@@ -12,6 +12,7 @@ use hyper::{
     HeaderMap,
     body::{Body as _, Frame, Incoming, SizeHint},
 };
+use peerpod_base::chain::chain;
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use crate::grpc::{Code, Status};
@@ -147,7 +148,7 @@ impl Answer {
                 Some(Err(_)) if self.patience.is_over_within(GRACE + EARLY) => Some(Ok(self.end(late()))),
                 Some(Err(why)) => Some(Ok(self.end(Status::new(
                     Code::Unavailable,
-                    format!("the CSI driver broke off during its answer: {why}; ask again"),
+                    format!("the CSI driver broke off during its answer: {}; ask again", chain(&why)),
                 )))),
                 next => {
                     if let Patience::Silence(_) = self.patience {

@@ -12,7 +12,10 @@ use std::{
 
 use hyper::{server::conn::http2, service::service_fn};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use peerpod_base::lifecycle::{Busy, Drain};
+use peerpod_base::{
+    chain::chain,
+    lifecycle::{Busy, Drain},
+};
 use tokio::{
     net::{UnixListener, UnixStream},
     sync::Semaphore,
@@ -107,6 +110,6 @@ async fn connection(stream: UnixStream, proxy: Arc<Proxy>, busy: &Busy) {
         }
     };
     if let Err(why) = ended {
-        debug!(error = %why, "connection ended");
+        debug!(error = chain(&why), "connection ended");
     }
 }

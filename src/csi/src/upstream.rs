@@ -16,6 +16,7 @@ use hyper::{
     http::{request, response},
 };
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use peerpod_base::chain::chain;
 use protobuf::Message;
 use tokio::{net::UnixStream, time::timeout};
 
@@ -73,7 +74,7 @@ impl Upstream {
                         self.forget();
                         request = back;
                     }
-                    _ => return Err(self.away("the call broke off", failed.error())),
+                    _ => return Err(self.away("the call broke off", chain(failed.error()))),
                 },
             }
         }
@@ -141,11 +142,11 @@ impl Upstream {
             .max_header_list_size(HEADERS)
             .handshake(TokioIo::new(stream))
             .await
-            .map_err(|why| self.away("the HTTP/2 handshake", why))?;
+            .map_err(|why| self.away("the HTTP/2 handshake", chain(&why)))?;
         let path = self.path.clone();
         tokio::spawn(async move {
             if let Err(why) = connection.await {
-                tracing::debug!(driver = %path.display(), error = %why, "connection to the driver ended");
+                tracing::debug!(driver = %path.display(), error = chain(&why), "connection to the driver ended");
             }
         });
         *self.slot() = Some(sender.clone());
@@ -207,8 +208,8 @@ pub async fn collect(body: Incoming, most: usize) -> Result<(Bytes, Option<Heade
     }
     let (mut first, mut all, mut trailers) = (Bytes::new(), BytesMut::new(), None);
     while let Some(frame) = body.frame().await {
-        let frame =
-            frame.map_err(|why| Status::new(Code::Unavailable, format!("a message broke off: {why}")))?;
+        let frame = frame
+            .map_err(|why| Status::new(Code::Unavailable, format!("a message broke off: {}", chain(&why))))?;
         match frame.into_data() {
             Ok(data) => {
                 if first.len() + all.len() + data.len() > most + 5 {

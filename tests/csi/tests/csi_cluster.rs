@@ -191,6 +191,33 @@ fn vm(gone: bool) -> Vm {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn without_the_custom_resources_it_names_the_command_and_goes_on_when_they_are_there() -> Result<()> {
+    const INSTALL: &str = "peerpod-cluster crds | kubectl apply --server-side -f -";
+    let setup = Setup::new("crds", &["--csi.attach=driver", "--csi.node-id={name}"]).await?;
+    setup.cluster.kubectl(&["delete", "crd", "peerpodvolumes.confidentialcontainers.org"])?;
+    let (controller, node) = (setup.start("controller")?, setup.start("node")?);
+    wait_for("the controller says what to install", LIMIT, async || {
+        let said = controller.process.said();
+        let line = said.lines().find(|line| line.contains("the PeerpodVolumes cannot be followed"));
+        Ok(line.map(|line| assert!(line.contains(INSTALL), "{line}")))
+    })
+    .await?;
+    let (id, context) = setup.create(&controller, "disk").await?;
+    setup.persistent_volume(&id, &context)?;
+    let uid = setup.pod("web-0", Some(CLASS))?;
+    let request = setup.request(&id, &context, "web-0", &uid);
+    let why = publish(&node, &request).await.unwrap_err().to_string();
+    ensure!(why.contains(INSTALL) && !why.contains("Failed to parse"), "{why}");
+    let path = format!("{}/../../deploy/crds/peerpodvolumes.yaml", env!("CARGO_MANIFEST_DIR"));
+    setup.cluster.kubectl(&["apply", "--server-side", "-f", &path])?;
+    wait_for("the volume is published", LIMIT, async || Ok(publish(&node, &request).await.ok())).await?;
+    setup.records().put_vm(&uid, &vm(false))?;
+    let volume = VolumeId::of(DRIVER, &id);
+    wait_for("the disk is attached", LIMIT, async || Ok(setup.records().attached(&uid, &volume)?)).await?;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn the_driver_attaches_to_the_vm_and_detaches_when_it_is_gone() -> Result<()> {
     let setup = Setup::new("attach", &["--csi.attach=driver", "--csi.node-id={name}"]).await?;
     let (mut controller, mut node) = (setup.start("controller")?, setup.start("node")?);

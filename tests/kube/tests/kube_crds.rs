@@ -2,7 +2,12 @@
 
 #![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
 
-use std::{process::Command, time::Duration};
+use std::{
+    io::{Read, Write},
+    net::TcpStream,
+    process::Command,
+    time::Duration,
+};
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::{
@@ -12,21 +17,70 @@ use kube::{
     discovery::ApiResource,
 };
 use peerpod_kube::crds::{PeerPod, PeerPodConfig, PeerpodVolume};
-use peerpod_test_kube::{Cluster, Options, program};
+use peerpod_test_kube::{Cluster, Options, Process, program, wait_for};
 use serde_json::{Value, json};
 
 const LIMIT: Duration = Duration::from_secs(60);
+const INSTALL: &str = "peerpod-cluster crds | kubectl apply --server-side -f -";
 
 #[tokio::test(flavor = "multi_thread")]
 async fn are_accepted_and_keep_what_they_must() {
     let cluster = Cluster::start(Options::default()).await.unwrap();
     let client = cluster.client().unwrap();
+    let controller = without_them_the_command_is_named(&cluster).await;
     apply_all(&cluster, &client).await;
+    wait_for("the controller to follow PeerPods", LIMIT, async || {
+        Ok(readyz(&controller).contains(r#""ready":true"#).then_some(()))
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}: {}\n{}", readyz(&controller), controller.said()));
     old_objects_come_back_whole(&client).await;
     bad_objects_are_refused(&client).await;
     identities_cannot_change(&client).await;
     status_is_apart(&client).await;
     columns(&cluster);
+}
+
+/// A controller that finds none of them.
+async fn without_them_the_command_is_named(cluster: &Cluster) -> Process {
+    let words = [
+        "controller".to_owned(),
+        format!("--kubernetes.kubeconfig={}", cluster.folder().join("admin.kubeconfig").display()),
+        format!("--paths.state-dir={}", cluster.folder().join("state").display()),
+        "--cluster.namespace=default".to_owned(),
+        "--provider.kind=drill".to_owned(),
+        "--controller.admin-listen=127.0.0.1:0".to_owned(),
+        "--controller.sweep-every=1s".to_owned(),
+        "--secrets.serve=false".to_owned(),
+        "--log.format=json".to_owned(),
+    ];
+    let program = program("peerpod-cluster").unwrap();
+    let mut controller = Process::start("controller", &program, &words, cluster.folder()).unwrap();
+    for says in ["the PeerPods cannot be followed", "VMs and PeerPods could not be compared"] {
+        wait_for(says, LIMIT, async || {
+            controller.check()?;
+            let said = controller.said();
+            let line = said.lines().find(|line| line.contains(says));
+            Ok(line.map(|line| assert!(line.contains(INSTALL) && line.contains("peerpodvolumes"), "{line}")))
+        })
+        .await
+        .unwrap_or_else(|error| panic!("{error}\n{}", controller.said()));
+    }
+    assert!(readyz(&controller).contains(INSTALL), "{}", readyz(&controller));
+    assert!(!controller.said().contains("Failed to parse error data"), "{}", controller.said());
+    controller
+}
+
+/// What its `/readyz` says.
+fn readyz(controller: &Process) -> String {
+    let said = controller.said();
+    let line = said.lines().find(|line| line.contains("controller runs")).unwrap();
+    let line: Value = serde_json::from_str(line).unwrap();
+    let mut stream = TcpStream::connect(line["admin"].as_str().unwrap()).unwrap();
+    stream.write_all(b"GET /readyz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    text
 }
 
 async fn apply_all(cluster: &Cluster, client: &Client) {

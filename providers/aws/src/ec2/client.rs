@@ -13,6 +13,7 @@ use aws_smithy_runtime_api::client::http::SharedHttpClient;
 use aws_smithy_runtime_api::client::orchestrator::HttpResponse;
 use aws_smithy_types::retry::RetryConfig;
 use aws_smithy_types::timeout::TimeoutConfig;
+use peerpod_base::chain::chain;
 use peerpod_provider_api::{Error, deadline};
 use peerpod_provider_cloud::calls::{Limits, Table};
 use peerpod_provider_cloud::{Call, Scheduler};
@@ -221,19 +222,4 @@ where
         )),
         _ => Why::NoAnswer(chain(error)),
     }
-}
-
-/// An error with its causes, each once.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            text.push_str(": ");
-            text.push_str(&cause_text);
-        }
-        next = cause.source();
-    }
-    text
 }

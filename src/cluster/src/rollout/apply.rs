@@ -102,7 +102,8 @@ async fn run(config: RolloutConfig, context: Context) -> anyhow::Result<()> {
         match one {
             None => return Ok(()),
             Some(Err(controller::Error::QueueError(error))) => {
-                warn!(%error, "PeerPodConfigs cannot be followed");
+                let error = client::explain(&error);
+                warn!(error, "PeerPodConfigs cannot be followed");
                 ready.not_ready("rollout", &format!("PeerPodConfigs cannot be followed: {error}"));
             }
             // Its own failures are in its status.

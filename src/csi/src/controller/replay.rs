@@ -22,9 +22,9 @@ use kube::{
     },
 };
 use peerpod_kube::{
-    client::within,
+    client::{explain, within},
     crds::PeerpodVolume,
-    lease::{Election, ElectionConfig, Term},
+    lease::{Election, ElectionConfig, Standing, Term},
 };
 use peerpod_proto::csi::{
     ControllerPublishVolumeRequest, ControllerPublishVolumeResponse, ControllerUnpublishVolumeRequest, Empty,
@@ -32,6 +32,7 @@ use peerpod_proto::csi::{
 use peerpod_volume::VolumeId;
 use serde::Deserialize;
 use serde_json::json;
+use tokio::sync::watch;
 use tracing::{info, warn};
 
 use crate::{
@@ -108,6 +109,7 @@ pub(super) fn start(config: &CsiConfig, client: Client, driver: Driver, metrics:
                 retry: Duration::from_secs(2),
             },
         );
+        tokio::spawn(tell(election.standing()));
         loop {
             let leader = election.lead().await;
             info!(driver = name, token = leader.term().token(), "attaching and detaching for VMs");
@@ -130,6 +132,15 @@ pub(super) fn start(config: &CsiConfig, client: Client, driver: Driver, metrics:
     });
 }
 
+/// Logs why the Lease cannot be had, each reason once.
+async fn tell(mut standing: watch::Receiver<Standing>) {
+    while standing.changed().await.is_ok() {
+        if let Standing::Unreachable { why } = &*standing.borrow_and_update() {
+            warn!(why, "nothing is attached or detached: the Lease cannot be had; trying again");
+        }
+    }
+}
+
 async fn follow(driver: &str, context: Context) {
     let context = Arc::new(context);
     let objects: Api<PeerpodVolume> = Api::all(context.client.clone());
@@ -138,10 +149,17 @@ async fn follow(driver: &str, context: Context) {
         .with_config(Config::default().concurrency(CONCURRENCY))
         .run(reconcile, again, context.clone())
         .for_each(|step| {
-            // What is not there any more is not tried again.
-            if let Err(controller::Error::ObjectNotFound(object)) = step {
-                let object = *object;
-                context.failures().remove(&(object.namespace.unwrap_or_default(), object.name));
+            match step {
+                // What is not there any more is not tried again.
+                Err(controller::Error::ObjectNotFound(object)) => {
+                    let object = *object;
+                    context.failures().remove(&(object.namespace.unwrap_or_default(), object.name));
+                }
+                // At most every 30 s, by the runtime's back-off.
+                Err(controller::Error::QueueError(error)) => {
+                    warn!(error = explain(&error), "the PeerpodVolumes cannot be followed; trying again");
+                }
+                _ => {}
             }
             std::future::ready(())
         })

@@ -23,8 +23,9 @@ use crate::grpc::Status;
 const SOON: Duration = Duration::from_millis(50);
 /// Seldom enough for the API server, and a VM takes seconds to go.
 const LATER: Duration = Duration::from_millis(500);
-/// After a failure.
+/// After a failure; doubled each time, to the longest.
 const AFTER_FAILURE: Duration = Duration::from_secs(2);
+const LONGEST_AFTER_FAILURE: Duration = Duration::from_secs(30);
 /// Looked at together: each may wait for the API server.
 const TOGETHER: usize = 16;
 
@@ -53,7 +54,7 @@ impl Waiting {
     /// When to look again, after a look that found this.
     fn put_off(&mut self, found: Option<Wait>) {
         self.pause = match found {
-            None => AFTER_FAILURE,
+            None => (self.pause * 2).clamp(AFTER_FAILURE, LONGEST_AFTER_FAILURE),
             Some(Wait::Change) => LATER,
             same if same == self.wait => (self.pause * 2).min(LATER),
             Some(_) => SOON,
@@ -256,6 +257,14 @@ mod tests {
             paused.push(pending.all().waiting.values().next().unwrap().pause.as_millis());
         }
         assert_eq!(paused, [50, 100, 200, 400, 500, 500, 50, 100, 500, 50]);
+        let failed = Err(Status::new(crate::grpc::Code::Unavailable, "away"));
+        let mut paused = Vec::new();
+        for found in [&failed; 7].into_iter().chain([&Ok(Some(Wait::Disk)), &failed]) {
+            let seen = pending.all().waiting.values().next().unwrap().clone();
+            pending.looked(&seen, found);
+            paused.push(pending.all().waiting.values().next().unwrap().pause.as_millis());
+        }
+        assert_eq!(paused, [2000, 4000, 8000, 16000, 30000, 30000, 30000, 50, 2000]);
         let seen = pending.all().waiting.values().next().unwrap().clone();
         pending.leave(&publication);
         pending.looked(&seen, &Ok(None));

@@ -48,7 +48,7 @@ impl Calls {
         let result = within(what, future).await;
         self.metrics.cluster_call(call, outcome(&result));
         match &result {
-            Err(error) if is_away(error) => self.lost(&whole(error)),
+            Err(error) if is_away(error) => self.lost(&error.to_string()),
             Ok(_) | Err(_) => self.met(),
         }
         result
@@ -105,18 +105,6 @@ impl Calls {
             self.ready.settled(WARNING);
         }
     }
-}
-
-/// The error with what is behind it: the client's own words stop at "client error (Connect)".
-fn whole(error: &Error) -> String {
-    let mut text = error.to_string();
-    let Error::Api { error, .. } = error else { return text };
-    let mut behind = std::error::Error::source(error).and_then(std::error::Error::source);
-    while let Some(error) = behind {
-        text.push_str(&format!(": {error}"));
-        behind = error.source();
-    }
-    text
 }
 
 /// Whether it says nothing of the request, and all of the server: the next call would fail like this one.

@@ -14,7 +14,7 @@ use kube::{
     api::{Patch, PatchParams},
     runtime::{WatchStreamExt, watcher},
 };
-use peerpod_kube::client::Error;
+use peerpod_kube::client::{Error, explain};
 use serde_json::{Value, json};
 use tokio::{
     sync::Mutex,
@@ -105,7 +105,7 @@ impl Capacity {
                     // It was deleted, and may come back any time; the watch says so.
                     Some(Ok(_)) => continue,
                     Some(Err(error)) => {
-                        debug!(%error, "the watch of our own Node");
+                        debug!(error = explain(&error), "the watch of our own Node");
                         continue;
                     }
                     None => {}

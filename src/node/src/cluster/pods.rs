@@ -19,6 +19,7 @@ use kube::{
     api::ListParams,
     runtime::{WatchStreamExt, watcher},
 };
+use peerpod_kube::client::explain;
 use tokio::{
     sync::watch,
     time::{sleep, timeout},
@@ -216,7 +217,10 @@ impl Reflector {
                 }
                 Err(error) => {
                     if !std::mem::replace(&mut said, true) {
-                        warn!(%error, "the watch of this node's pods is broken; trying again");
+                        warn!(
+                            error = explain(&error),
+                            "the watch of this node's pods is broken; trying again"
+                        );
                     }
                 }
             }

@@ -10,6 +10,7 @@ use hyper::{
     header::{AUTHORIZATION, CONTENT_TYPE, HOST},
 };
 use hyper_util::rt::TokioIo;
+use peerpod_base::chain::chain;
 use rustls::{ClientConfig, RootCertStore, version::TLS13};
 use rustls_pki_types::{CertificateDer, ServerName, pem::PemObject};
 use serde::{Deserialize, de::DeserializeOwned};
@@ -115,11 +116,7 @@ async fn post<T: DeserializeOwned>(
         |why: std::io::Error| Error { unknown: identity.is_some(), ..Error::away(format!("TLS: {why}")) };
     let stream = tls.connect(name, stream).await.map_err(handshake)?;
     // With TLS 1.3 a certificate that is not taken shows in the first answer.
-    let asked = |why: hyper::Error| {
-        let text = std::error::Error::source(&why)
-            .map_or_else(|| why.to_string(), |source| format!("{why}: {source}"));
-        Error { unknown: identity.is_some(), ..Error::away(text) }
-    };
+    let asked = |why: hyper::Error| Error { unknown: identity.is_some(), ..Error::away(chain(&why)) };
     let (mut sender, connection) =
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(asked)?;
     // Ends with the connection, which ends with us.
@@ -137,7 +134,7 @@ async fn post<T: DeserializeOwned>(
     let response = sender.send_request(request).await.map_err(asked)?;
     let status = response.status();
     let body = Limited::new(response.into_body(), MOST).collect().await;
-    let body = body.map_err(|why| Error::away(format!("the answer: {why}")))?.to_bytes();
+    let body = body.map_err(|why| Error::away(format!("the answer: {}", chain(why.as_ref()))))?.to_bytes();
     drop(connection);
     if status != StatusCode::OK {
         return Err(refused(status, &body, identity.is_some()));

@@ -87,7 +87,8 @@ async fn run(vms: Arc<Vms>, context: Context) -> anyhow::Result<()> {
         tokio::select! {
             one = done.next() => match one {
                 Some(Err(controller::Error::QueueError(error))) => {
-                    warn!(%error, "the PeerPods cannot be followed");
+                    let error = client::explain(&error);
+                    warn!(error, "the PeerPods cannot be followed");
                     work.context.ready.not_ready("peerpods", &format!("PeerPods cannot be followed: {error}"));
                 }
                 Some(_) => work.context.ready.ready("peerpods"),
