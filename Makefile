@@ -111,8 +111,8 @@ bench-kube: setup
 	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(KUBE) $(WITH) --test kube_webhook --test kube_controller -- --nocapture
 
 # What takes longer than a coffee: soaks, many kills, large counts; also of the cluster's side and of the CSI wrapper; then
-# each fuzz target, FUZZ_SECONDS long. Not an optimised build: what it waits for is mostly processes, namespaces and
-# deadlines, not our code.
+# each fuzz target, FUZZ_SECONDS long, and the documented commands of at most 20 minutes. Not an optimised build: what it
+# waits for is mostly processes, namespaces and deadlines, not our code.
 test-long: FUZZ_SECONDS = 600
 test-long: setup image
 	tests/csi/build
@@ -120,6 +120,7 @@ test-long: setup image
 	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(CSI) $(WITH)
 	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(KUBE) $(CSI) $(WITH)
 	FUZZ_WITH="$(KUBE) $(CSI) $(WITH)" fuzz/run $(FUZZ_SECONDS)
+	scripts/documented-commands --at-most 20
 
 # The AWS provider, and the real node with it, against a simulated EC2 (moto, from PyPI) behind a proxy that refuses as
 # EC2 does. The same features as `make test CLOUDS=1`, so the two share their build: the binaries are built with the tests,
@@ -149,6 +150,8 @@ lint: setup
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace $(KUBE) $(WITH) --no-deps --document-private-items
 	scripts/deny
 	scripts/check-trees
+	scripts/check-errors
+	scripts/documented-commands --check
 
 # Seconds per target; see fuzz/README.md.
 FUZZ_SECONDS ?= 60

@@ -5,6 +5,7 @@
 use std::{
     collections::BTreeSet,
     fs,
+    io::Write,
     path::{Path, PathBuf},
     process::Command,
     time::Duration,
@@ -130,8 +131,17 @@ fn what_is_made_of_the_chart_is_up_to_date() {
 #[test]
 fn every_providers_configuration_is_one_of_the_programs() {
     let home = Home::new("config");
+    let schema = Command::new(program("peerpod").unwrap()).args(["config", "schema"]).output().unwrap();
+    let schema: Value = serde_json::from_slice(&schema.stdout).unwrap();
+    let built = &schema["properties"]["provider"]["properties"]["kind"]["enum"];
+    let built: BTreeSet<&str> = built.as_array().unwrap().iter().filter_map(Value::as_str).collect();
     let mut kinds = BTreeSet::new();
+    let mut skipped = Vec::new();
     for (name, values) in providers() {
+        if !built.contains(name.as_str()) {
+            skipped.push(name);
+            continue;
+        }
         let all = render(&home.0, &["-f", values.to_str().unwrap()]).unwrap();
         let config = object(&all, "ConfigMap", "peerpod-config").unwrap();
         let file = home.0.join(format!("{name}.yaml"));
@@ -154,7 +164,19 @@ fn every_providers_configuration_is_one_of_the_programs() {
         kinds.insert(read["provider"]["kind"].as_str().unwrap().to_owned());
     }
     let known: BTreeSet<String> = providers().into_iter().map(|(name, _)| name).collect();
-    assert_eq!(kinds, known, "each provider's values are for that provider");
+    let checked: BTreeSet<String> = known.iter().filter(|name| !skipped.contains(name)).cloned().collect();
+    assert_eq!(kinds, checked, "each provider's values are for that provider");
+    // Only the clouds' SDKs are left out of a build. Said past the test runner, which keeps what passing tests print.
+    assert!(skipped.iter().all(|name| name == "aws"), "{skipped:?}");
+    if !skipped.is_empty() {
+        let said = format!(
+            "skipped {} of {} providers' configurations: {}; the programs are built without them (CLOUDS=1 has them)\n",
+            skipped.len(),
+            known.len(),
+            skipped.join(", ")
+        );
+        std::io::stderr().write_all(said.as_bytes()).unwrap();
+    }
 }
 
 /// Keys as the shims read them; they differ, and what a shim does not know it ignores without a word.
