@@ -64,7 +64,7 @@ pub struct Record {
     /// The content of the marker file at the target, by which a mount is recognised that arrives without its source. 64
     /// hexadecimal digits, random.
     pub marker: String,
-    /// The holder's fencing token, where the volume has one writer.
+    /// There where the volume has one pod at a time; the number says nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fence: Option<u64>,
 }
@@ -187,8 +187,9 @@ impl Records {
         let folder = self.pod(&pod.uid)?;
         let names = self.names(&pod.namespace, &pod.name)?;
         gone(fs::remove_file(names.join(&pod.uid)))?;
-        // Another pod of the name may have its entry there; the next record makes it again.
+        // Another pod of the name, or of the namespace, may have its entry there; the next record makes it again.
         drop(remove_emptied(&names));
+        drop(names.parent().map(remove_emptied));
         gone(fs::remove_file(folder.join("vm.json")))?;
         remove_emptied(&folder)
     }
@@ -363,6 +364,10 @@ mod tests {
         }
         assert_eq!(records.uids("shop", "web-0").unwrap(), ["u-2"]);
         assert_eq!(records.pods().unwrap(), ["u-2"]);
+        records.remove(&other.pod, &other.volume.id).unwrap();
+        for folder in ["pods", "names"] {
+            assert_eq!(names(&records.root.join(folder)).unwrap(), [""; 0], "{folder}");
+        }
         for name in ["..", "a/b", ""] {
             assert!(records.of_pod(name).is_err(), "{name}");
         }

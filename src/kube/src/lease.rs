@@ -1,7 +1,7 @@
 //! Ownership by a Lease: whose a thing is now, and a number that grows with each owner.
 //!
-//! * [`take`], [`renew`] and [`release`] are one compare-and-swap each, for whoever owns something without being there all
-//!   the time (a volume that belongs to a VM: without a duration, until it is given back).
+//! * [`take`], [`renew`], [`release`] and [`remove`] are one compare-and-swap each, for whoever owns something without being
+//!   there all the time (a volume that belongs to a VM: without a duration, until it is given back).
 //! * [`Election`] keeps a Lease for as long as the process can, and says when it no longer does: several replicas, one
 //!   leader.
 //!
@@ -26,7 +26,7 @@ use k8s_openapi::{
 };
 use kube::{
     Api,
-    api::{ObjectMeta, PostParams},
+    api::{DeleteParams, ObjectMeta, PostParams, Preconditions},
 };
 
 use crate::client::{Error, within};
@@ -179,6 +179,26 @@ pub async fn release(leases: &Api<Lease>, held: &Held) -> Result<(), Error> {
         let Some(mut lease) = found.filter(|found| same_owner(found, &held.lease)) else { return Ok(()) };
         lease.spec.get_or_insert_default().holder_identity = None;
         match replace(leases, lease, "give back").await {
+            Err(error) if error.is_conflict() => {}
+            Err(error) if error.is_not_found() => return Ok(()),
+            other => return other.map(drop),
+        }
+    }
+}
+
+/// Gives it back and deletes the object, and with it the count of its owners: for a thing of which nothing is to be left
+/// and whose owners never compare tokens. It is deleted as it was read, so never another owner's. Not ours any more is fine.
+///
+/// # Errors
+/// As [`take`], but never a conflict.
+pub async fn remove(leases: &Api<Lease>, name: &str, identity: &str) -> Result<(), Error> {
+    loop {
+        let found = within(format!("read lease {name}"), leases.get_opt(name)).await?;
+        let Some(lease) = found.filter(|found| holder(found) == Some(identity)) else { return Ok(()) };
+        let as_read =
+            Preconditions { uid: lease.metadata.uid, resource_version: lease.metadata.resource_version };
+        let params = DeleteParams { preconditions: Some(as_read), ..DeleteParams::default() };
+        match within(format!("delete lease {name}"), leases.delete(name, &params)).await {
             Err(error) if error.is_conflict() => {}
             Err(error) if error.is_not_found() => return Ok(()),
             other => return other.map(drop),

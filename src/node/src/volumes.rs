@@ -50,7 +50,7 @@ pub struct PodVolume {
     pub target_path: PathBuf,
     /// The content of the marker file there.
     pub marker: String,
-    /// The holder's fencing token, where the volume has one writer.
+    /// There where the volume has one pod at a time; the number says nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fence: Option<u64>,
     /// How the guest recognises its disk, once it is attached.

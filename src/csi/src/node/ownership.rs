@@ -1,5 +1,6 @@
 //! Whose a disk is that has one writer: the VolumeAttachment guards it per worker only, and two pods of one worker are two
-//! VMs. In a cluster a Lease per volume says so, else a file on this node. Given back only when the holder's VM is gone.
+//! VMs. In a cluster a Lease per volume says so, else a file on this node. Given back only when the holder's VM is gone; the
+//! Lease or the file goes with that, so that a volume without a pod leaves nothing.
 //! May touch: Leases in one namespace, the records' folder.
 
 use std::io;
@@ -27,17 +28,17 @@ pub fn lease_name(volume: &VolumeId) -> String {
 }
 
 impl Ownership {
-    /// Takes a volume for a pod; the fencing token. Taking what one has gives a token, too.
+    /// Takes a volume for a pod. Taking what one has is fine.
     ///
     /// # Errors
     /// FAILED_PRECONDITION: it is another pod's; UNAVAILABLE: it cannot be known now.
-    pub async fn take(&self, volume: &VolumeId, name: &str, pod: &Pod) -> Result<u64, Status> {
+    pub async fn take(&self, volume: &VolumeId, name: &str, pod: &Pod) -> Result<(), Status> {
         match self {
             Ownership::Cluster(leases) => {
                 let owner = Owner::only(&pod.uid);
                 let taken = lease::take(leases, &lease_name(volume), &owner, None).await;
                 match taken.map_err(|why| unknown(name, &why))? {
-                    Taken::Ours(held) => Ok(u64::try_from(held.token()).unwrap_or_default()),
+                    Taken::Ours(_) => Ok(()),
                     Taken::Others { holder, .. } => Err(taken_by(name, &holder)),
                 }
             }
@@ -78,19 +79,8 @@ async fn blocking<T: Send + 'static>(
 /// # Errors
 /// UNAVAILABLE: ask again.
 pub async fn release_lease(leases: &Api<Lease>, volume: &VolumeId, holder: &str) -> Result<(), Status> {
-    let lease_name = lease_name(volume);
-    let found = peerpod_kube::client::within(format!("read lease {lease_name}"), leases.get_opt(&lease_name));
-    let found = found.await.map_err(|why| unknown(volume.as_str(), &why))?;
-    if found.as_ref().and_then(lease::holder) != Some(holder) {
-        return Ok(());
-    }
-    let taken = lease::take(leases, &lease_name, &Owner::only(holder), None).await;
-    match taken.map_err(|why| unknown(volume.as_str(), &why))? {
-        Taken::Ours(held) => {
-            lease::release(leases, &held).await.map_err(|why| unknown(volume.as_str(), &why))
-        }
-        Taken::Others { .. } => Ok(()),
-    }
+    let removed = lease::remove(leases, &lease_name(volume), holder).await;
+    removed.map_err(|why| unknown(volume.as_str(), &why))
 }
 
 fn taken_by(name: &str, holder: &str) -> Status {

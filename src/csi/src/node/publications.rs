@@ -85,10 +85,8 @@ impl Publication {
 struct Owner {
     /// [`VERSION`].
     version: u32,
-    /// The pod's UID; none: nobody's.
-    holder: Option<String>,
-    /// Grows with each owner.
-    fence: u64,
+    /// The pod's UID.
+    holder: String,
 }
 
 /// The folders.
@@ -229,34 +227,35 @@ impl Publications {
         Ok(())
     }
 
-    /// Takes a disk for a pod, where no cluster says whose it is: the fencing token, or who has it.
+    /// Takes a disk for a pod, where no cluster says whose it is; or who has it.
     ///
     /// # Errors
     /// It cannot be read or understood, or not be made durable.
-    pub fn take(&self, volume: &VolumeId, uid: &str) -> io::Result<Result<u64, String>> {
-        let (holder, fence) = self.owner(volume)?.map_or((None, 0), |owner| (owner.holder, owner.fence));
-        match holder {
-            Some(holder) if holder == uid => Ok(Ok(fence)),
-            Some(holder) => Ok(Err(holder)),
+    pub fn take(&self, volume: &VolumeId, uid: &str) -> io::Result<Result<(), String>> {
+        match self.owner(volume)? {
+            Some(owner) if owner.holder == uid => Ok(Ok(())),
+            Some(owner) => Ok(Err(owner.holder)),
             None => {
-                let owner = Owner { version: VERSION, holder: Some(uid.to_owned()), fence: fence + 1 };
-                self.put_owner(volume, &owner)?;
-                Ok(Ok(fence + 1))
+                let owner = Owner { version: VERSION, holder: uid.to_owned() };
+                write_json(&self.owners(), &format!("{volume}.json"), &owner, MAX_FILE)?;
+                Ok(Ok(()))
             }
         }
     }
 
-    /// Gives a pod's disk back. Not its any more is fine.
+    /// Gives a pod's disk back: nothing says any more whose it was. Not its any more is fine.
     ///
     /// # Errors
     /// As [`Publications::take`].
     pub fn give_back(&self, volume: &VolumeId, uid: &str) -> io::Result<()> {
-        match self.owner(volume)? {
-            Some(owner) if owner.holder.as_deref() == Some(uid) => {
-                self.put_owner(volume, &Owner { holder: None, ..owner })
-            }
-            _ => Ok(()),
+        if self.owner(volume)?.is_some_and(|owner| owner.holder != uid) {
+            return Ok(());
         }
+        let (folder, name) = (self.owners(), format!("{volume}.json"));
+        // Also what a writer left that was killed.
+        gone(fs::remove_file(folder.join(format!(".{name}.new"))))?;
+        gone(fs::remove_file(folder.join(name)))?;
+        sync_dir(&folder)
     }
 
     /// The file of a raw device's publication that begins with its marker: kubelet maps a loop device of it.
@@ -265,11 +264,11 @@ impl Publications {
     }
 
     fn owner(&self, volume: &VolumeId) -> io::Result<Option<Owner>> {
-        read_json(&self.root.join("owners").join(format!("{volume}.json")), MAX_FILE)
+        read_json(&self.owners().join(format!("{volume}.json")), MAX_FILE)
     }
 
-    fn put_owner(&self, volume: &VolumeId, owner: &Owner) -> io::Result<()> {
-        write_json(&self.root.join("owners"), &format!("{volume}.json"), owner, MAX_FILE)
+    fn owners(&self) -> PathBuf {
+        self.root.join("owners")
     }
 
     fn targets(&self, volume: &VolumeId) -> PathBuf {
@@ -365,16 +364,24 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_has_one_owner_and_each_a_greater_token() {
+    fn a_disk_has_one_owner_and_without_one_nothing_is_kept_of_it() {
         let root = std::env::temp_dir().join(format!("peerpod-owners-{}", std::process::id()));
         let (files, volume) = (Publications::new(root.clone()), VolumeId::of("driver", "v"));
-        assert_eq!(files.take(&volume, "u-1").unwrap(), Ok(1));
-        assert_eq!(files.take(&volume, "u-1").unwrap(), Ok(1));
+        assert_eq!(files.take(&volume, "u-1").unwrap(), Ok(()));
+        assert_eq!(files.take(&volume, "u-1").unwrap(), Ok(()));
         assert_eq!(files.take(&volume, "u-2").unwrap(), Err("u-1".to_owned()));
         files.give_back(&volume, "u-2").unwrap();
         assert_eq!(files.take(&volume, "u-2").unwrap(), Err("u-1".to_owned()));
-        files.give_back(&volume, "u-1").unwrap();
-        assert_eq!(files.take(&volume, "u-2").unwrap(), Ok(2));
+        let left = || fs::read_dir(root.join("owners")).unwrap().count();
+        for (uid, next) in [("u-1", "u-2"), ("u-2", "u-1")] {
+            // A writer was killed here.
+            fs::write(root.join("owners").join(format!(".{volume}.json.new")), "{").unwrap();
+            for _ in 0..2 {
+                files.give_back(&volume, uid).unwrap();
+            }
+            assert_eq!(left(), 0);
+            assert_eq!(files.take(&volume, next).unwrap(), Ok(()));
+        }
         fs::remove_dir_all(root).unwrap();
     }
 }

@@ -11,6 +11,9 @@ use crate::{
     grpc::{Code, Status},
 };
 
+/// In the record of a volume that has one pod at a time. Nobody compares it: who has the volume is decided by its ownership.
+const FENCE: u64 = 1;
+
 impl Node {
     pub(super) async fn put_up(
         &self,
@@ -62,7 +65,7 @@ impl Node {
         Ok(())
     }
 
-    /// The fencing token of a volume that has one pod at a time.
+    /// Takes a volume that has one pod at a time; none: it may have several.
     async fn own(&self, publication: &Publication, new: bool) -> Result<Option<u64>, Status> {
         if !publication.exclusive {
             return Ok(None);
@@ -82,7 +85,7 @@ impl Node {
             drop(self.on_disk("forget what was refused", move |inner| inner.files.remove(&refused)).await);
             self.0.metrics.published.dec();
         }
-        taken.map(Some)
+        taken.map(|()| Some(FENCE))
     }
 
     async fn make_target(&self, publication: &Publication) -> Result<(), Status> {
