@@ -16,9 +16,11 @@ use crate::rpc::calls::{Domain, Source};
 use crate::rpc::{Connection, RpcError};
 use crate::store::Use;
 
-/// Pauses between two looks for an address grow from this to a second.
+/// Pauses between two looks for an address grow from this to a second, as a share of the time waited so far: so much longer
+/// a start takes at the most, because nobody looked.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+const PAUSE_SHARE: u32 = 16;
 /// Where a network hands out both families, a VM's IPv4 address is waited for so long when the IPv6 one came first: dnsmasq
 /// looks for 3 s whether somebody has it before it offers one that is not reserved. The VM is to be known by it
 /// whichever was faster: less of each packet is the tunnel's then.
@@ -87,8 +89,7 @@ impl Shared {
     pub(crate) async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
         let attempt = format!("addresses of VM {id}");
         let fail = |error: RpcError| refuse(&attempt, error);
-        let mut pause = FIRST_PAUSE;
-        let mut enough = None;
+        let (since, mut enough) = (Instant::now(), None);
         loop {
             let libvirt = self.link.get().await.map_err(fail)?;
             let domain = self.find(&libvirt, id, &attempt).await?;
@@ -112,11 +113,9 @@ impl Shared {
                         return Ok(found);
                     }
                     enough = Some(end);
-                    pause = FIRST_PAUSE;
                 }
             }
-            sleep(pause).await;
-            pause = (pause * 3 / 2).min(LONGEST_PAUSE);
+            sleep((since.elapsed() / PAUSE_SHARE).clamp(FIRST_PAUSE, LONGEST_PAUSE)).await;
         }
     }
 
