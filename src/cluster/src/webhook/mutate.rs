@@ -204,6 +204,18 @@ impl Record {
         }
     }
 
+    /// In bytes, of the containers that have one.
+    fn memory_limits(&self) -> Result<BTreeMap<&str, i64>, Refusal> {
+        let mut limits = BTreeMap::new();
+        for (name, resources) in &self.containers {
+            let limit = amount(&format!("container {name}"), &resources.limits, "memory")?;
+            if let Some(limit) = limit.filter(|limit| *limit > Quantity::ZERO) {
+                limits.insert(name.as_str(), limit.ceil(1));
+            }
+        }
+        Ok(limits)
+    }
+
     fn is_empty(&self) -> bool {
         self.pod.is_empty() && self.containers.values().all(Resources::is_empty)
     }
@@ -220,18 +232,6 @@ fn merged(known: &Resources, present: Resources, filled_in: impl Fn(&str, &str) 
         requests: over(&known.requests, present.requests, "request"),
         limits: over(&known.limits, present.limits, "limit"),
     }
-    /// In bytes, of the containers that have one.
-    fn memory_limits(&self) -> Result<BTreeMap<&str, i64>, Refusal> {
-        let mut limits = BTreeMap::new();
-        for (name, resources) in &self.containers {
-            let limit = amount(&format!("container {name}"), &resources.limits, "memory")?;
-            if let Some(limit) = limit.filter(|limit| *limit > Quantity::ZERO) {
-                limits.insert(name.as_str(), limit.ceil(1));
-            }
-        }
-        Ok(limits)
-    }
-
 }
 
 /// What the API server's LimitRanger says that it has filled in: "LimitRanger plugin set: cpu, memory request for container
@@ -392,6 +392,10 @@ fn annotate(pod: &mut Value, needs: &Needs, record: &Record) -> Result<(), Refus
         }
         wanted.push((ACCOUNTED, text));
     }
+    let limits = record.memory_limits()?;
+    if !limits.is_empty() {
+        wanted.push((MEMORY_LIMITS, json!(limits).to_string()));
+    }
     if wanted.is_empty() {
         return Ok(());
     }
@@ -408,10 +412,6 @@ fn annotate(pod: &mut Value, needs: &Needs, record: &Record) -> Result<(), Refus
 fn replace_resources(pod: &mut Value, profile: &Profile) -> Result<(), Refusal> {
     let Some(spec) = pod.get_mut("spec") else { return Ok(()) };
     let spec = object(spec, "spec")?;
-    let limits = record.memory_limits()?;
-    if !limits.is_empty() {
-        wanted.push((MEMORY_LIMITS, json!(limits).to_string()));
-    }
     take(spec);
     if spec.get("resources").and_then(Value::as_object).is_some_and(Map::is_empty) {
         spec.remove("resources");
