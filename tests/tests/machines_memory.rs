@@ -106,7 +106,7 @@ async fn the_smallest_pod_starts_and_can_use_its_limit() {
     end(&place, &daemons, &machine).await;
 }
 
-/// With a kernel that takes what a VM of 128 MiB has before the guest begins.
+/// Of the 128 MiB that the VM has its kernel may use 96 (`mem=`), which is too little to unpack the image.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_vm_with_too_little_memory_says_so_in_the_error_and_in_the_log() {
     let place = Place::new();
