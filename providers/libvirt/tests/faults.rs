@@ -315,6 +315,9 @@ async fn disks_of_all_kinds_are_attached_at_creation_and_later_and_one_in_use_is
     assert!(place.libvirtd.domains().unwrap().is_empty());
 }
 
+/// A line of the node for each VM.
+const STARTED: &str = "a VM was started";
+
 #[test]
 #[ignore = "a process that another test starts"]
 fn the_node_that_works() {
@@ -324,9 +327,11 @@ fn the_node_that_works() {
     let provider = LibvirtProvider::new(common::config(flags.collect()).unwrap(), "cluster", "node");
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     runtime.block_on(async {
-        println!("works");
         for round in 0.. {
             let made = create(&provider, round % 3).await;
+            if round < 3 || round % 3 == 2 {
+                println!("{STARTED}");
+            }
             if round % 3 == 2 {
                 provider.delete(&made.id).await.unwrap();
             }
@@ -339,17 +344,24 @@ fn a_node_killed_at_any_time_leaves_nothing_that_its_successor_does_not_find() {
     let place = Place::new();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let settings: String = place.settings().iter().map(|(key, value)| format!("{key}={value}\n")).collect();
-    for round in 0..12u64 {
+    // Each is stopped, too, by the node or by its successor.
+    let (mut starts, enough) = (0, if std::env::var_os("PEERPOD_TEST_LONG").is_some() { 500 } else { 0 });
+    for round in 0u64.. {
+        if round >= 12 && starts >= enough {
+            break;
+        }
+        let said = place.world.folder().join("said");
         let mut node = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "the_node_that_works", "--ignored", "--nocapture"])
             .env("PEERPOD_TEST_SETTINGS", &settings)
-            .stdout(Stdio::null())
+            .stdout(fs::File::create(&said).unwrap())
             .spawn()
             .unwrap();
         // Not for luck: any moment will do.
         std::thread::sleep(Duration::from_millis(60 + round * 137 % 1500));
         node.kill().unwrap();
         node.wait().unwrap();
+        starts += fs::read_to_string(&said).unwrap().matches(STARTED).count();
         let provider = place.provider();
         runtime.block_on(async {
             provider.preflight().await.unwrap();
