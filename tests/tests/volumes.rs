@@ -7,7 +7,11 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use nix::mount::{MntFlags, umount2};
+use peerpod_client::exec_request;
+use peerpod_link::frame::{self, HEADER_LEN, Header, MAX_PAYLOAD};
 use peerpod_proto::{
+    agent::{ReadStreamRequest, ReadStreamResponse, StatsContainerRequest},
+    ttrpc_frame,
     volumes::{ExpandRequest, StatsRequest},
     volumes_ttrpc::VolumesClient,
 };
@@ -17,6 +21,12 @@ use peerpod_tests::{
 };
 use peerpod_volume::{FsGroupPolicy, Identity, Source, descriptor::Attach, records::Attached};
 use peerpod_world::{Sight, eventually};
+use protobuf::Message;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::UnixStream,
+    time::timeout,
+};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_pod_writes_the_next_one_reads() {
@@ -197,6 +207,90 @@ async fn a_volume_that_cannot_be_matched_fails_the_container() {
     // And the pod goes on.
     pod.create("c", &[at(0, "/data")]).await;
     node.stop(pod).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_container_that_is_refused_under_a_large_answer_costs_only_itself() {
+    const LARGE: usize = 1 << 20;
+    let node = Node::start().await;
+    let disk = node.disk("large", 32);
+    let pod = node.run(node.pod("large", vec![disk.volume()])).await;
+    pod.create("main", &[at(0, "/data")]).await;
+    // The pipe holds all of it before it is asked for, so that one answer has it.
+    let script = "import fcntl, os; fcntl.fcntl(1, 1031, 1 << 20); \
+                  os.write(1, bytes(range(256)) * 4096); os.write(2, b'!'); os.read(0, 1)";
+    pod.agent.exec_process(&exec_request("main", "writer", &["python3", "-c", script])).await.unwrap();
+    assert_eq!(pod.agent.read_stderr("main", "writer", 1).await.unwrap(), b"!");
+
+    let socket = node.daemons.run_dir().join("pods").join(&pod.id).join("agent.ttrpc");
+    let mut shim = Shim(UnixStream::connect(socket).await.unwrap());
+    let (copies, refused) = pod.container("refused", &[At { path: "sub", ..at(0, "/data") }], By::Nothing);
+    for copied in &copies {
+        shim.ask(1, "CopyFile", copied).await;
+        assert_eq!(shim.answer().await.0, 1);
+    }
+    let mut read = ReadStreamRequest::new();
+    (read.container_id, read.exec_id) = ("main".into(), "writer".into());
+    read.len = LARGE as u32;
+    shim.ask(3, "ReadStdout", &read).await;
+    // The answer has begun. Nobody reads on, so its rest waits in the relay, and beyond the stream's window in the guest.
+    let head = shim.head().await;
+    assert!(head.stream == 3 && head.length as usize > LARGE, "{head:?}");
+    shim.ask(5, "CreateContainer", &refused).await;
+    let log = node.daemons.log("relay");
+    let is_refused = || std::fs::read_to_string(&log).unwrap().contains("a container is refused");
+    eventually("the container is refused", PATIENCE, async || is_refused().then_some(())).await.unwrap();
+
+    let answer = shim.body(head).await;
+    let data = ReadStreamResponse::parse_from_bytes(&answer.payload).unwrap().data;
+    assert!(answer.status.code == 0 && data == (0..=255).collect::<Vec<u8>>().repeat(LARGE / 256));
+    let (stream, refusal) = shim.answer().await;
+    assert_eq!((stream, refusal.status.code), (5, ttrpc::Code::FAILED_PRECONDITION as i32), "{refusal}");
+    // The same connection and the pod go on.
+    let mut stats = StatsContainerRequest::new();
+    stats.container_id = "main".into();
+    shim.ask(7, "StatsContainer", &stats).await;
+    let (stream, stats) = shim.answer().await;
+    assert_eq!((stream, stats.status.code), (7, 0), "{stats}");
+    pod.create("next", &[at(0, "/data")]).await;
+    node.stop(pod).await;
+}
+
+/// A shim's connection to the agent that reads only when it is told to.
+struct Shim(UnixStream);
+
+impl Shim {
+    async fn ask(&mut self, stream: u32, method: &str, request: &impl Message) {
+        let request = ttrpc_frame::Request {
+            service: "grpc.AgentService".into(),
+            method: method.into(),
+            payload: request.write_to_bytes().unwrap(),
+            ..Default::default()
+        };
+        let body = request.write_to_bytes().unwrap();
+        let head = Header { length: body.len() as u32, stream, kind: frame::REQUEST, flags: 0 };
+        self.0.write_all(&[&head.encode()[..], &body].concat()).await.unwrap();
+    }
+
+    async fn head(&mut self) -> Header {
+        let mut head = [0; HEADER_LEN];
+        let read = timeout(PATIENCE, self.0.read_exact(&mut head)).await;
+        read.expect("the header of an answer").unwrap();
+        Header::decode(&head)
+    }
+
+    async fn body(&mut self, head: Header) -> ttrpc_frame::Response {
+        assert!(head.kind == frame::RESPONSE && head.length as usize <= MAX_PAYLOAD, "{head:?}");
+        let mut body = vec![0; head.length as usize];
+        let read = timeout(PATIENCE, self.0.read_exact(&mut body)).await;
+        read.unwrap_or_else(|_| panic!("an answer as announced: {head:?}")).unwrap();
+        ttrpc_frame::Response::parse_from_bytes(&body).unwrap()
+    }
+
+    async fn answer(&mut self) -> (u32, ttrpc_frame::Response) {
+        let head = self.head().await;
+        (head.stream, self.body(head).await)
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
