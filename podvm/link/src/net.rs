@@ -9,6 +9,8 @@
 use std::io;
 use std::path::PathBuf;
 
+use nix::errno::Errno;
+
 pub mod carrier;
 pub mod drift;
 pub mod events;
@@ -148,6 +150,17 @@ impl Error {
     pub(crate) fn kernel(attempt: impl Into<String>) -> impl FnOnce(netlink::Error) -> Error {
         let attempt = attempt.into();
         move |source| Error::Kernel { attempt, source }
+    }
+
+    /// The kernel's error number, where it refused a request or a system call.
+    pub fn errno(&self) -> Option<Errno> {
+        match self {
+            Error::Kernel { source: netlink::Error::Refused(refusal), .. } => Some(refusal.errno),
+            Error::Kernel { source: netlink::Error::Socket(source), .. } | Error::Netns { source, .. } => {
+                source.raw_os_error().map(Errno::from_raw)
+            }
+            _ => None,
+        }
     }
 
     /// Whether the thing the request was about did not exist (any more).

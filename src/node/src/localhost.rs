@@ -1,7 +1,8 @@
-//! The pod's `localhost`: opens the sockets in the node's side of a pod's namespace, hands them to the relay, and makes
-//! the rules that lead connections there ([`peerpod_link::net::localhost`]). Nothing of it is recorded: the relay says
-//! what it holds, and the rules can always be made again.
+//! The pod's `localhost`: opens the listeners in the node's side of a pod's namespace, hands them to the relay, and makes
+//! the rules that lead connections there ([`peerpod_link::net::localhost`]). Nothing of it is recorded: the relay reports
+//! the listeners that it holds, and the rules can always be made again.
 
+use nix::errno::Errno;
 use peerpod_link::net::{localhost, netns::Netns};
 use tokio::task::spawn_blocking;
 use tracing::warn;
@@ -23,18 +24,13 @@ impl Localhost {
         if !wanted {
             return Localhost { works: false };
         }
-        let tried = spawn_blocking(localhost::probe).await.map_err(|error| error.to_string());
-        match tried.and_then(|tried| tried.map_err(|error| error.to_string())) {
-            Ok(()) => Localhost { works: true },
-            Err(error) => {
-                warn!(
-                    %error,
-                    "connections to pods' localhost (port-forward) are not carried; load the kernel's modules nft_tproxy, \
-                     nft_socket, nft_log and nfnetlink_log, or set tunnel.localhost: false"
-                );
-                Localhost { works: false }
-            }
-        }
+        let (error, remedy) = match spawn_blocking(localhost::probe).await {
+            Ok(Ok(())) => return Localhost { works: true },
+            Ok(Err(error)) => (error.to_string(), remedy(&error)),
+            Err(error) => (error.to_string(), ""),
+        };
+        warn!(error, remedy, "connections to pods' localhost (port-forward) are not carried");
+        Localhost { works: false }
     }
 
     /// Has connections to the pod's localhost carried into its VM. The sandbox must be put to the relay before. Again
@@ -48,20 +44,20 @@ impl Localhost {
         }
         let failed = |text: String| NetworkError { text, permanent: false };
         let held = relay.held(KIND, Some(id)).await.map_err(|error| failed(error.text))?;
-        let held = held.and_then(|way| serde_json::from_value(way).ok());
-        let way = match held {
-            Some(way) => way,
+        let held = held.and_then(|ports| serde_json::from_value(ports).ok());
+        let ports = match held {
+            Some(ports) => ports,
             None => {
                 let inside = netns.clone();
-                let (way, sockets) = blocking(move || localhost::open(&inside)).await?;
-                let detail = serde_json::to_value(way).map_err(|error| failed(error.to_string()))?;
-                relay.hand_in(KIND, Some(id), detail, sockets).await.map_err(|error| failed(error.text))?;
-                way
+                let (ports, listeners) = blocking(move || localhost::open(&inside)).await?;
+                let detail = serde_json::to_value(ports).map_err(|error| failed(error.to_string()))?;
+                relay.hand_in(KIND, Some(id), detail, listeners).await.map_err(|error| failed(error.text))?;
+                ports
             }
         };
         // Only now: a rule without a listener behind it refuses.
         let inside = netns.clone();
-        blocking(move || localhost::redirect(&inside, &way)).await
+        blocking(move || localhost::redirect(&inside, ports)).await
     }
 
     /// Takes the rules away, also those of a node that was configured otherwise.
@@ -71,6 +67,19 @@ impl Localhost {
     pub async fn remove(self, netns: &Netns) -> Result<(), NetworkError> {
         let inside = netns.clone();
         blocking(move || localhost::remove(&inside)).await
+    }
+}
+
+/// The step that lets the kernel carry localhost, as far as its answer tells.
+fn remedy(error: &peerpod_link::net::Error) -> &'static str {
+    match error.errno() {
+        Some(Errno::ENOENT | Errno::EOPNOTSUPP | Errno::EPROTONOSUPPORT) => {
+            "load the kernel modules nft_tproxy and nft_socket, or set tunnel.localhost: false"
+        }
+        Some(Errno::EPERM | Errno::EACCES) => {
+            "give peerpod-node the capabilities NET_ADMIN and SYS_ADMIN, or set tunnel.localhost: false"
+        }
+        _ => "set tunnel.localhost: false to do without",
     }
 }
 

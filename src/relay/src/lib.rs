@@ -33,23 +33,3 @@ mod store;
 mod takeover;
 mod volumes;
 mod wireguard;
-
-/// What of this crate reads bytes from outside and has no other public door. For `fuzz/` alone.
-#[doc(hidden)]
-pub mod fuzzed {
-    use crate::localhost::packet::{self, Syn};
-
-    /// What is sent for each SYN in one datagram of the kernel's log: the same again, or the reset.
-    pub fn answers_to_logged(datagram: &[u8]) -> Vec<(Vec<u8>, Vec<u8>)> {
-        packet::logged(datagram).iter().map(both).collect()
-    }
-
-    /// The same for one IP packet, if it is a SYN.
-    pub fn answers_to_syn(packet: &[u8]) -> Option<(Vec<u8>, Vec<u8>)> {
-        Syn::read(packet).as_ref().map(both)
-    }
-
-    fn both(syn: &Syn) -> (Vec<u8>, Vec<u8>) {
-        (syn.again(), syn.reset())
-    }
-}

@@ -1,42 +1,31 @@
 //! The pod's `localhost`: connections to 127.0.0.1 and ::1 in the node's side of a pod's namespace (port-forward, probes)
-//! are carried to the same port in the VM. A refusal there is a refusal here: the client's SYN is not answered before
-//! the guest's own connection stands, and that very connection is the one that is then used.
+//! are carried to the same port in the VM. A listener accepts them, the guest dials, and where nothing listens in the VM
+//! the client's connection is reset.
 //!
-//! How SYNs get here and back without any right of ours: [`peerpod_link::net::localhost`]. The node hands the sockets
-//! in; they go with the sandbox. Touches nothing else.
-
-pub(crate) mod packet;
+//! [`peerpod_link::net::localhost`] has the rules that lead connections here. The node hands the listeners in; they go
+//! with the sandbox. May touch: these listeners, and the sandbox's link.
 
 use std::{
-    any::Any,
-    collections::HashMap,
-    convert::Infallible,
     io,
     net::TcpListener as StdListener,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
-    panic::AssertUnwindSafe,
+    os::fd::{AsFd, OwnedFd},
     sync::{Arc, Weak},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use async_trait::async_trait;
-use futures_util::FutureExt;
-use nix::sys::socket::{MsgFlags, SockaddrIn, SockaddrIn6, recv, sendto};
 use peerpod_link::{
-    endpoint::{Connected, DialError, EndpointHandle},
-    net::localhost::{INJECT, LISTEN, LOG, Way},
-    reactor,
+    endpoint::{Connected, DialError, EndpointHandle, Target},
+    net::localhost::{LISTEN, Ports},
 };
-use rustix::net::{AddressFamily, SocketType};
+use rustix::net::{AddressFamily, SocketType, sockopt::set_socket_linger};
 use serde_json::Value;
 use tokio::{
-    io::{Interest, unix::AsyncFd},
     net::{TcpListener, TcpStream},
     task::{JoinHandle, JoinSet},
 };
 use tracing::{Instrument, Span};
 
-use self::packet::{Key, Syn, logged};
 use crate::{
     handin::{Handed, Kind, Wanted},
     id::SandboxId,
@@ -47,23 +36,14 @@ use crate::{
 /// The word in a hand-in's header.
 const KIND: &str = "localhost";
 const IPPROTO_TCP: u32 = 6;
-const IPPROTO_RAW: u32 = 255;
-const NETLINK_NETFILTER: u32 = 12;
-/// Connections of one sandbox that are being made.
+/// Connections of one sandbox that the guest is dialling; further ones wait in the listener's queue.
 const PENDING: usize = 512;
-/// How long a SYN that was sent again may take to become a connection, and how long an answered one is remembered.
-const PARKED: Duration = Duration::from_secs(3);
-/// Answered SYNs that are remembered.
-const REMEMBERED: usize = 2048;
-/// After a panic of ours it begins again; doubled each time up to the maximum, until it went well for that long.
-const ANEW_AFTER: Duration = Duration::from_millis(50);
-const ANEW_AT_MOST: Duration = Duration::from_secs(10);
-/// A message of the kernel's log.
-const ROOM: usize = 16 << 10;
+/// After `accept` failed, which it does while the process has no free descriptor.
+const ACCEPT_AGAIN: Duration = Duration::from_millis(20);
 
-/// Takes the sockets for a sandbox that is served here.
+/// Takes the listeners for a sandbox that is served here.
 pub(crate) struct Localhost {
-    /// The table holds what is taken, and ends it with the sandbox.
+    /// The table holds the listeners, and closes them with the sandbox.
     pub(crate) sandboxes: Weak<Sandboxes>,
     pub(crate) metrics: Arc<Metrics>,
 }
@@ -75,91 +55,65 @@ impl Kind for Localhost {
     }
 
     async fn held(&self, sandbox: Option<&SandboxId>) -> Option<Value> {
-        let way = self.sandboxes.upgrade()?.localhost(sandbox?).await?;
-        serde_json::to_value(way).ok()
+        let ports = self.sandboxes.upgrade()?.localhost(sandbox?).await?;
+        serde_json::to_value(ports).ok()
     }
 
     async fn take(&self, sandbox: Option<&SandboxId>, mut handed: Handed) -> Result<Value, String> {
         let stops = || "the relay stops".to_owned();
         let sandbox = sandbox.ok_or("a pod's localhost without its sandbox")?;
-        let way: Way = serde_json::from_value(handed.detail.clone())
-            .map_err(|error| format!("the ways cannot be read: {error}"))?;
+        let ports: Ports = serde_json::from_value(handed.detail.clone())
+            .map_err(|error| format!("the ports cannot be read: {error}"))?;
         let sandboxes = self.sandboxes.upgrade().ok_or_else(stops)?;
         if sandboxes.get(sandbox).is_none() {
             return Err(format!("sandbox {sandbox} is not served here; put it first"));
         }
-        let sockets = Sockets::take(&mut handed).map_err(|why| format!("sandbox {sandbox}: {why}"))?;
+        let listeners = Listeners::take(&mut handed).map_err(|why| format!("sandbox {sandbox}: {why}"))?;
         handed.finish()?;
         let pod = sandboxes.pod(sandbox);
         let span = tracing::info_span!("localhost", pod = &*pod);
-        let serving = Serving::of(&self.sandboxes, sandbox, &pod, way, sockets, self.metrics.clone());
+        let serving = Serving::of(&self.sandboxes, sandbox, &pod, ports, listeners, self.metrics.clone());
         sandboxes.keep_localhost(sandbox, serving).await?;
         span.in_scope(|| tracing::info!(%sandbox, "the pod's localhost is served"));
-        serde_json::to_value(way).map_err(|error| error.to_string())
+        serde_json::to_value(ports).map_err(|error| error.to_string())
     }
 }
 
-/// One family's.
+/// The listeners that the node handed in for one pod: IPv4, IPv6. The one of a family that the kernel lacks is missing.
 #[derive(Debug)]
-struct Family {
-    listener: TcpListener,
-    inject: OwnedFd,
-}
+pub(crate) struct Listeners([Option<TcpListener>; 2]);
 
-/// What the node handed in for one pod.
-#[derive(Debug)]
-pub(crate) struct Sockets {
-    log: AsyncFd<OwnedFd>,
-    /// v4, v6; what the kernel has not is missing.
-    families: [Option<Family>; 2],
-}
-
-impl Sockets {
+impl Listeners {
     /// Copies, each with its name.
     pub(crate) fn copies(&self) -> io::Result<Vec<(String, OwnedFd)>> {
-        let copy = |name: &str, socket: BorrowedFd<'_>| {
-            Ok::<_, io::Error>((name.to_owned(), socket.try_clone_to_owned()?))
-        };
-        let mut copies = vec![copy(LOG, self.log.get_ref().as_fd())?];
-        for (at, family) in self.families.iter().enumerate() {
-            if let Some(family) = family {
-                copies.push(copy(LISTEN[at], family.listener.as_fd())?);
-                copies.push(copy(INJECT[at], family.inject.as_fd())?);
-            }
-        }
-        Ok(copies)
+        let named = self.0.iter().zip(LISTEN).filter_map(|(listener, name)| Some((listener.as_ref()?, name)));
+        named.map(|(listener, name)| Ok((name.to_owned(), listener.as_fd().try_clone_to_owned()?))).collect()
     }
 
-    /// The sockets that were handed in.
-    pub(crate) fn take(handed: &mut Handed) -> Result<Sockets, String> {
-        let family = AddressFamily::NETLINK;
-        let log = Wanted { family, kind: SocketType::DGRAM, protocol: NETLINK_NETFILTER, listens: false };
-        let log = handed.socket(LOG, log)?;
-        let log = reactor::register(log, Interest::READABLE).map_err(|error| error.to_string())?;
-        let mut families = [None, None];
+    /// The listeners among the descriptors that were handed in.
+    pub(crate) fn take(handed: &mut Handed) -> Result<Listeners, String> {
+        let mut listeners = [None, None];
         for (at, family) in [AddressFamily::INET, AddressFamily::INET6].into_iter().enumerate() {
             if !handed.has(LISTEN[at]) {
                 continue;
             }
             let wanted = Wanted { family, kind: SocketType::STREAM, protocol: IPPROTO_TCP, listens: true };
             let listener = StdListener::from(handed.socket(LISTEN[at], wanted)?);
-            let wanted = Wanted { family, kind: SocketType::RAW, protocol: IPPROTO_RAW, listens: false };
-            let inject = handed.socket(INJECT[at], wanted)?;
             let listener = listener
                 .set_nonblocking(true)
                 .and_then(|()| TcpListener::from_std(listener))
                 .map_err(|error| format!("descriptor {}: {error}", LISTEN[at]))?;
-            families[at] = Some(Family { listener, inject });
+            listeners[at] = Some(listener);
         }
-        Ok(Sockets { log, families })
+        Ok(Listeners(listeners))
     }
 }
 
-/// A running one; dropping it ends it, with its sockets.
+/// The task that serves one pod's localhost; dropping it ends the task and closes the listeners.
 #[derive(Debug)]
 pub(crate) struct Serving {
-    pub(crate) way: Way,
-    pub(crate) sockets: Arc<Sockets>,
+    pub(crate) ports: Ports,
+    pub(crate) listeners: Arc<Listeners>,
     task: JoinHandle<()>,
 }
 
@@ -169,44 +123,36 @@ impl Serving {
         table: &Weak<Sandboxes>,
         id: &SandboxId,
         pod: &str,
-        way: Way,
-        sockets: Sockets,
+        ports: Ports,
+        listeners: Listeners,
         metrics: Arc<Metrics>,
     ) -> Serving {
-        // Asked for each time: an endpoint that failed is another one afterwards.
+        // Looked up for each connection: an endpoint that failed is replaced by another one.
         let (table, sandbox) = (table.clone(), id.clone());
         let endpoint = move || Some(table.upgrade()?.get(&sandbox)?.endpoint);
         let span = tracing::info_span!("localhost", pod);
-        Serving::start(id.clone(), way, sockets, endpoint, metrics, &span)
+        Serving::start(id.clone(), ports, listeners, endpoint, metrics, &span)
     }
 
     fn start(
         id: SandboxId,
-        way: Way,
-        sockets: Sockets,
+        ports: Ports,
+        listeners: Listeners,
         endpoint: impl Fn() -> Option<EndpointHandle> + Send + 'static,
         metrics: Arc<Metrics>,
         span: &Span,
     ) -> Serving {
-        let sockets = Arc::new(sockets);
-        let door = Door {
-            id,
-            endpoint: Box::new(endpoint),
-            metrics,
-            sockets: sockets.clone(),
-            pending: HashMap::new(),
-            answered: HashMap::new(),
-            asking: JoinSet::new(),
-        };
-        Serving { way, sockets, task: tokio::spawn(door.stay_open().instrument(span.clone())) }
+        let listeners = Arc::new(listeners);
+        let serve = serve(id, listeners.clone(), endpoint, metrics);
+        Serving { ports, listeners, task: tokio::spawn(serve.instrument(span.clone())) }
     }
 
-    /// Whether it still works.
+    /// Whether the task still runs.
     pub(crate) fn is_running(&self) -> bool {
         !self.task.is_finished()
     }
 
-    /// Ends it; its sockets are closed on return.
+    /// Ends the task; its listeners are closed on return.
     pub(crate) async fn stop(mut self) {
         self.task.abort();
         // Only that it is over matters.
@@ -220,214 +166,76 @@ impl Drop for Serving {
     }
 }
 
-/// A connection between its SYN and its acceptance.
-enum Pending {
-    /// The guest was asked.
-    Asking,
-    /// The guest's connection stands, the SYN was sent again.
-    Parked(Connected, Instant),
-}
-
-/// A SYN that has its answer. Its client may have sent it again before that, and the copy waits in the log.
-struct Answered {
-    sequence: u32,
-    refused: bool,
-    at: Instant,
-}
-
-struct Door {
+async fn serve(
     id: SandboxId,
-    endpoint: Box<dyn Fn() -> Option<EndpointHandle> + Send>,
+    listeners: Arc<Listeners>,
+    endpoint: impl Fn() -> Option<EndpointHandle>,
     metrics: Arc<Metrics>,
-    sockets: Arc<Sockets>,
-    pending: HashMap<Key, Pending>,
-    answered: HashMap<Key, Answered>,
-    asking: JoinSet<(Syn, Result<Connected, DialError>)>,
-}
-
-impl Door {
-    /// Runs until it is dropped. A panic is a bug of ours and costs the connections that are being made then; the
-    /// sockets stay, so that nobody has to notice and hand others in.
-    async fn stay_open(mut self) {
-        let mut pause = ANEW_AFTER;
-        loop {
-            let began = Instant::now();
-            let Err(panic) = AssertUnwindSafe(self.run()).catch_unwind().await;
-            self.metrics.panics.inc();
-            if began.elapsed() > ANEW_AT_MOST {
-                pause = ANEW_AFTER;
-            }
-            tracing::error!(sandbox = %self.id, panic = words(&*panic), again_in = ?pause, "the pod's localhost failed; this is a bug of ours, and connections that were being made are lost");
-            self.pending = HashMap::new();
-            self.answered = HashMap::new();
-            self.asking = JoinSet::new();
-            tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(ANEW_AT_MOST);
-        }
-    }
-
-    async fn run(&mut self) -> Infallible {
-        let mut sweep = tokio::time::interval(PARKED);
-        loop {
-            let [v4, v6] = &self.sockets.families;
-            tokio::select! {
-                // In this order: a SYN that was sent again is met while its first copy is still known here.
-                biased;
-                syns = read(&self.sockets.log) => match syns {
-                    Ok(syns) => syns.into_iter().for_each(|syn| self.ask(syn)),
-                    Err(error) => {
-                        tracing::warn!(sandbox = %self.id, %error, "the pod's localhost is not heard");
-                        tokio::time::sleep(Duration::from_millis(100)).await;
-                    }
-                },
-                Some(answered) = self.asking.join_next() => {
-                    // A task of ours neither panics nor is cut off; its SYN comes again.
-                    if let Ok((syn, result)) = answered {
-                        self.answered(&syn, result);
-                    }
+) {
+    let [v4, v6] = &listeners.0;
+    let mut pending = JoinSet::new();
+    loop {
+        let accepted = tokio::select! {
+            accepted = accept(v4.as_ref()), if pending.len() < PENDING => accepted,
+            accepted = accept(v6.as_ref()), if pending.len() < PENDING => accepted,
+            Some(ended) = pending.join_next() => {
+                // A panic is a bug of ours and costs this one connection.
+                if ended.is_err() {
+                    metrics.panics.inc();
                 }
-                accepted = accept(v4.as_ref()) => self.accepted(accepted).await,
-                accepted = accept(v6.as_ref()) => self.accepted(accepted).await,
-                _ = sweep.tick(), if !(self.pending.is_empty() && self.answered.is_empty()) => self.sweep(),
+                continue;
             }
-        }
-    }
-
-    /// A client wants to connect.
-    fn ask(&mut self, syn: Syn) {
-        match self.pending.get(&syn.key) {
-            // It asks again because the answer takes long.
-            Some(Pending::Asking) => return,
-            // Its SYN got lost, however that was.
-            Some(Pending::Parked(..)) => return self.send(&syn.key, &syn.again()),
-            None => {}
-        }
-        // Only the order in which the kernel wakes us decides whether the copy or the connection is met first.
-        match self.answered.get(&syn.key).filter(|answered| answered.sequence == syn.sequence()) {
-            Some(Answered { refused: true, .. }) => return self.send(&syn.key, &syn.reset()),
-            Some(_) => return,
-            None => {}
-        }
-        if self.pending.len() >= PENDING {
-            return self.refuse(&syn, DialError::TooMany);
-        }
-        let Some(endpoint) = (self.endpoint)() else { return self.refuse(&syn, DialError::Away) };
-        self.pending.insert(syn.key, Pending::Asking);
-        self.asking.spawn(async move {
-            let result = endpoint.dial(syn.key.target).await;
-            (syn, result)
-        });
-    }
-
-    /// What the guest said.
-    fn answered(&mut self, syn: &Syn, result: Result<Connected, DialError>) {
-        if self.answered.len() < REMEMBERED {
-            let (sequence, refused) = (syn.sequence(), result.is_err());
-            self.answered.insert(syn.key, Answered { sequence, refused, at: Instant::now() });
-        }
-        match result {
-            Ok(connected) => {
-                self.pending.insert(syn.key, Pending::Parked(connected, Instant::now()));
-                self.send(&syn.key, &syn.again());
-            }
-            Err(why) => {
-                self.pending.remove(&syn.key);
-                self.refuse(syn, why);
-            }
-        }
-    }
-
-    fn refuse(&self, syn: &Syn, why: DialError) {
-        let (port, client) = (syn.key.target.port, syn.key.client);
-        tracing::debug!(sandbox = %self.id, port, %client, %why, "a connection to the pod's localhost is refused");
-        self.metrics.localhost(if why == DialError::Refused { "refused" } else { "failed" });
-        self.send(&syn.key, &syn.reset());
-    }
-
-    fn send(&self, key: &Key, packet: &[u8]) {
-        let Some(family) = &self.sockets.families[usize::from(key.target.v6)] else { return };
-        let fd = family.inject.as_raw_fd();
-        let to = key.target.v6;
-        let sent = if to {
-            let to = SockaddrIn6::from(std::net::SocketAddrV6::new(std::net::Ipv6Addr::LOCALHOST, 0, 0, 0));
-            sendto(fd, packet, &to, MsgFlags::MSG_DONTWAIT)
-        } else {
-            let to = SockaddrIn::from(std::net::SocketAddrV4::new(std::net::Ipv4Addr::LOCALHOST, 0));
-            sendto(fd, packet, &to, MsgFlags::MSG_DONTWAIT)
         };
-        if let Err(error) = sent {
-            // The client sends its SYN again by itself.
-            tracing::warn!(sandbox = %self.id, %error, "a packet for the pod's localhost is not sent");
-        }
-    }
-
-    /// A client's connection stands.
-    async fn accepted(&mut self, accepted: io::Result<TcpStream>) {
-        let named = accepted.and_then(|socket| {
-            let key = Key::of(socket.peer_addr()?, socket.local_addr()?);
-            Ok((socket, key))
-        });
-        let (socket, key) = match named {
-            Ok(named) => named,
+        match accepted {
+            Ok(client) => {
+                let (id, endpoint, metrics) = (id.clone(), endpoint(), metrics.clone());
+                pending.spawn(carry(id, client, endpoint, metrics).in_current_span());
+            }
             Err(error) => {
-                tracing::warn!(sandbox = %self.id, %error, "a connection to the pod's localhost is not accepted");
-                tokio::time::sleep(Duration::from_millis(20)).await;
-                return;
-            }
-        };
-        match self.pending.remove(&key) {
-            Some(Pending::Parked(connected, _)) => {
-                self.metrics.localhost("carried");
-                connected.join(socket);
-            }
-            // Nobody asked for it: what stands there belongs to a SYN that was never here.
-            other => {
-                tracing::warn!(sandbox = %self.id, client = %key.client, asking = other.is_some(), "a connection to the pod's localhost that nobody was asked for is reset");
-                reset(&socket);
+                tracing::warn!(sandbox = %id, %error, "accepting a connection to the pod's localhost failed");
+                tokio::time::sleep(ACCEPT_AGAIN).await;
             }
         }
     }
-
-    /// Forgets connections whose client went away, and what was answered long ago.
-    fn sweep(&mut self) {
-        let now = Instant::now();
-        self.pending.retain(|_, pending| match pending {
-            Pending::Asking => true,
-            Pending::Parked(_, since) => now.duration_since(*since) < PARKED,
-        });
-        self.answered.retain(|_, answered| now.duration_since(answered.at) < PARKED);
-        if self.answered.is_empty() {
-            self.answered.shrink_to_fit();
-        }
-    }
 }
 
-/// What a panic said.
-fn words(panic: &(dyn Any + Send)) -> &str {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no words")
-}
-
-fn reset(socket: &TcpStream) {
-    if let Err(error) = rustix::net::sockopt::set_socket_linger(socket, Some(Duration::ZERO)) {
-        tracing::debug!(%error, "a connection is closed, not reset");
-    }
-}
-
-async fn accept(family: Option<&Family>) -> io::Result<TcpStream> {
-    match family {
-        Some(family) => family.listener.accept().await.map(|(socket, _)| socket),
+async fn accept(listener: Option<&TcpListener>) -> io::Result<TcpStream> {
+    match listener {
+        Some(listener) => listener.accept().await.map(|(socket, _)| socket),
         None => std::future::pending().await,
     }
 }
 
-async fn read(log: &AsyncFd<OwnedFd>) -> io::Result<Vec<Syn>> {
-    log.async_io(Interest::READABLE, |log| {
-        let mut datagram = [0; ROOM];
-        let length = recv(log.as_raw_fd(), &mut datagram, MsgFlags::MSG_DONTWAIT)?;
-        Ok(logged(datagram.get(..length).unwrap_or_default()))
-    })
-    .await
+/// Has the guest dial the port that the client named, and joins both connections; resets the client's if that fails.
+async fn carry(id: SandboxId, client: TcpStream, endpoint: Option<EndpointHandle>, metrics: Arc<Metrics>) {
+    let dialled = match (client.local_addr(), endpoint) {
+        (Ok(local), Some(endpoint)) => dial(&endpoint, local.is_ipv6(), local.port()).await,
+        _ => Err(DialError::Away),
+    };
+    match dialled {
+        Ok(connected) => {
+            metrics.localhost("carried");
+            connected.join(client);
+        }
+        Err(error) => {
+            let local = client.local_addr().ok();
+            tracing::debug!(sandbox = %id, ?local, %error, "a connection to the pod's localhost is reset");
+            metrics.localhost(if error == DialError::Refused { "refused" } else { "failed" });
+            // With no time to linger, closing the socket resets the connection.
+            if let Err(error) = set_socket_linger(&client, Some(Duration::ZERO)) {
+                tracing::debug!(%error, "a connection is closed, not reset");
+            }
+        }
+    }
+}
+
+/// A client that is refused by one family of localhost tries the other one. Our listener has accepted already, so the
+/// relay tries the other one itself.
+async fn dial(endpoint: &EndpointHandle, v6: bool, port: u16) -> Result<Connected, DialError> {
+    match endpoint.dial(Target { v6, port }).await {
+        Err(DialError::Refused) => endpoint.dial(Target { v6: !v6, port }).await,
+        dialled => dialled,
+    }
 }
 
 #[cfg(test)]

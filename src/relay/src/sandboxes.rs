@@ -14,7 +14,7 @@ use std::{
 
 use peerpod_link::{
     endpoint::{self, Endpoint, EndpointHandle, Role},
-    net::localhost::Way,
+    net::localhost::Ports,
 };
 use thiserror::Error;
 use tokio::{
@@ -324,7 +324,7 @@ impl Sandboxes {
         Ok(())
     }
 
-    /// Carries the pod's localhost from now on by these sockets, until the sandbox ends.
+    /// Serves the pod's localhost on these listeners from now on, until the sandbox ends.
     pub(crate) async fn keep_localhost(&self, id: &SandboxId, serving: Serving) -> Result<(), String> {
         let slot = self.table().slots.get(id).cloned();
         if let Some(slot) = slot
@@ -336,11 +336,11 @@ impl Sandboxes {
         Err(format!("sandbox {id} is not served here any more"))
     }
 
-    /// By which sockets the pod's localhost is carried.
-    pub(crate) async fn localhost(&self, id: &SandboxId) -> Option<Way> {
+    /// The ports of the listeners that serve the pod's localhost.
+    pub(crate) async fn localhost(&self, id: &SandboxId) -> Option<Ports> {
         let slot = self.table().slots.get(id).cloned()?;
         let live = slot.lock().await;
-        live.as_ref()?.localhost.as_ref().filter(|serving| serving.is_running()).map(|serving| serving.way)
+        live.as_ref()?.localhost.as_ref().filter(|serving| serving.is_running()).map(|serving| serving.ports)
     }
 
     /// Ends a sandbox; unknown is fine. Its connections get their last answers, nothing of it is left on return.

@@ -6,7 +6,7 @@
 
 use std::fmt;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkSerializable};
@@ -16,7 +16,7 @@ use netlink_sys::protocols::{NETLINK_NETFILTER, NETLINK_ROUTE};
 use nix::errno::Errno;
 use nix::sys::socket::{
     MsgFlags, recv, send, setsockopt,
-    sockopt::{RcvBufForce, ReceiveTimeout, SndBufForce},
+    sockopt::{ReceiveTimeout, SndBufForce},
 };
 use nix::sys::time::TimeVal;
 
@@ -48,7 +48,7 @@ pub enum Error {
     #[error(transparent)]
     Refused(#[from] Refusal),
     /// The socket failed.
-    #[error("talk to the kernel over netlink: {0}")]
+    #[error("{0}")]
     Socket(#[from] io::Error),
     /// The answer made no sense.
     #[error("read the kernel's netlink answer: {0}")]
@@ -161,15 +161,6 @@ impl Client {
         socket.set_cap_ack(true)?;
         setsockopt(&socket.as_fd(), ReceiveTimeout, &TimeVal::new(PATIENCE, 0))?;
         Ok(Client { socket, sequence: 0, buffer: Vec::new(), unfinished: None })
-    }
-
-    /// The bare socket with so much room for what the kernel sends unasked; when there is more, the rest is lost without
-    /// a word. Needs CAP_NET_ADMIN.
-    pub(crate) fn into_receiver(self, room: usize) -> io::Result<OwnedFd> {
-        setsockopt(&self.socket.as_fd(), RcvBufForce, &room)?;
-        self.socket.set_no_enobufs(true)?;
-        self.socket.set_non_blocking(true)?;
-        self.socket.as_fd().try_clone_to_owned()
     }
 
     /// Sends the messages (flags without REQUEST and ACK, message), in their order, in as few datagrams as the

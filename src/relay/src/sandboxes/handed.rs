@@ -5,7 +5,7 @@ use std::{io, os::fd::OwnedFd, sync::Arc};
 
 use peerpod_link::{
     endpoint::{Endpoint, EndpointHandle, EndpointState, Frozen, NotFrozen},
-    net::localhost::Way,
+    net::localhost::Ports,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -25,7 +25,9 @@ pub(crate) struct Handed {
     last_call: u64,
     state: StateState,
     endpoint: EndpointState,
-    localhost: Option<Way>,
+    /// `localhost` of earlier versions described sockets that are no longer used; a new hand-in by the node replaces them.
+    #[serde(default)]
+    localhost_ports: Option<Ports>,
     /// Names of the descriptors of its localhost. Before them there is the agent socket's listener, behind them come
     /// those of the endpoint's connections.
     names: Vec<String>,
@@ -53,7 +55,7 @@ pub(crate) struct Prepared {
     endpoint: Endpoint<GuestHandler>,
     handle: EndpointHandle,
     listener: UnixListener,
-    localhost: Option<(Way, localhost::Sockets)>,
+    localhost: Option<(Ports, localhost::Listeners)>,
 }
 
 impl Prepared {
@@ -97,15 +99,15 @@ impl Sandboxes {
         let mut names = Vec::new();
         let localhost = live.localhost.as_ref().filter(|serving| serving.is_running());
         if let Some(serving) = localhost {
-            for (name, socket) in serving.sockets.copies()? {
+            for (name, socket) in serving.listeners.copies()? {
                 names.push(name);
                 descriptors.push(socket);
             }
         }
         descriptors.extend(sockets);
-        let localhost = localhost.map(|serving| serving.way);
+        let localhost_ports = localhost.map(|serving| serving.ports);
         let (id, last_call) = (id.to_string(), live.attached.guest.last_call());
-        Ok(Some((Handed { id, last_call, state, endpoint, localhost, names }, descriptors)))
+        Ok(Some((Handed { id, last_call, state, endpoint, localhost_ports, names }, descriptors)))
     }
 
     /// Reads a sandbox of another process. Nothing of it moves before [`Sandboxes::go_on`].
@@ -118,7 +120,7 @@ impl Sandboxes {
         handed: Handed,
         mut descriptors: Vec<OwnedFd>,
     ) -> Result<Prepared, String> {
-        let Handed { last_call, state, endpoint, localhost, names, .. } = handed;
+        let Handed { last_call, state, endpoint, localhost_ports, names, .. } = handed;
         if descriptors.len() <= names.len() {
             return Err("descriptors are missing".to_owned());
         }
@@ -129,12 +131,12 @@ impl Sandboxes {
         let io = |error: io::Error| error.to_string();
         listener.set_nonblocking(true).map_err(io)?;
         let listener = UnixListener::from_std(listener).map_err(io)?;
-        let localhost = match localhost {
+        let localhost = match localhost_ports {
             None => None,
-            Some(way) => {
+            Some(ports) => {
                 let named = names.into_iter().zip(of_localhost).collect();
-                let mut sockets = handin::Handed::new(Value::Null, named);
-                Some((way, localhost::Sockets::take(&mut sockets)?))
+                let mut listeners = handin::Handed::new(Value::Null, named);
+                Some((ports, localhost::Listeners::take(&mut listeners)?))
             }
         };
         let guest = Arc::new(Guest::new(record.id.clone(), self.states.clone(), self.metrics.clone()));
@@ -158,8 +160,8 @@ impl Sandboxes {
         let (path, metrics) = (record.agent_socket.clone(), self.metrics.clone());
         let socket = AgentSocket::go_on(&path, listener, handle.clone(), guest.clone(), metrics);
         let mut live = self.run(record, guest, endpoint, handle, socket, 0);
-        live.localhost = localhost.map(|(way, sockets)| {
-            localhost::Serving::of(&self.me, &id, &pod, way, sockets, self.metrics.clone())
+        live.localhost = localhost.map(|(ports, listeners)| {
+            localhost::Serving::of(&self.me, &id, &pod, ports, listeners, self.metrics.clone())
         });
         let slot = self.table().slots.entry(id.clone()).or_default().clone();
         *slot.lock().await = Some(live);
