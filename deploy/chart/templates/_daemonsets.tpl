@@ -117,6 +117,11 @@ spec:
               mountPath: /run/kata-containers/shared/direct-volumes
               readOnly: true
             {{- include "peerpod.podFolderMounts" . | nindent 12 }}
+            {{- if ne (include "peerpod.tunnelKind" .) "vxlan" }}
+            # The encrypted tunnel's device is opened here; the relay gets the descriptor.
+            - name: tun
+              mountPath: /dev/net/tun
+            {{- end }}
             - name: tmp
               mountPath: /tmp
             {{- if $v.pullSecrets.enabled }}
@@ -144,6 +149,10 @@ spec:
         - name: direct-volumes
           hostPath: {path: /run/kata-containers/shared/direct-volumes, type: DirectoryOrCreate}
         {{- include "peerpod.podFolderVolumes" . | nindent 8 }}
+        {{- if ne (include "peerpod.tunnelKind" .) "vxlan" }}
+        - name: tun
+          hostPath: {path: /dev/net/tun, type: CharDevice}
+        {{- end }}
         - name: tmp
           emptyDir: {sizeLimit: 64Mi}
         {{- if $v.pullSecrets.enabled }}
@@ -236,6 +245,17 @@ spec:
             # One whose place was taken waits for its pod's end: started again it would take over in its turn.
             - name: PEERPOD_RELAY_REPLACED
               value: wait
+            # One that cannot take over says so in an Event of its pod, by way of the node's daemon.
+            - name: POD_NAMESPACE
+              valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
+            - name: POD_NAME
+              valueFrom: {fieldRef: {fieldPath: metadata.name}}
+            - name: POD_UID
+              valueFrom: {fieldRef: {fieldPath: metadata.uid}}
+            - name: PEERPOD_RELAY_POD
+              value: $(POD_NAMESPACE)/$(POD_NAME)/$(POD_UID)
+          # `kubectl describe pod` shows why the program ended.
+          terminationMessagePolicy: FallbackToLogsOnError
           {{- include "peerpod.confined" . | nindent 10 }}
           # Answered for the relay of the node, whichever process that is. Whether it is ready is the node's matter: an
           # old one that is not would be deleted before the new one has its connections. And nothing kills a relay that
@@ -265,6 +285,10 @@ spec:
         - name: state
           hostPath: {path: {{ $v.paths.state }}, type: DirectoryOrCreate}
         {{- include "peerpod.podFolderVolumes" . | nindent 8 }}
+{{- end }}
+
+{{- define "peerpod.tunnelKind" -}}
+{{- dig "tunnel" "kind" "vxlan" .Values.config -}}
 {{- end }}
 
 {{- /* Where containers' specifications and volumes' targets are: at the same paths as on the node, because they are named by

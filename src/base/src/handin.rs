@@ -12,6 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     io::Errno,
@@ -129,13 +130,19 @@ fn failed(attempt: &str) -> impl FnOnce(Errno) -> Error {
     move |why| Error::Io { attempt, why: why.into() }
 }
 
-/// Makes sure that the process at the other end runs as the same user as we do.
+/// Makes sure that the process at the other end runs as the same user as this process.
+///
+/// Its process id is not looked at: it is 0 where the process is in a PID namespace that this one does not see, as in
+/// another container. (`rustix::net::sockopt::socket_peercred` fails then.)
 ///
 /// # Errors
-/// [`Error::Stranger`], or the kernel does not tell.
+/// [`Error::Stranger`], or the kernel's.
 pub fn check_peer(socket: impl AsFd) -> Result<(), Error> {
-    let peer = net::sockopt::socket_peercred(socket).map_err(failed("ask who is at the other end"))?;
-    let (uid, own) = (peer.uid.as_raw(), rustix::process::geteuid().as_raw());
+    let peer = getsockopt(&socket, PeerCredentials).map_err(|why| Error::Io {
+        attempt: "read the credentials of the process at the other end".to_owned(),
+        why: why.into(),
+    })?;
+    let (uid, own) = (peer.uid(), rustix::process::geteuid().as_raw());
     if uid == own { Ok(()) } else { Err(Error::Stranger { uid, own }) }
 }
 

@@ -5,6 +5,7 @@
 use std::process::ExitCode;
 
 use peerpod_base::{
+    chain::chain,
     config::{self, Setting, Sources},
     lifecycle,
     program::{self, Program},
@@ -33,8 +34,8 @@ fn main() -> ExitCode {
     match start(loaded) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            tracing::error!(error = format!("{error:#}"), "peerpod-node ends");
-            eprintln!("peerpod-node: {error:#}");
+            tracing::error!(error = chain(error.as_ref()), "peerpod-node ends");
+            eprintln!("peerpod-node: {}", chain(error.as_ref()));
             ExitCode::FAILURE
         }
     }

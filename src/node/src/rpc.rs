@@ -16,7 +16,10 @@ use peerpod_proto::{
         VersionRequest, VersionResponse,
     },
     hypervisor_ttrpc::{Hypervisor, create_hypervisor},
-    node::{ClaimRequest, ClaimResponse, ReadInboxRequest, ReadInboxResponse},
+    node::{
+        ClaimRequest, ClaimResponse, ReadInboxRequest, ReadInboxResponse, TakeOverFailedRequest,
+        TakeOverFailedResponse,
+    },
     node_ttrpc::{Node, create_node},
     podvminfo::{GetInfoRequest, GetInfoResponse},
     podvminfo_ttrpc::{PodVmInfo, create_pod_vm_info},
@@ -216,6 +219,17 @@ impl Node for Door {
         let _busy = self.drain.busy("ReadInbox");
         let handled = read_inbox(&self.sandboxes, &self.inbox, &self.metrics).await?;
         Ok(ReadInboxResponse { handled, ..ReadInboxResponse::default() })
+    }
+
+    async fn take_over_failed(
+        &self,
+        _: &TtrpcContext,
+        request: TakeOverFailedRequest,
+    ) -> ttrpc::Result<TakeOverFailedResponse> {
+        let _busy = self.drain.busy("TakeOverFailed");
+        let TakeOverFailedRequest { namespace, name, uid, why, .. } = request;
+        self.sandboxes.take_over_failed(&crate::spec::PodRef { namespace, name, uid: Some(uid) }, why);
+        Ok(TakeOverFailedResponse::default())
     }
 }
 

@@ -86,9 +86,9 @@ pub struct Settings {
     pub vm_gone_grace: Duration,
     /// Live sandboxes at once.
     pub max_sandboxes: usize,
-    /// Ask for VMs with a second network card.
     /// Memory in MiB that a guest needs besides its pod.
     pub guest_memory_mib: u64,
+    /// Ask for VMs with a second network card.
     pub second_nic: bool,
     /// What pods' VMs are like that do not say so themselves.
     pub wishes: Wishes,

@@ -68,7 +68,8 @@ pub enum AppError {
     },
     /// Two relays would take each other's connections.
     #[error(
-        "another peerpod-relay runs with run-dir {0} and goes on, this one does not take its place: {1}; stop it (which ends its pods), or use another paths.run-dir"
+        "take over from the peerpod-relay that serves {0}: {1}; that relay goes on and no pod is affected; remove the cause, \
+         or undo the rollout (kubectl rollout undo daemonset); stopping the running relay would end its pods"
     )]
     Running(String, TakeError),
     /// The guests' port.
@@ -138,7 +139,14 @@ pub async fn build(config: RelayConfig) -> Result<Bound, AppError> {
             let named = sockets.copies().map_err(path_error("copy the descriptors of", run_dir))?;
             core.serve(&config, sockets, named, door::Restored::default()).await
         }
-        None => take_over(config, store, inbox).await,
+        None => {
+            let (run_dir, pod) = (config.run_dir.clone(), config.pod.clone());
+            let taken = take_over(config, store, inbox).await;
+            if let (Err(error), Some(pod)) = (&taken, pod) {
+                takeover::report::failed(&run_dir, pod, error).await;
+            }
+            taken
+        }
     }
 }
 

@@ -40,12 +40,14 @@ pub struct RelayConfig {
     pub max_handshakes_per_address: u32,
     /// `relay.replaced`: whether to wait for the end of the container, in [`crate::keeper`].
     pub waits_when_replaced: bool,
+    /// `relay.pod`: namespace, name and uid of this relay's own pod, if it runs in one.
+    pub pod: Option<[String; 3]>,
 }
 
 impl RelayConfig {
     /// Asks for the relay's keys.
     pub fn read(reader: &mut Reader) -> RelayConfig {
-        let config = RelayConfig {
+        let mut config = RelayConfig {
             run_dir: reader.get("paths.run-dir", "/run/peerpod", "folder of the sockets"),
             state_dir: reader.get("paths.state-dir", "/var/lib/peerpod", "folder of what survives a restart"),
             listen: reader.get(
@@ -80,7 +82,19 @@ impl RelayConfig {
                 "what this process does when another relay has taken its place: end, or wait to be told to (in a pod, where \
                  it would be started again)",
             ) == "wait",
+            pod: None,
         };
+        let pod: Option<String> = reader.optional(
+            "relay.pod",
+            "namespace/name/uid of the relay's own pod, where an Event tells why it could not take over from a running relay",
+        );
+        if let Some(pod) = pod {
+            let mut parts = pod.split('/').filter(|part| !part.is_empty()).map(str::to_owned);
+            match (parts.next(), parts.next(), parts.next(), parts.next()) {
+                (Some(namespace), Some(name), Some(uid), None) => config.pod = Some([namespace, name, uid]),
+                _ => reader.mistake("relay.pod", "not of the form namespace/name/uid"),
+            }
+        }
         for (key, path) in [("paths.run-dir", &config.run_dir), ("paths.state-dir", &config.state_dir)] {
             if !path.is_absolute() {
                 reader.mistake(key, "not an absolute path; begin it with '/'");

@@ -24,7 +24,7 @@ fn main() -> ExitCode {
     match start() {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("peerpod-relay: {error:#}");
+            eprintln!("peerpod-relay: {}", peerpod_base::chain::chain(error.as_ref()));
             ExitCode::FAILURE
         }
     }

@@ -9,6 +9,7 @@
 //! May touch: `takeover.sock`, and what it is given.
 
 pub(crate) mod give;
+pub(crate) mod report;
 pub(crate) mod take;
 mod wire;
 

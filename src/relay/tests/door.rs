@@ -216,7 +216,7 @@ async fn the_end_of_a_creating_connection_is_told() {
 async fn a_second_relay_does_not_take_the_sockets_of_a_running_one() {
     let world = World::new("second").await;
     let Err(error) = peerpod_relay::app::build(world.config.clone()).await else { panic!("it started") };
-    assert!(error.to_string().contains("another peerpod-relay runs"), "{error}");
+    assert!(error.to_string().contains("take over from the peerpod-relay that serves"), "{error}");
     let mut shim = world.shim().await;
     shim.stop("a").await;
     assert_eq!(shim.answer().await.code, 0);

@@ -29,6 +29,12 @@ impl Sandboxes {
         self.0.fx.tell(pod, Said { reason: "CreateRefused", text: error.to_string() });
     }
 
+    /// Posts an Event on the pod of a relay that could not take over from the running one.
+    pub fn take_over_failed(&self, pod: &PodRef, why: String) {
+        warn!(relay = %pod, why, "a new relay could not take over; the running one goes on");
+        self.0.fx.tell(pod, Said { reason: "TakeOverFailed", text: why });
+    }
+
     /// Says something where the owner of a sandbox's pod looks.
     fn tell(&self, id: &SandboxId, reason: &'static str, text: String) {
         let pod = match self.state().entries.get(id) {

@@ -1,0 +1,31 @@
+//! Tells the node why this relay could not take over, so that the operator finds an Event on this relay's pod. The relay
+//! itself has no way to the API server.
+
+use std::{path::Path, time::Duration};
+
+use peerpod_proto::{node::TakeOverFailedRequest, node_ttrpc::NodeClient};
+use ttrpc::{r#async::Client, context::with_duration};
+
+/// The node answers at once, or is away; then the log alone has the reason.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Tells it to the node that serves this run-dir.
+pub(crate) async fn failed(run_dir: &Path, [namespace, name, uid]: [String; 3], why: &impl ToString) {
+    let socket = format!("unix://{}", run_dir.join("node.sock").display());
+    let request = TakeOverFailedRequest {
+        namespace,
+        name,
+        uid,
+        why: why.to_string(),
+        ..TakeOverFailedRequest::default()
+    };
+    let told = async {
+        let client = NodeClient::new(Client::connect(&socket).await?);
+        client.take_over_failed(with_duration(PATIENCE), &request).await
+    };
+    match tokio::time::timeout(PATIENCE, told).await {
+        Ok(Ok(_)) => {}
+        Ok(Err(error)) => tracing::warn!(socket, %error, "the node is not told why the take-over failed"),
+        Err(_) => tracing::warn!(socket, "the node is not told why the take-over failed: it does not answer"),
+    }
+}
