@@ -168,7 +168,7 @@ async fn memory(target: &Path, report: &mut Report) -> anyhow::Result<()> {
     let length = fs::metadata(&guest).with_context(|| format!("{}: `make image`", guest.display()))?.len();
     report.figure("guest_size_mib", length as f64 / MIB, Goal::None, "the static program in the image");
     let world = World::new()?;
-    let settings = Settings::none()
+    let settings = Settings::privileged()
         .set("log.level", "info")
         .set("provider.local.guest-binary", guest.display().to_string())
         .set("provider.local.agent-binary", std::env::current_exe()?.to_string_lossy().into_owned());

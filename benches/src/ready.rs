@@ -23,7 +23,7 @@ pub(crate) async fn run(report: &mut Report) -> anyhow::Result<()> {
     let (mut lags, mut starts) = (Vec::new(), Vec::new());
     for boot_ms in [0, 370, 810] {
         let world = World::new()?;
-        let settings = Settings::none()
+        let settings = Settings::privileged()
             .set("log.level", "info")
             .set("provider.local.agent-binary", std::env::current_exe()?.to_string_lossy().into_owned())
             .set("provider.local.boot-delay", format!("{boot_ms}ms"));

@@ -46,7 +46,7 @@ impl Table {
 pub(crate) async fn run(image: &Path, report: &mut Report) -> anyhow::Result<()> {
     let world = World::new()?;
     let libvirtd = Arc::new(Libvirtd::start(&world)?);
-    let settings = Settings::none()
+    let settings = Settings::privileged()
         .set("log.level", "info")
         .set("provider.libvirt.memory-mib", 512)
         .set("provider.libvirt.vcpus", 1);

@@ -39,7 +39,7 @@ pub(crate) async fn run(folder: &Path, report: &mut Report) -> anyhow::Result<()
 async fn scenario(agent: &Path, report: &mut Report) -> anyhow::Result<()> {
     let world = World::new()?;
     let cloud = cloud(&world)?;
-    let settings = Settings::none()
+    let settings = Settings::privileged()
         .set("provider.kind", "drill")
         .set("log.level", "info")
         .set("node.max-sandboxes", MANY + 10)

@@ -42,7 +42,7 @@ async fn demo() -> anyhow::Result<ExitCode> {
             // The walk is dropped on the way out: that is the clean-up.
             return Ok(interrupted(name));
         }
-        outcome = road::walk(Settings::none(), &mut lines) => outcome,
+        outcome = road::walk(Settings::privileged(), &mut lines) => outcome,
     };
     let report = match outcome {
         Ok(report) => report,

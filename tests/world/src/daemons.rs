@@ -1,11 +1,11 @@
 //! The real daemons in a world: configured, started, killed, started again, looked at.
 
 use std::{
-    ffi::OsStr,
+    ffi::{OsStr, OsString},
     fs,
     io::{Read, Write},
     net::TcpStream,
-    os::unix::process::ExitStatusExt,
+    os::unix::{fs::DirBuilderExt, process::ExitStatusExt},
     path::{Path, PathBuf},
     process::{Child, ExitStatus},
     time::Duration,
@@ -25,15 +25,27 @@ use crate::{World, wait::eventually, wait::eventually_blocking};
 const START_PATIENCE: Duration = Duration::from_secs(30);
 const STOP_PATIENCE: Duration = Duration::from_secs(20);
 
-/// Configuration beside the defaults of a world, by dotted key.
+/// Configuration beside the defaults of a world, by dotted key, and the rights of the daemons.
 #[derive(Debug, Clone)]
-pub struct Settings(Value);
+pub struct Settings {
+    values: Value,
+    rights: Rights,
+}
+
+/// The rights that the daemons are started with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Rights {
+    /// Those of their containers in the chart. The local provider, which needs more, is a process of its own.
+    Chart,
+    /// All of this process's, as with a provider on the node itself.
+    All,
+}
 
 impl Settings {
     /// The local provider, sockets and state in the world's folder, text logs.
     fn of(world: &World) -> Settings {
         let folder = world.folder();
-        Settings(json!({
+        Settings::new(json!({
             "paths": { "run-dir": folder.join("run"), "state-dir": folder.join("state") },
             "log": { "level": std::env::var("PEERPOD_TEST_LOG").unwrap_or_else(|_| "debug".into()) },
             "node": { "cluster-id": world.prefix().trim_end_matches('-') },
@@ -41,19 +53,33 @@ impl Settings {
         }))
     }
 
-    /// No more than the defaults.
+    fn new(values: Value) -> Settings {
+        Settings { values, rights: Rights::Chart }
+    }
+
+    /// No more than the defaults, and the rights of the chart's containers.
     pub fn none() -> Settings {
-        Settings(Value::Object(Map::new()))
+        Settings::new(Value::Object(Map::new()))
+    }
+
+    /// No more than the defaults, and all rights; the local provider is in the node.
+    pub fn privileged() -> Settings {
+        Settings { rights: Rights::All, ..Settings::none() }
+    }
+
+    /// With all rights.
+    pub fn with_all_rights(self) -> Settings {
+        Settings { rights: Rights::All, ..self }
     }
 
     /// A setting that is a text.
     pub fn text(&self, key: &str) -> Option<&str> {
-        key.split('.').try_fold(&self.0, |place, part| place.get(part))?.as_str()
+        key.split('.').try_fold(&self.values, |place, part| place.get(part))?.as_str()
     }
 
     /// Sets one, by its dotted key.
     pub fn set(mut self, key: &str, value: impl Into<Value>) -> Settings {
-        let mut place = &mut self.0;
+        let mut place = &mut self.values;
         for part in key.split('.') {
             if !place.is_object() {
                 *place = Value::Object(Map::new());
@@ -116,8 +142,13 @@ impl LedgerEntry {
 pub struct Daemons {
     world: World,
     config: PathBuf,
+    rights: Rights,
+    /// `tunnel.kind` is not `vxlan`, for which the chart has one volume more.
+    encrypted: bool,
     relay: Option<Child>,
     node: Option<Child>,
+    /// The local provider, where it is a process of its own: the cloud, which daemons do not take along when they end.
+    cloud: Option<Child>,
 }
 
 impl Daemons {
@@ -132,12 +163,18 @@ impl Daemons {
 
     /// Writes the configuration and starts nothing.
     pub fn prepare(world: &World, settings: Settings) -> anyhow::Result<Daemons> {
-        let Settings(mut values) = Settings::of(world);
-        Settings::merge(&mut values, &settings.0);
+        let Settings { mut values, .. } = Settings::of(world);
+        Settings::merge(&mut values, &settings.values);
+        let cloud = match settings.rights {
+            Rights::Chart if values["provider"]["kind"] == "local" => Some(start_cloud(world, &mut values)?),
+            _ => None,
+        };
         // JSON is YAML.
         let config = world.folder().join("peerpod.yaml");
         fs::write(&config, serde_json::to_vec_pretty(&values)?)?;
-        Ok(Daemons { world: world.clone(), config, relay: None, node: None })
+        let encrypted = values["tunnel"]["kind"].as_str().is_some_and(|kind| kind != "vxlan");
+        let (world, rights) = (world.clone(), settings.rights);
+        Ok(Daemons { world, config, rights, encrypted, relay: None, node: None, cloud })
     }
 
     /// `paths.run-dir`.
@@ -225,8 +262,44 @@ impl Daemons {
     }
 
     fn spawn(&self, daemon: &str) -> anyhow::Result<Child> {
-        let arguments = [OsStr::new("--config"), self.config.as_os_str()];
-        self.world.spawn(&binary(&format!("peerpod-{daemon}"))?, &arguments, &self.log(daemon))
+        let program = binary(&format!("peerpod-{daemon}"))?;
+        let log = self.log(daemon);
+        if self.rights == Rights::All {
+            let arguments = [OsStr::new("--config"), self.config.as_os_str()];
+            return self.world.spawn(&program, &arguments, &log);
+        }
+        let mut arguments = vec![OsString::from(daemon)];
+        for (name, path) in self.volumes(daemon)? {
+            let mut volume = OsString::from(format!("{name}="));
+            volume.push(path);
+            arguments.extend(["--volume".into(), volume]);
+        }
+        arguments.extend(["--".into(), program.into(), "--config".into(), self.config.clone().into()]);
+        let arguments: Vec<&OsStr> = arguments.iter().map(OsString::as_os_str).collect();
+        self.world.spawn_in_pid_namespace(&binary("peerpod-test-container")?, &arguments, &log)
+    }
+
+    /// Where this world has the volumes of a daemon's container. The world's folder stands for the configuration, so that
+    /// files that a test's settings name are there.
+    fn volumes(&self, daemon: &str) -> anyhow::Result<Vec<(&'static str, PathBuf)>> {
+        let mut volumes = vec![
+            ("config", self.world.folder().to_owned()),
+            ("run", self.run_dir()),
+            ("state", self.state_dir()),
+        ];
+        if daemon == "node" {
+            volumes.push(("netns", "/run/netns".into()));
+            if self.encrypted {
+                volumes.push(("tun", "/dev/net/tun".into()));
+            }
+        }
+        // The kubelet makes the folders of a host path, for root alone.
+        for (name, path) in &volumes {
+            if !path.exists() {
+                fs::DirBuilder::new().mode(0o755).create(path)?;
+            }
+        }
+        Ok(volumes)
     }
 
     /// SIGKILL, now; returns when it is gone.
@@ -346,12 +419,36 @@ impl Daemons {
 
 impl Drop for Daemons {
     fn drop(&mut self) {
-        for child in [&mut self.node, &mut self.relay].into_iter().flatten() {
+        for child in [&mut self.node, &mut self.relay, &mut self.cloud].into_iter().flatten() {
             // It may have ended before.
             child.kill().ok();
             child.wait().ok();
         }
     }
+}
+
+/// Starts the local provider as a process of its own with all rights, and has the node reach it.
+fn start_cloud(world: &World, values: &mut Value) -> anyhow::Result<Child> {
+    let socket = world.folder().join("cloud.sock");
+    let local = values["provider"].as_object_mut().and_then(|provider| provider.remove("local"));
+    values["provider"]["kind"] = "external".into();
+    values["provider"]["external"]["socket"] = socket.to_string_lossy().into();
+    let state_dir = values["paths"]["state-dir"].as_str().context("paths.state-dir is a text")?;
+    let mut arguments = vec![
+        "--socket".to_owned(),
+        socket.display().to_string(),
+        "--paths.state-dir".to_owned(),
+        state_dir.to_owned(),
+    ];
+    for (key, value) in local.iter().filter_map(Value::as_object).flatten() {
+        let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        arguments.extend([format!("--provider.local.{key}"), value]);
+    }
+    let arguments: Vec<&OsStr> = arguments.iter().map(OsStr::new).collect();
+    let cloud =
+        world.spawn(&binary("peerpod-test-plugin")?, &arguments, &world.folder().join("cloud.log"))?;
+    eventually_blocking("the cloud serves", START_PATIENCE, || socket.exists().then_some(()))?;
+    Ok(cloud)
 }
 
 fn terminate(mut child: Child, name: &str) -> anyhow::Result<ExitStatus> {

@@ -3,7 +3,7 @@
 use std::{
     ffi::OsStr,
     fmt,
-    fs::{self, OpenOptions},
+    fs::{self, File, OpenOptions},
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     os::unix::process::CommandExt,
@@ -18,7 +18,10 @@ use std::{
 };
 
 use anyhow::{Context, ensure};
-use nix::unistd::Uid;
+use nix::{
+    sched::{CloneFlags, setns, unshare},
+    unistd::Uid,
+};
 use peerpod_link::net::netns::Netns;
 
 use crate::{
@@ -188,6 +191,28 @@ impl World {
     pub fn spawn(&self, program: &Path, arguments: &[&OsStr], log: &Path) -> anyhow::Result<Child> {
         let output = OpenOptions::new().create(true).append(true).open(log);
         let output = output.with_context(|| format!("open {}", log.display()))?;
+        self.start(program, arguments, output, false).with_context(|| format!("start {}", program.display()))
+    }
+
+    /// The same in a PID namespace of its own, of which the program is the first process.
+    pub fn spawn_in_pid_namespace(
+        &self,
+        program: &Path,
+        arguments: &[&OsStr],
+        log: &Path,
+    ) -> anyhow::Result<Child> {
+        let output = OpenOptions::new().create(true).append(true).open(log);
+        let output = output.with_context(|| format!("open {}", log.display()))?;
+        self.start(program, arguments, output, true).with_context(|| format!("start {}", program.display()))
+    }
+
+    fn start(
+        &self,
+        program: &Path,
+        arguments: &[&OsStr],
+        output: File,
+        own_pids: bool,
+    ) -> anyhow::Result<Child> {
         // `setpriv` of util-linux does in the child what would need unsafe code here.
         let mut command = Command::new("setpriv");
         command
@@ -197,7 +222,7 @@ impl World {
             .current_dir("/")
             .process_group(0);
         command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);
-        self.0.spawner.spawn(command).with_context(|| format!("start {}", program.display()))
+        self.0.spawner.spawn(command, own_pids)
     }
 
     /// Adds a pod as a CNI would: a namespace with `eth0` (IPv4 and IPv6, default routes, one static route more in each
@@ -302,15 +327,24 @@ impl Spawner {
         Ok(Spawner { jobs: Some(jobs), thread: Some(thread) })
     }
 
-    fn spawn(&self, mut command: Command) -> anyhow::Result<Child> {
+    fn spawn(&self, mut command: Command, own_pids: bool) -> anyhow::Result<Child> {
         let (answer, answered) = mpsc::channel();
         let job: Job = Box::new(move || {
-            // Nobody listens any more: then the child is nobody's and dies with this thread.
-            answer.send(command.spawn()).ok();
+            // Without a receiver the child is dropped, and dies with this thread.
+            answer.send(if own_pids { with_own_pids(&mut command) } else { command.spawn() }).ok();
         });
         self.jobs.as_ref().context("the world is gone")?.send(job).ok().context("the world is gone")?;
         Ok(answered.recv().context("the world is gone")??)
     }
+}
+
+/// The thread's next child gets a PID namespace; further children are the caller's neighbours again.
+fn with_own_pids(command: &mut Command) -> io::Result<Child> {
+    let ours = File::open("/proc/self/ns/pid")?;
+    unshare(CloneFlags::CLONE_NEWPID)?;
+    let child = command.spawn();
+    setns(ours, CloneFlags::CLONE_NEWPID)?;
+    child
 }
 
 impl Drop for Spawner {
