@@ -47,6 +47,13 @@ impl Node {
         Node::begin(world, Settings::none().set("provider.local.volumes-dir", disks), None).await
     }
 
+    /// The same with daemons that have all rights, for volumes whose targets are not in the world's folder.
+    pub async fn privileged() -> Node {
+        let world = World::new().unwrap();
+        let disks = disks(&world);
+        Node::begin(world, Settings::privileged().set("provider.local.volumes-dir", disks), None).await
+    }
+
     /// Of machines that boot: a disk is virtio's.
     pub async fn start_in_machines() -> Node {
         let place = Place::new();

@@ -243,7 +243,7 @@ struct Parties {
 
 impl Parties {
     async fn start(filesystem: &'static str, mebibytes: u64) -> Result<Parties> {
-        let node = Node::start().await;
+        let node = Node::privileged().await;
         let folder = Folder::new("crash")?;
         symlink(node.daemons.run_dir(), folder.path("run"))?;
         symlink(node.daemons.state_dir(), folder.path("state"))?;

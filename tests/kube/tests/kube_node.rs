@@ -35,6 +35,7 @@ async fn shows_what_is_true() {
     a_user_sees_capacity_and_its_pods_vm(&rig).await;
     what_is_refused_is_said_on_the_pod(&rig).await;
     a_vm_that_dies_is_said_on_the_pod(&rig).await;
+    a_take_over_that_fails_is_an_event_of_the_new_relays_pod(&rig).await;
     capacity_that_is_lost_comes_back(&rig).await;
     pods_of_one_name_are_told_apart(&rig).await;
     kills_around_the_create_leave_nothing(&mut rig).await;
@@ -152,6 +153,24 @@ async fn a_vm_that_dies_is_said_on_the_pod(rig: &Rig) {
     rig.exactly(&[]).await;
     stop_in_time(&running.shim, &running.id).await.unwrap();
     rig.delete_pod("dying");
+}
+
+async fn a_take_over_that_fails_is_an_event_of_the_new_relays_pod(rig: &Rig) {
+    let uid = rig.pod("relay");
+    rig.pod("served");
+    let running = rig.run("served").await;
+    // Another state-dir than the running relay's: the records of what it serves are not there.
+    let state_dir = rig.world.folder().join("other-state");
+    let pod = format!("shop/relay/{uid}");
+    let mut relay = rig.second_relay(&state_dir, &pod);
+    let (text, _) = rig.event(&uid, "TakeOverFailed").await;
+    assert!(text.contains("has no record") && text.contains("rollout undo"), "{text}");
+    assert!(!relay.wait().unwrap().success());
+    // The running relay goes on.
+    stop_in_time(&running.shim, &running.id).await.unwrap();
+    rig.daemons.gone(&running.id, LIMIT).await.unwrap();
+    rig.delete_pod("served");
+    rig.delete_pod("relay");
 }
 
 async fn capacity_that_is_lost_comes_back(rig: &Rig) {

@@ -302,7 +302,7 @@ async fn node_works(cluster: &Cluster, who: &Path, secrets: SocketAddr, controll
     let bound = cluster.token(OWN, "peerpod-node", &["peerpod-secrets"], Some(("node-worker-1", &uid))).await;
     std::fs::write(&token, bound.unwrap()).unwrap();
     let text = |path: &PathBuf| path.to_str().unwrap().to_owned();
-    let settings = Settings::none()
+    let settings = Settings::privileged()
         .set("kubernetes.kubeconfig", who.to_str().unwrap())
         .set("cluster.node-name", "worker-1")
         .set("cluster.namespace", OWN)

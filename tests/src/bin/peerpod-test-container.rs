@@ -241,7 +241,8 @@ fn root(container: &Container, volumes: &BTreeMap<String, PathBuf>, program: &Pa
         bind(Path::new("/sys"), &new.join("sys"), false)?;
         bind(Path::new("/dev"), &new.join("dev"), false)?;
     } else {
-        for read_only in ["proc/sys", "proc/sysrq-trigger", "proc/irq", "proc/bus"].map(|part| new.join(part)) {
+        for read_only in ["proc/sys", "proc/sysrq-trigger", "proc/irq", "proc/bus"].map(|part| new.join(part))
+        {
             // A kernel may be built without one.
             if read_only.exists() {
                 bind(&read_only, &read_only, true)?;

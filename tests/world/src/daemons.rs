@@ -13,6 +13,7 @@ use std::{
 
 use anyhow::{Context, bail, ensure};
 use nix::{
+    mount::{MsFlags, mount},
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
@@ -172,6 +173,9 @@ impl Daemons {
         // JSON is YAML.
         let config = world.folder().join("peerpod.yaml");
         fs::write(&config, serde_json::to_vec_pretty(&values)?)?;
+        if settings.rights == Rights::Chart {
+            share_kubelet(&world.folder().join("kubelet"))?;
+        }
         let encrypted = values["tunnel"]["kind"].as_str().is_some_and(|kind| kind != "vxlan");
         let (world, rights) = (world.clone(), settings.rights);
         Ok(Daemons { world, config, rights, encrypted, relay: None, node: None, cloud })
@@ -282,10 +286,13 @@ impl Daemons {
     /// Where this world has the volumes of a daemon's container. The world's folder stands for the configuration, so that
     /// files that a test's settings name are there.
     fn volumes(&self, daemon: &str) -> anyhow::Result<Vec<(&'static str, PathBuf)>> {
+        let folder = self.world.folder();
         let mut volumes = vec![
-            ("config", self.world.folder().to_owned()),
+            ("config", folder.to_owned()),
             ("run", self.run_dir()),
             ("state", self.state_dir()),
+            ("kubelet", folder.join("kubelet")),
+            ("bundles-0", folder.join("bundles")),
         ];
         if daemon == "node" {
             volumes.push(("netns", "/run/netns".into()));
@@ -294,7 +301,7 @@ impl Daemons {
             }
         }
         // The kubelet makes the folders of a host path, for root alone.
-        for (name, path) in &volumes {
+        for (_, path) in &volumes {
             if !path.exists() {
                 fs::DirBuilder::new().mode(0o755).create(path)?;
             }
@@ -425,6 +432,15 @@ impl Drop for Daemons {
             child.wait().ok();
         }
     }
+}
+
+/// Makes the kubelet's folder a shared mount, as it is on a node: containers see volumes that are mounted there later.
+fn share_kubelet(folder: &Path) -> anyhow::Result<()> {
+    fs::create_dir_all(folder)?;
+    let none = None::<&str>;
+    mount(Some(folder), folder, none, MsFlags::MS_BIND, none)
+        .and_then(|()| mount(none, folder, none, MsFlags::MS_SHARED, none))
+        .with_context(|| format!("make {} a shared mount", folder.display()))
 }
 
 /// Starts the local provider as a process of its own with all rights, and has the node reach it.

@@ -327,7 +327,9 @@ impl Libvirtd {
     }
 
     fn here(&self, settings: Settings) -> Settings {
+        // The machine's images and libvirtd's socket are not in the chart's volumes: they are an operator's own.
         settings
+            .with_all_rights()
             .set("provider.kind", "libvirt")
             .set("provider.libvirt.uri", self.uri())
             .set("provider.libvirt.pool", POOL)

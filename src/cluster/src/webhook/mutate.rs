@@ -24,7 +24,7 @@ pub const ACCOUNTED: &str = "kata.peerpods.io/accounted-resources";
 
 /// The annotation with the containers' memory limits: JSON, names to bytes. `peerpod-guest` applies them in the VM.
 /// Container runtimes and Kata's shims pass annotations on that begin so.
-pub const MEMORY_LIMITS: &str = "io.katacontainers.peerpod.memory-limits";
+pub(super) const MEMORY_LIMITS: &str = "io.katacontainers.peerpod.memory-limits";
 
 const VCPUS: &str = "io.katacontainers.config.hypervisor.default_vcpus";
 const MEMORY: &str = "io.katacontainers.config.hypervisor.default_memory";

@@ -116,6 +116,7 @@ impl World {
             max_handshakes: 64,
             max_handshakes_per_address: 32,
             waits_when_replaced: false,
+            pod: None,
         };
         let mut world = World { base, ca: Ca::new(), config, relay: None, listen: any };
         world.start().await;

@@ -87,7 +87,9 @@ impl Rig {
         // The node's loopback is not ours: the API server is found there all the same.
         let server = SocketAddr::from(([127, 0, 0, 1], cluster.port()));
         let proxy = Proxy::to_outside(world.node(), cluster.port(), server).unwrap();
+        // A kubeconfig stands for the service account's token, which is not in the world's folder.
         let settings = settings
+            .with_all_rights()
             .set("kubernetes.kubeconfig", kubeconfig.to_str().unwrap())
             .set("cluster.node-name", NODE)
             .set("cluster.namespace", OWN)
@@ -128,6 +130,20 @@ impl Rig {
             OsStr::new(pod_uid),
         ];
         self.world.spawn(&binary("peerpod-node").unwrap(), &arguments, &self.daemons.log("node")).unwrap()
+    }
+
+    /// One more relay beside, with another state-dir.
+    pub(crate) fn second_relay(&self, state_dir: &Path, pod: &str) -> Child {
+        let config = self.daemons.config();
+        let arguments = [
+            OsStr::new("--config"),
+            config.as_os_str(),
+            OsStr::new("--paths.state-dir"),
+            state_dir.as_os_str(),
+            OsStr::new("--relay.pod"),
+            OsStr::new(pod),
+        ];
+        self.world.spawn(&binary("peerpod-relay").unwrap(), &arguments, &self.daemons.log("relay")).unwrap()
     }
 
     /// `kubectl apply`.
