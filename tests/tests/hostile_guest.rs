@@ -25,7 +25,6 @@ use peerpod_proto::ttrpc_frame;
 use peerpod_tests::{CONTAINER, PATIENCE, Sandbox, fresh_id, resident, sample};
 use peerpod_world::{Daemons, Settings, World, eventually};
 use protobuf::Message;
-use serde_json::Value;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpStream, UnixStream},
@@ -39,9 +38,7 @@ const MOST: u32 = 4 << 20;
 
 /// The next VMs sleep until their test is over: their guests are played here.
 async fn let_vms_sleep(daemons: &mut Daemons) {
-    let mut config: Value = serde_json::from_slice(&fs::read(daemons.config()).unwrap()).unwrap();
-    config["provider"]["local"]["boot-delay"] = "60s".into();
-    fs::write(daemons.config(), config.to_string()).unwrap();
+    daemons.set_of_cloud("boot-delay", "60s").unwrap();
     daemons.kill_node().unwrap();
     daemons.start_node().unwrap();
     daemons.ready().await.unwrap();

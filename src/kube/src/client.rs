@@ -178,7 +178,8 @@ mod tests {
         assert_eq!(text.matches("Connection refused").count(), 1, "{text}");
         // As the runtime hands it on.
         let watched = kube::runtime::watcher(pods, kube::runtime::watcher::Config::default());
-        let error = futures_util::StreamExt::next(&mut std::pin::pin!(watched)).await.unwrap().unwrap_err();
+        let errors = futures_util::StreamExt::filter_map(watched, |event| std::future::ready(event.err()));
+        let error = futures_util::StreamExt::next(&mut std::pin::pin!(errors)).await.unwrap();
         assert!(explain(&error).starts_with(&format!("the API server at http://{closed}/: ")), "{error}");
         assert!(error.to_string().contains("Connection refused"), "shown by its own text, too: {error}");
     }

@@ -35,6 +35,9 @@ fn ready(id: &str) -> PathBuf {
     Path::new("/run").join(format!("peerpod-test-agent-{id}.ready"))
 }
 
+/// The processes of a container that was taken out, and its cgroup.
+type Removed = (Vec<Arc<Process>>, Option<Arc<Cgroup>>);
+
 /// A container's own process, before and after StartContainer.
 enum First {
     Created(Box<Specification>),
@@ -162,7 +165,7 @@ impl Containers {
 
     /// Takes a container out and ends all its processes; answers them, to be waited for, and its cgroup, to be kept until
     /// then.
-    pub(crate) fn remove(&self, id: &str) -> ttrpc::Result<(Vec<Arc<Process>>, Option<Arc<Cgroup>>)> {
+    pub(crate) fn remove(&self, id: &str) -> ttrpc::Result<Removed> {
         let container = self.lock().remove(id).ok_or_else(error::no_container)?;
         let mut processes: Vec<_> = container.execs.into_values().collect();
         if let First::Started(first) = container.first {

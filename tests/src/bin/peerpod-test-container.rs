@@ -15,6 +15,7 @@ use std::{
     fs,
     os::unix::{ffi::OsStrExt, fs::symlink},
     path::{Path, PathBuf},
+    sync::LazyLock,
 };
 
 use anyhow::{Context, bail, ensure};
@@ -38,13 +39,13 @@ const MANIFESTS: [&str; 2] = ["../deploy/kustomize/base/peerpod.yaml", "../deplo
 /// The chart has this volume with `tunnel.kind` other than `vxlan`, so it is not in what is rendered with the defaults.
 const TUN: &str = "tun";
 const TEMPLATE: &str = "../deploy/chart/templates/_daemonsets.tpl";
-static TUN_MOUNT: VolumeMount = VolumeMount {
-    name: String::new(),
+static TUN_MOUNT: LazyLock<VolumeMount> = LazyLock::new(|| VolumeMount {
+    name: TUN.to_owned(),
     mount_path: PathBuf::new(),
     read_only: false,
     mount_propagation: None,
     _sub_path: None,
-};
+});
 /// Device files of every container (OCI runtime specification, "Default Devices").
 const DEVICES: [&str; 6] = ["null", "zero", "full", "random", "urandom", "tty"];
 /// Folders of the machine that stand for the image: a test's programs are linked with the machine's C library.
@@ -139,7 +140,9 @@ fn main() -> anyhow::Result<()> {
         !pod.host_pid && std::process::id() == 1,
         "the container has its own PID namespace: be its pid 1"
     );
-    ensure!(own.run_as_user.or(pod.security_context.run_as_user) == Some(0), "only root is supported here");
+    let user = own.run_as_user.or(pod.security_context.run_as_user);
+    let group = own.run_as_group.or(pod.security_context.run_as_group);
+    ensure!((user, group) == (Some(0), Some(0)), "only root is supported here");
     let mut namespaces = CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWUTS | CloneFlags::CLONE_NEWCGROUP;
     namespaces.set(CloneFlags::CLONE_NEWIPC, !pod.host_ipc);
     unshare(namespaces).context("make the container's namespaces")?;
@@ -287,7 +290,7 @@ fn volumes_of<'a>(
     volumes: &'a BTreeMap<String, PathBuf>,
 ) -> anyhow::Result<Vec<(&'a VolumeMount, &'a Path)>> {
     let mounts = &container.volume_mounts;
-    for name in volumes.keys() {
+    for name in volumes.keys().filter(|name| *name != TUN) {
         ensure!(
             mounts.iter().any(|mount| mount.name == *name),
             "the chart gives the container no volume {name}"
@@ -304,7 +307,7 @@ fn volumes_of<'a>(
     if let Some(path) = volumes.get(TUN) {
         let template = Path::new(env!("CARGO_MANIFEST_DIR")).join(TEMPLATE);
         ensure!(fs::read_to_string(template)?.contains("- name: tun\n"), "the chart has no volume {TUN}");
-        placed.push((&TUN_MOUNT, path.as_path()));
+        placed.push((&*TUN_MOUNT, path.as_path()));
     }
     placed.sort_by_key(|(_, path)| path.components().count());
     Ok(placed)

@@ -148,8 +148,8 @@ pub struct Daemons {
     encrypted: bool,
     relay: Option<Child>,
     node: Option<Child>,
-    /// The local provider, where it is a process of its own: the cloud, which daemons do not take along when they end.
-    cloud: Option<Child>,
+    /// The local provider, where it is a process of its own: the daemons do not take it along when they end.
+    cloud: Option<Cloud>,
 }
 
 impl Daemons {
@@ -167,7 +167,7 @@ impl Daemons {
         let Settings { mut values, .. } = Settings::of(world);
         Settings::merge(&mut values, &settings.values);
         let cloud = match settings.rights {
-            Rights::Chart if values["provider"]["kind"] == "local" => Some(start_cloud(world, &mut values)?),
+            Rights::Chart if values["provider"]["kind"] == "local" => Some(Cloud::start(world, &mut values)?),
             _ => None,
         };
         // JSON is YAML.
@@ -179,6 +179,16 @@ impl Daemons {
         let encrypted = values["tunnel"]["kind"].as_str().is_some_and(|kind| kind != "vxlan");
         let (world, rights) = (world.clone(), settings.rights);
         Ok(Daemons { world, config, rights, encrypted, relay: None, node: None, cloud })
+    }
+
+    /// Starts the local provider again, with one setting (`provider.local.<key>`) changed. Its VMs stay.
+    pub fn set_of_cloud(&mut self, key: &str, value: &str) -> anyhow::Result<()> {
+        let cloud = self.cloud.as_mut().context("the local provider is no process of its own")?;
+        cloud.process.kill()?;
+        cloud.process.wait()?;
+        cloud.settings.insert(key.to_owned(), value.into());
+        cloud.process = Cloud::spawn(&self.world, &cloud.settings)?;
+        Ok(())
     }
 
     /// `paths.run-dir`.
@@ -426,7 +436,8 @@ impl Daemons {
 
 impl Drop for Daemons {
     fn drop(&mut self) {
-        for child in [&mut self.node, &mut self.relay, &mut self.cloud].into_iter().flatten() {
+        let cloud = self.cloud.as_mut().map(|cloud| &mut cloud.process);
+        for child in [self.node.as_mut(), self.relay.as_mut(), cloud].into_iter().flatten() {
             // It may have ended before.
             child.kill().ok();
             child.wait().ok();
@@ -443,28 +454,54 @@ fn share_kubelet(folder: &Path) -> anyhow::Result<()> {
         .with_context(|| format!("make {} a shared mount", folder.display()))
 }
 
-/// Starts the local provider as a process of its own with all rights, and has the node reach it.
-fn start_cloud(world: &World, values: &mut Value) -> anyhow::Result<Child> {
-    let socket = world.folder().join("cloud.sock");
-    let local = values["provider"].as_object_mut().and_then(|provider| provider.remove("local"));
-    values["provider"]["kind"] = "external".into();
-    values["provider"]["external"]["socket"] = socket.to_string_lossy().into();
-    let state_dir = values["paths"]["state-dir"].as_str().context("paths.state-dir is a text")?;
-    let mut arguments = vec![
-        "--socket".to_owned(),
-        socket.display().to_string(),
-        "--paths.state-dir".to_owned(),
-        state_dir.to_owned(),
-    ];
-    for (key, value) in local.iter().filter_map(Value::as_object).flatten() {
-        let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-        arguments.extend([format!("--provider.local.{key}"), value]);
+/// The local provider as a process of its own with all rights.
+struct Cloud {
+    /// `provider.local.*`.
+    settings: Map<String, Value>,
+    process: Child,
+}
+
+impl Cloud {
+    /// Starts it with the settings in `values`, and has the node reach it.
+    fn start(world: &World, values: &mut Value) -> anyhow::Result<Cloud> {
+        let local = values["provider"].as_object_mut().and_then(|provider| provider.remove("local"));
+        values["provider"]["kind"] = "external".into();
+        values["provider"]["external"]["socket"] = Cloud::socket(world).to_string_lossy().into();
+        let settings = local.and_then(|local| local.as_object().cloned()).unwrap_or_default();
+        let process = Cloud::spawn(world, &settings)?;
+        Ok(Cloud { settings, process })
     }
-    let arguments: Vec<&OsStr> = arguments.iter().map(OsStr::new).collect();
-    let cloud =
-        world.spawn(&binary("peerpod-test-plugin")?, &arguments, &world.folder().join("cloud.log"))?;
-    eventually_blocking("the cloud serves", START_PATIENCE, || socket.exists().then_some(()))?;
-    Ok(cloud)
+
+    fn socket(world: &World) -> PathBuf {
+        world.folder().join("cloud.sock")
+    }
+
+    fn spawn(world: &World, settings: &Map<String, Value>) -> anyhow::Result<Child> {
+        let socket = Cloud::socket(world);
+        // One of before is gone; its socket is not.
+        fs::remove_file(&socket).ok();
+        let state_dir = world.folder().join("state");
+        let mut arguments: Vec<OsString> =
+            vec!["--socket".into(), socket.clone().into(), "--paths.state-dir".into(), state_dir.into()];
+        for (key, value) in settings {
+            let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            arguments.extend([format!("--provider.local.{key}").into(), value.into()]);
+        }
+        let arguments: Vec<&OsStr> = arguments.iter().map(OsString::as_os_str).collect();
+        let log = world.folder().join("cloud.log");
+        let mut process = world.spawn(&binary("peerpod-test-plugin")?, &arguments, &log)?;
+        let serves = eventually_blocking("the local provider serves", START_PATIENCE, || {
+            let ended = process.try_wait().ok().flatten();
+            ended.map(|status| Err(explain(status))).or_else(|| socket.exists().then_some(Ok(())))
+        });
+        match serves {
+            Ok(Ok(())) => Ok(process),
+            Ok(Err(how)) => {
+                bail!("the local provider ended: {how}\n{}", fs::read_to_string(&log).unwrap_or_default())
+            }
+            Err(error) => Err(error),
+        }
+    }
 }
 
 fn terminate(mut child: Child, name: &str) -> anyhow::Result<ExitStatus> {

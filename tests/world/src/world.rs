@@ -339,6 +339,10 @@ impl Spawner {
 }
 
 /// The thread's next child gets a PID namespace; further children are the caller's neighbours again.
+#[expect(
+    clippy::disallowed_methods,
+    reason = "back to the PID namespace of this very process, for children alone"
+)]
 fn with_own_pids(command: &mut Command) -> io::Result<Child> {
     let ours = File::open("/proc/self/ns/pid")?;
     unshare(CloneFlags::CLONE_NEWPID)?;
