@@ -125,7 +125,8 @@ async fn traffic_goes_on_while_the_node_is_dead_and_comes_back_after_the_relay_w
 #[tokio::test(flavor = "multi_thread")]
 async fn what_somebody_deletes_of_the_tunnel_is_there_again_without_a_restart() {
     let world = World::new().unwrap();
-    let mut daemons = Daemons::start(&world, encrypted()).await.unwrap();
+    // The name of the tunnel's namespace is a mount, which a container keeps to itself.
+    let mut daemons = Daemons::start(&world, encrypted().with_all_rights()).await.unwrap();
     let other = world.pod().unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "mended").await.unwrap();
     reachable(other.namespace(), &sandbox, PATIENCE);

@@ -444,7 +444,8 @@ async fn without_room_for_the_intent_nothing_is_begun() {
         assert!(done.success(), "{program} {arguments:?}");
     };
     mount("mount", &["-t", "tmpfs", "-o", "size=2m,mode=0700", "none"], &state);
-    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    // What is mounted below a volume later does not reach a container.
+    let daemons = Daemons::start(&world, Settings::privileged()).await.unwrap();
     let pod = world.pod().unwrap();
     let shim = daemons.shim().await.unwrap();
     let before = Sight::of(&world, &[pod.namespace()], &daemons).unwrap();
