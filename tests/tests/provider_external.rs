@@ -161,7 +161,8 @@ async fn a_pod_gets_its_vm_from_a_program_of_its_own_and_survives_that_programs_
         "--paths.state-dir".to_owned(),
         vms.display().to_string(),
     ];
-    let settings = Settings::none()
+    // This provider makes its VMs on the node itself, which needs all rights.
+    let settings = Settings::privileged()
         .set("provider.kind", "external")
         .set("provider.external.command", command.to_vec())
         .set("provider.external.health-every", "200ms");

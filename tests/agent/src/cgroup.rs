@@ -9,6 +9,13 @@ use std::{
 /// Where the VM has its cgroups.
 const ROOT: &str = "/sys/fs/cgroup";
 
+impl Cgroup {
+    /// Whether the VM has cgroups; one out of namespaces has none, and its containers have no limit.
+    pub(crate) fn are_there() -> bool {
+        Path::new(ROOT).join("cgroup.subtree_control").exists()
+    }
+}
+
 /// The cgroup of a container with a memory limit.
 pub(crate) struct Cgroup {
     folder: PathBuf,

@@ -78,7 +78,8 @@ impl Containers {
         if containers.contains_key(&request.container_id) {
             return Err(error::errno(Errno::EEXIST));
         }
-        let cgroup = (limit > 0).then(|| Cgroup::new(&request.container_id, limit)).transpose();
+        let cgroup =
+            (limit > 0 && Cgroup::are_there()).then(|| Cgroup::new(&request.container_id, limit)).transpose();
         let cgroup = cgroup.map_err(error::io)?.map(Arc::new);
         let container = Container { netns, rootfs, binds, cgroup, first, execs: HashMap::new() };
         containers.insert(request.container_id, container);

@@ -472,9 +472,10 @@ async fn away_in_the_middle(rig: &mut Rig, kill: bool) {
     there.sort();
     known.sort();
     assert_eq!(there, known, "no VM too many, none too few");
-    wait_for("no warning any more", LIMIT, async || Ok(rig.readyz()["warnings"].is_null().then_some(())))
+    let warned = || rig.readyz()["warnings"]["api-server"].clone();
+    wait_for("no warning of the API server any more", LIMIT, async || Ok(warned().is_null().then_some(())))
         .await
-        .unwrap();
+        .unwrap_or_else(|error| panic!("{error}: {}", rig.readyz()));
     for running in new {
         rig.stop(running).await;
     }

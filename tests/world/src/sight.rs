@@ -133,6 +133,10 @@ impl Sight {
         for line in fs::read_to_string("/proc/self/mountinfo")?.lines() {
             if line.contains(&folder) || line.contains(world.prefix()) {
                 let point = line.split(' ').nth(4).unwrap_or_default();
+                // The world's own, as a node's is shared.
+                if point == format!("{folder}/kubelet") {
+                    continue;
+                }
                 self.lines.insert(format!("mount {point}"));
             }
         }
