@@ -10,9 +10,11 @@ use std::{
 const ROOT: &str = "/sys/fs/cgroup";
 
 impl Cgroup {
-    /// Whether the VM has cgroups; one out of namespaces has none, and its containers have no limit.
+    /// Whether the VM's cgroups (version 2) can limit memory. Those of a VM out of namespaces cannot where the machine has
+    /// that controller in version 1; containers have no limit there.
     pub(crate) fn are_there() -> bool {
-        Path::new(ROOT).join("cgroup.subtree_control").exists()
+        let controllers = fs::read_to_string(Path::new(ROOT).join("cgroup.controllers")).unwrap_or_default();
+        controllers.split_whitespace().any(|controller| controller == "memory")
     }
 }
 
