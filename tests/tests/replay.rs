@@ -18,14 +18,14 @@ use serde_json::Value;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{UnixStream, unix::OwnedWriteHalf},
-    sync::watch,
+    sync::{Mutex, watch},
 };
 
 type Answers = BTreeMap<u32, Response>;
 
 /// One connection of the shim's: requests go out as they are, answers are collected by stream.
 struct Connection {
-    write: OwnedWriteHalf,
+    write: Arc<Mutex<OwnedWriteHalf>>,
     answers: watch::Receiver<Arc<Answers>>,
 }
 
@@ -44,15 +44,30 @@ impl Connection {
                     .send_modify(|answers| assert!(Arc::make_mut(answers).insert(stream, answer).is_none()));
             }
         });
-        Connection { write, answers }
+        Connection { write: Arc::new(Mutex::new(write)), answers }
     }
 
-    async fn send(&mut self, stream: u32, payload: &[u8]) {
+    /// Sends a request, after the answer to the stream `after`.
+    fn send_after(&self, after: u32, stream: u32, payload: &[u8]) {
+        let (mut answers, write, payload) = (self.answers.clone(), self.write.clone(), payload.to_vec());
+        tokio::spawn(async move {
+            if answers.wait_for(|answers| answers.contains_key(&after)).await.is_ok() {
+                Connection::write(&write, stream, &payload).await;
+            }
+        });
+    }
+
+    async fn send(&self, stream: u32, payload: &[u8]) {
+        Connection::write(&self.write, stream, payload).await;
+    }
+
+    async fn write(write: &Mutex<OwnedWriteHalf>, stream: u32, payload: &[u8]) {
         let mut frame = u32::try_from(payload.len()).unwrap().to_be_bytes().to_vec();
         frame.extend(stream.to_be_bytes());
         frame.extend([1, 0]);
         frame.extend(payload);
-        self.write.write_all(&frame).await.unwrap();
+        // The shim still writes after StopVM, when the connection may be closed. A lost request is missed by its answer.
+        write.lock().await.write_all(&frame).await.ok();
     }
 
     /// Waits until the other side closed it.
@@ -69,12 +84,18 @@ impl Connection {
 }
 
 /// What each process wrote, by container, exec and stream.
-type Outputs = BTreeMap<(String, String, String), Vec<u8>>;
+type Outputs = BTreeMap<Output, Vec<u8>>;
+type Output = (String, String, String);
 
-fn add_output(outputs: &mut Outputs, method: &str, request: &Request, response: &Response) {
-    let asked = ReadStreamRequest::parse_from_bytes(&request.payload).unwrap();
-    let data = ReadStreamResponse::parse_from_bytes(&response.payload).unwrap().data;
-    outputs.entry((asked.container_id, asked.exec_id, method.into())).or_default().extend(data);
+/// The output that a request reads.
+fn output_of(request: &Request) -> Option<Output> {
+    let reads = matches!(request.method.as_str(), "ReadStdout" | "ReadStderr");
+    let asked = reads.then(|| ReadStreamRequest::parse_from_bytes(&request.payload).unwrap())?;
+    Some((asked.container_id, asked.exec_id, request.method.clone()))
+}
+
+fn data_of(response: &Response) -> Vec<u8> {
+    ReadStreamResponse::parse_from_bytes(&response.payload).unwrap().data
 }
 
 /// What a recording needs around it.
@@ -109,7 +130,8 @@ async fn replay(name: &str, scene: Scene) {
     let mut hypervisor = Connection::open(&daemons.hypervisor_socket()).await;
     let mut agent: Option<(Connection, UnixStream)> = None;
     let mut socket = String::new();
-    let (mut requests, mut recorded, mut seen) = (BTreeMap::new(), Outputs::new(), Outputs::new());
+    let (mut requests, mut reads) = (BTreeMap::new(), BTreeMap::<Output, u32>::new());
+    let (mut recorded, mut seen) = (Outputs::new(), Outputs::new());
     for line in &lines {
         let on_agent = line["sock"] == "agent";
         let Some(payload) = line["payload_b64"].as_str() else {
@@ -144,14 +166,23 @@ async fn replay(name: &str, scene: Scene) {
                 .unwrap();
             }
             let payload = if method == "CreateVM" { here(&payload, &pod) } else { payload };
-            requests.insert((on_agent, stream), Request::parse_from_bytes(&payload).unwrap());
-            connection.send(stream, &payload).await;
+            let request = Request::parse_from_bytes(&payload).unwrap();
+            // Like the shim: one read of an output at a time. The agent answers two reads in either order.
+            match output_of(&request).and_then(|output| reads.insert(output, stream)) {
+                Some(before) => connection.send_after(before, stream, &payload),
+                None => connection.send(stream, &payload).await,
+            }
+            requests.insert((on_agent, stream), request);
             continue;
         }
         let expected = Response::parse_from_bytes(&payload).unwrap();
-        if matches!(method, "ReadStdout" | "ReadStderr") {
-            // How output falls into pieces is chance: collected here, compared at the end.
-            add_output(&mut recorded, method, &requests[&(on_agent, stream)], &expected);
+        if let Some(output) = output_of(&requests[&(on_agent, stream)]) {
+            // How output falls into pieces is chance: collected here, compared at the end. The first piece comes as early
+            // as in the recording.
+            if !recorded.contains_key(&output) {
+                connection.answer(stream, &what).await;
+            }
+            recorded.entry(output).or_default().extend(data_of(&expected));
             continue;
         }
         let answer = connection.answer(stream, &what).await;
@@ -180,9 +211,8 @@ async fn replay(name: &str, scene: Scene) {
     assert_eq!(refused, unknown_volumes, "{name}");
     if let Some((connection, mut silent)) = agent {
         for (stream, answer) in connection.answers.borrow().iter() {
-            let request = &requests[&(true, *stream)];
-            if matches!(request.method.as_str(), "ReadStdout" | "ReadStderr") {
-                add_output(&mut seen, &request.method, request, answer);
+            if let Some(output) = output_of(&requests[&(true, *stream)]) {
+                seen.entry(output).or_default().extend(data_of(answer));
             }
         }
         assert!(!recorded.is_empty());
