@@ -47,13 +47,6 @@ impl Node {
         Node::begin(world, Settings::none().set("provider.local.volumes-dir", disks), None).await
     }
 
-    /// The same with daemons that have all rights, for volumes whose targets are not in the world's folder.
-    pub async fn privileged() -> Node {
-        let world = World::new().unwrap();
-        let disks = disks(&world);
-        Node::begin(world, Settings::privileged().set("provider.local.volumes-dir", disks), None).await
-    }
-
     /// Of machines that boot: a disk is virtio's.
     pub async fn start_in_machines() -> Node {
         let place = Place::new();
@@ -65,6 +58,11 @@ impl Node {
         let daemons = Daemons::start(&world, settings).await.unwrap();
         let records = Records::new(world.folder().join("state/volumes"));
         Node { world, daemons, records, machines }
+    }
+
+    /// The kubelet's folder.
+    pub fn kubelet(&self) -> PathBuf {
+        self.world.folder().join("kubelet")
     }
 
     /// An empty disk.
@@ -85,8 +83,7 @@ impl Node {
 
     fn publish(&self, pod: &str, uid: &str, volume: Volume) -> Record {
         let id = VolumeId::of("test.driver", &volume.handle);
-        let target_path =
-            self.world.folder().join("kubelet/pods").join(uid).join(&volume.handle).join("mount");
+        let target_path = self.kubelet().join("pods").join(uid).join(&volume.handle).join("mount");
         let marker = format!("{id}{id}");
         if volume.mode != Mode::Block {
             fs::create_dir_all(&target_path).unwrap();

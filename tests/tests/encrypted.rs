@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
 use std::{
+    path::PathBuf,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -11,7 +12,7 @@ use std::{
 };
 
 use peerpod_client::Annotations;
-use peerpod_link::net::netns::{self, Netns, NetnsId};
+use peerpod_link::net::netns::{Netns, NetnsId};
 use peerpod_tests::{PATIENCE, Sandbox, fresh_id, long, stop_in_time, vm};
 use peerpod_world::{Daemons, Namespace, Settings, World, eventually, ping::ping, road, spy::Spy};
 
@@ -122,17 +123,21 @@ async fn traffic_goes_on_while_the_node_is_dead_and_comes_back_after_the_relay_w
     reachable(other.namespace(), &sandbox, PATIENCE);
 }
 
+/// The tunnel's private namespace by its name in the node's container.
+fn tunnel_netns(daemons: &Daemons) -> PathBuf {
+    let path = daemons.run_dir().join("wireguard.netns");
+    PathBuf::from(format!("/proc/{}/root{}", daemons.node_pid().unwrap(), path.display()))
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn what_somebody_deletes_of_the_tunnel_is_there_again_without_a_restart() {
     let world = World::new().unwrap();
-    // The name of the tunnel's namespace is a mount, which a container keeps to itself.
-    let mut daemons = Daemons::start(&world, encrypted().with_all_rights()).await.unwrap();
+    let mut daemons = Daemons::start(&world, encrypted()).await.unwrap();
     let other = world.pod().unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "mended").await.unwrap();
     reachable(other.namespace(), &sandbox, PATIENCE);
 
-    let name = daemons.run_dir().join("wireguard.netns");
-    let inside = Netns::open(&name).unwrap();
+    let inside = Netns::open(tunnel_netns(&daemons)).unwrap();
     let delete = || std::process::Command::new("ip").args(["link", "del", "pp-wg0"]).status();
     assert!(inside.run(delete).unwrap().unwrap().success());
     let since = Instant::now();
@@ -141,21 +146,27 @@ async fn what_somebody_deletes_of_the_tunnel_is_there_again_without_a_restart() 
     assert_eq!(counted(&daemons, "failures_total"), 1.0);
     assert_eq!(counted(&daemons, "running"), 1.0);
 
-    // The name of the namespace, which the next node must find.
-    netns::delete_named(&name).unwrap();
+    // The name of the namespace, a mount of the node's container.
+    let node = daemons.node_pid().unwrap();
+    let unmount = ["--mount", "--pid", "--target", &node.to_string(), "umount", "--lazy"];
+    let path = daemons.run_dir().join("wireguard.netns");
+    assert!(std::process::Command::new("nsenter").args(unmount).arg(path).status().unwrap().success());
     eventually("it has its name again", PATIENCE, async || {
-        (NetnsId::of(&name) == Some(inside.id())).then_some(())
+        (NetnsId::of(&tunnel_netns(&daemons)) == Some(inside.id())).then_some(())
     })
     .await
     .unwrap();
+    // The next node's container has no such mount. The relay knows the namespace.
+    let id = inside.id();
     drop(inside);
     daemons.kill_node().unwrap();
     daemons.start_node().unwrap();
     daemons.ready().await.unwrap();
+    assert_eq!(NetnsId::of(&tunnel_netns(&daemons)), Some(id), "{}", daemons.log_tails());
     reachable(other.namespace(), &sandbox, PATIENCE);
 
     // By a node that did not open the device itself, and has to get the port back from the relay.
-    let inside = Netns::open(&name).unwrap();
+    let inside = Netns::open(tunnel_netns(&daemons)).unwrap();
     assert!(inside.run(delete).unwrap().unwrap().success());
     drop(inside);
     reachable(other.namespace(), &sandbox, PATIENCE);

@@ -48,7 +48,7 @@ impl Node {
         // In the node's network namespace, so that it finds its cloud.
         let listener = world.node().run(|| TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).unwrap().unwrap();
         let cloud = Cloud::behind(Proxy::start_on(listener).await.unwrap()).await;
-        let mut settings = Settings::privileged()
+        let mut settings = Settings::none()
             .set("provider.kind", "aws")
             .set("node.relay-addresses", vec!["192.0.2.1:15151"])
             .set("node.boot-timeout", "20m")

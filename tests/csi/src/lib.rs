@@ -15,6 +15,7 @@ use std::{
 };
 
 use anyhow::{Result, bail, ensure};
+use peerpod_world::{Container, share};
 
 use crate::process::Process;
 
@@ -53,8 +54,15 @@ pub fn eventually(what: &str, mut so: impl FnMut() -> bool) -> Result<()> {
     Ok(())
 }
 
+/// The folder of the sockets in a test's folder.
+const SOCKETS: &str = "csi";
+
 /// A folder of one test, gone with it; nothing stays mounted in it, nor a loop device of its files.
-pub struct Folder(PathBuf);
+pub struct Folder {
+    root: PathBuf,
+    /// Folders of the machine that the node role's container has, too.
+    extra: Vec<PathBuf>,
+}
 
 impl Folder {
     /// A new one.
@@ -67,27 +75,57 @@ impl Folder {
         // Short: sockets are in it.
         let path = std::env::temp_dir().join(format!("pp-{name}-{}-{number}", std::process::id()));
         std::fs::create_dir(&path)?;
-        Ok(Folder(path))
+        std::fs::create_dir(path.join(SOCKETS))?;
+        Ok(Folder { root: path, extra: Vec::new() })
     }
 
     /// Something in it.
     pub fn path(&self, name: &str) -> PathBuf {
-        self.0.join(name)
+        self.root.join(name)
+    }
+
+    /// The socket of a program.
+    pub fn socket(&self, name: &str) -> PathBuf {
+        self.root.join(SOCKETS).join(name).with_extension("sock")
+    }
+
+    /// Adds a folder to those that the node role's container has.
+    pub fn add_volume(&mut self, path: &Path) {
+        self.extra.push(path.to_owned());
     }
 
     /// Itself.
     pub fn root(&self) -> &Path {
-        &self.0
+        &self.root
     }
 
-    /// What is mounted in it.
+    /// The mounts in it and in the kubelet's folder, which is a mount itself and not among them.
     ///
     /// # Errors
     /// The kernel's list cannot be read.
     pub fn mounts(&self) -> Result<Vec<PathBuf>> {
-        let list = std::fs::read_to_string("/proc/self/mountinfo")?;
-        let points = list.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
-        Ok(points.filter(|point| point.starts_with(&self.0)).collect())
+        let kubelet = self.path("kubelet");
+        let kubelet = kubelet.canonicalize().unwrap_or(kubelet);
+        let inside = |point: &PathBuf| point.starts_with(&self.root) || point.starts_with(&kubelet);
+        Ok(mounts()?.into_iter().filter(|point| inside(point) && *point != kubelet).collect())
+    }
+
+    /// A folder in it, which a test of several programs has elsewhere.
+    fn real(&self, name: &str) -> Result<PathBuf> {
+        std::fs::create_dir_all(self.path(name))?;
+        Ok(self.path(name).canonicalize()?)
+    }
+
+    /// The node role's container in the chart's component for CSI drivers, with its volumes in this folder.
+    fn container(&self) -> Result<Container> {
+        let mut volumes = vec![("socket-dir", self.root.join(SOCKETS)), ("peerpod-dev", "/dev".into())];
+        for (volume, name) in
+            [("peerpod-kubelet", "kubelet"), ("peerpod-state", "state"), ("peerpod-run", "run")]
+        {
+            volumes.push((volume, self.real(name)?));
+        }
+        share(&volumes[2].1)?;
+        Ok(Container { name: "peerpod-csi", volumes, extra: self.extra.clone() })
     }
 
     /// The loop devices of files in it.
@@ -100,14 +138,21 @@ impl Folder {
         ensure!(listed.status.success(), "losetup: {}", String::from_utf8_lossy(&listed.stderr));
         let listed = String::from_utf8_lossy(&listed.stdout);
         let pairs = listed.lines().filter_map(|line| line.split_once(' '));
-        let ours = pairs.filter(|(_, file)| Path::new(file.trim()).starts_with(&self.0));
+        let ours = pairs.filter(|(_, file)| Path::new(file.trim()).starts_with(&self.root));
         Ok(ours.map(|(device, _)| PathBuf::from(device)).collect())
     }
 }
 
+/// All mounts of this process's mount namespace, oldest first.
+fn mounts() -> Result<Vec<PathBuf>> {
+    let list = std::fs::read_to_string("/proc/self/mountinfo")?;
+    Ok(list.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from).collect())
+}
+
 impl Drop for Folder {
     fn drop(&mut self) {
-        for point in self.mounts().unwrap_or_default() {
+        let inside = |point: &PathBuf| point.starts_with(&self.root);
+        for point in mounts().unwrap_or_default().into_iter().filter(inside).rev() {
             // What stays mounted stays visible, too: the folder cannot be removed then.
             nix::mount::umount(&point).ok();
         }
@@ -115,7 +160,7 @@ impl Drop for Folder {
             Command::new("losetup").arg("--detach").arg(device).status().ok();
         }
         if !std::thread::panicking() {
-            drop(std::fs::remove_dir_all(&self.0));
+            drop(std::fs::remove_dir_all(&self.root));
         }
     }
 }
@@ -134,7 +179,7 @@ impl Driver {
     /// # Errors
     /// It does not come up.
     pub fn start(folder: &Folder, flags: &[&str]) -> Result<Driver> {
-        let socket = folder.path("driver.sock");
+        let socket = folder.socket("driver");
         drop(std::fs::remove_file(&socket));
         let mut words = vec![
             format!("--endpoint={}", socket.display()),
@@ -161,18 +206,22 @@ impl Wrapper {
     /// # Errors
     /// It does not come up.
     pub fn start(role: &'static str, folder: &Folder, flags: &[&str]) -> Result<Wrapper> {
-        let socket = folder.path(&format!("{role}.sock"));
+        let socket = folder.socket(role);
         drop(std::fs::remove_file(&socket));
         let mut words = vec![
             role.to_owned(),
             format!("--csi.endpoint={}", socket.display()),
-            format!("--csi.driver-endpoint={}", folder.path("driver.sock").display()),
-            format!("--paths.run-dir={}", folder.path("run").display()),
-            format!("--paths.state-dir={}", folder.path("state").display()),
+            format!("--csi.driver-endpoint={}", folder.socket("driver").display()),
+            format!("--paths.run-dir={}", folder.real("run")?.display()),
+            format!("--paths.state-dir={}", folder.real("state")?.display()),
             "--csi.admin-listen=127.0.0.1:0".to_owned(),
         ];
         words.extend(flags.iter().map(|flag| (*flag).to_owned()));
-        let mut process = Process::start(role, &process::ours("peerpod-csi")?, &words, folder.root())?;
+        let program = process::ours("peerpod-csi")?;
+        let mut process = match role {
+            "node" => Process::start_in(&folder.container()?, role, &program, &words, folder.root()),
+            _ => Process::start(role, &program, &words, folder.root()),
+        }?;
         let mut ended = Ok(());
         eventually("the wrapper's socket", || {
             ended = process.check();

@@ -58,11 +58,12 @@ fn run_once(
     flags: &[String],
 ) -> Result<Cases> {
     let junit = folder.path(&format!("{name}.xml"));
+    std::fs::create_dir_all(folder.path("kubelet"))?;
     let mut command = Command::new(tool("csi-sanity")?);
     command
         .arg(format!("--csi.endpoint=unix://{}", node.display()))
-        .arg(format!("--csi.mountdir={}", folder.path(&format!("{name}-target")).display()))
-        .arg(format!("--csi.stagingdir={}", folder.path(&format!("{name}-staging")).display()))
+        .arg(format!("--csi.mountdir={}", folder.path(&format!("kubelet/{name}-target")).display()))
+        .arg(format!("--csi.stagingdir={}", folder.path(&format!("kubelet/{name}-staging")).display()))
         .arg(format!("--ginkgo.junit-report={}", junit.display()))
         .args(["--ginkgo.no-color", "--ginkgo.seed=1"])
         .args(flags);

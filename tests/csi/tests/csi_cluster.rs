@@ -38,7 +38,9 @@ impl Setup {
 
     async fn of_driver(name: &str, driver: &[&str], more: &[&str]) -> Result<Setup> {
         let cluster = Cluster::start(Options::default()).await?;
-        let folder = Folder::new(name)?;
+        let mut folder = Folder::new(name)?;
+        // A kubeconfig there stands for the service account's token.
+        folder.add_volume(cluster.folder());
         for plural in ["peerpods", "peerpodconfigs", "peerpodvolumes"] {
             let path = format!("{}/../../deploy/crds/{plural}.yaml", env!("CARGO_MANIFEST_DIR"));
             cluster.kubectl(&["apply", "--server-side", "-f", &path])?;

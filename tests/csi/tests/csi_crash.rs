@@ -243,10 +243,11 @@ struct Parties {
 
 impl Parties {
     async fn start(filesystem: &'static str, mebibytes: u64) -> Result<Parties> {
-        let node = Node::privileged().await;
+        let node = Node::start().await;
         let folder = Folder::new("crash")?;
         symlink(node.daemons.run_dir(), folder.path("run"))?;
         symlink(node.daemons.state_dir(), folder.path("state"))?;
+        symlink(node.kubelet(), folder.path("kubelet"))?;
         let driver = Driver::start(&folder, &[&format!("--name={DRIVER}")])?;
         let mut parties =
             Parties { node, folder, wrapper: None, controller: None, filesystem, mebibytes, _driver: driver };
@@ -292,9 +293,9 @@ impl Parties {
             world: self.node.world.clone(),
             hypervisor: self.node.daemons.hypervisor_socket(),
             records: Records::new(self.folder.path("state/volumes")),
-            node: self.folder.path("node.sock"),
-            controller: self.folder.path("controller.sock"),
-            kubelet: self.folder.path("kubelet"),
+            node: self.folder.socket("node"),
+            controller: self.folder.socket("controller"),
+            kubelet: self.node.kubelet(),
             filesystem: self.filesystem,
         }
     }
@@ -308,7 +309,7 @@ impl Parties {
             .add_length_delimited(3, capability(self.filesystem).write_to_bytes()?);
         let answer: CreateVolumeResponse = self
             .road()
-            .persist(&self.folder.path("controller.sock"), "Controller/CreateVolume", &request)
+            .persist(&self.folder.socket("controller"), "Controller/CreateVolume", &request)
             .await?;
         let volume = answer.volume.into_option().context("no volume")?;
         let file = self.node.disk(&volume.volume_id, self.mebibytes).file;

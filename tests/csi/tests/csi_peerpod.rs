@@ -89,11 +89,11 @@ impl Setup {
     }
 
     async fn node(&self) -> Result<Client> {
-        Client::connect(&self.folder.path("node.sock")).await
+        Client::connect(&self.folder.socket("node")).await
     }
 
     async fn controller(&self) -> Result<Client> {
-        Client::connect(&self.folder.path("controller.sock")).await
+        Client::connect(&self.folder.socket("controller")).await
     }
 
     fn records(&self) -> Records {
@@ -218,7 +218,7 @@ async fn csi_sanity_passes_for_volumes_of_peer_pods() -> Result<()> {
     let parameters = setup.folder.path("parameters.yaml");
     std::fs::write(&parameters, "peerpod: \"true\"\n")?;
     let flags = [format!("--csi.testvolumeparameters={}", parameters.display())];
-    let (node, controller) = (setup.folder.path("node.sock"), setup.folder.path("controller.sock"));
+    let (node, controller) = (setup.folder.socket("node"), setup.folder.socket("controller"));
     let cases = {
         let folder = &setup.folder;
         tokio::task::block_in_place(|| sanity::run(folder, "peerpod", &node, Some(&controller), &flags))?
@@ -587,7 +587,7 @@ async fn killed_at_random_nothing_is_lost_or_left() -> Result<()> {
         for up in [true, false] {
             // A prime number of microseconds, more each round: every instant of the work is met.
             let delay = std::time::Duration::from_micros(211 * (round % 40) + 97 * u64::from(up));
-            let sockets = [setup.folder.path("controller.sock"), setup.folder.path("node.sock")];
+            let sockets = [setup.folder.socket("controller"), setup.folder.socket("node")];
             let (work, asked) = (requests.clone(), attachments.clone());
             // Whether it was answered, nobody knows.
             let attaching = tokio::spawn({

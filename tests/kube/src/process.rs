@@ -1,14 +1,16 @@
 //! The servers as processes: found, started so that they die with us, and their last words.
 
 use std::{
+    ffi::OsStr,
     fs::File,
     net::TcpListener,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
-    sync::{OnceLock, mpsc},
+    sync::LazyLock,
 };
 
 use anyhow::{Context, Result, bail};
+use peerpod_world::{Container, Spawner};
 
 /// A process that ends when this is dropped, and when the test's process ends.
 pub struct Process {
@@ -23,6 +25,31 @@ impl Process {
     /// # Errors
     /// There is no such program.
     pub fn start(name: &str, program: &Path, arguments: &[String], folder: &Path) -> Result<Process> {
+        Process::start_as(name, program, arguments, folder, false)
+    }
+
+    /// The same as the first process of a PID namespace, in a container of the chart.
+    ///
+    /// # Errors
+    /// There is no such program.
+    pub fn start_in(
+        container: &Container,
+        name: &str,
+        program: &Path,
+        arguments: &[String],
+        folder: &Path,
+    ) -> Result<Process> {
+        let (starter, words) = container.command(program, arguments)?;
+        Process::start_as(name, &starter, &words, folder, true)
+    }
+
+    fn start_as<Word: AsRef<OsStr>>(
+        name: &str,
+        program: &Path,
+        arguments: &[Word],
+        folder: &Path,
+        own_pids: bool,
+    ) -> Result<Process> {
         let log = folder.join(format!("{name}.log"));
         let out = File::create(&log).with_context(|| format!("make {}", log.display()))?;
         let mut command = Command::new("setpriv");
@@ -30,7 +57,7 @@ impl Process {
         // Not a setting of ours that a daemon of ours would know.
         command.env_remove("PEERPOD_BENCH");
         command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
-        let child = spawn(command).with_context(|| format!("start {name}"))?;
+        let child = spawn(command, own_pids).with_context(|| format!("start {name}"))?;
         Ok(Process { name: name.to_owned(), child, log })
     }
 
@@ -81,22 +108,12 @@ impl Drop for Process {
 }
 
 /// Starts it from a thread that lives as long as this process: the kernel's "when the parent dies" means the thread.
-fn spawn(command: Command) -> Result<Child> {
-    type Job = (Command, mpsc::Sender<std::io::Result<Child>>);
-    static KEEPER: OnceLock<mpsc::Sender<Job>> = OnceLock::new();
-    let keeper = KEEPER.get_or_init(|| {
-        let (jobs, todo) = mpsc::channel::<Job>();
-        std::thread::spawn(move || {
-            for (mut command, done) in todo {
-                // Fails only when nobody waits any more.
-                drop(done.send(command.spawn()));
-            }
-        });
-        jobs
-    });
-    let (done, result) = mpsc::channel();
-    keeper.send((command, done)).ok().context("the thread that starts processes ended")?;
-    Ok(result.recv().context("the thread that starts processes ended")??)
+fn spawn(command: Command, own_pids: bool) -> Result<Child> {
+    static SPAWNER: LazyLock<Result<Spawner>> = LazyLock::new(|| Spawner::start(None));
+    match &*SPAWNER {
+        Ok(spawner) => spawner.spawn(command, own_pids),
+        Err(error) => bail!("the thread that starts processes: {error:#}"),
+    }
 }
 
 /// A port that was free a moment ago.

@@ -365,13 +365,7 @@ async fn rides_out_an_api_server_that_is_away() {
 }
 
 async fn slow_starts_are_said(rig: &mut Rig) {
-    let config = std::fs::read(rig.daemons.config()).unwrap();
-    let mut slow: serde_json::Value = serde_json::from_slice(&config).unwrap();
-    slow["provider"]["local"]["boot-delay"] = "5s".into();
-    rig.daemons.kill_node().unwrap();
-    std::fs::write(rig.daemons.config(), slow.to_string()).unwrap();
-    rig.daemons.start_node().unwrap();
-    rig.daemons.ready().await.unwrap();
+    rig.daemons.set_of_cloud("boot-delay", "5s").unwrap();
     let uid = rig.pod("slow");
     let running = rig.run("slow").await;
     let (text, _) = rig.event(&uid, "SlowStart").await;
@@ -379,9 +373,7 @@ async fn slow_starts_are_said(rig: &mut Rig) {
     rig.show(&["get", "events", "-n", "shop", "--field-selector", "involvedObject.name=slow"]);
     rig.stop(running).await;
     rig.delete_pod("slow");
-    rig.daemons.kill_node().unwrap();
-    std::fs::write(rig.daemons.config(), config).unwrap();
-    rig.daemons.start_node().unwrap();
+    rig.daemons.set_of_cloud("boot-delay", "0s").unwrap();
     rig.daemons.ready().await.unwrap();
 }
 

@@ -302,7 +302,8 @@ async fn node_works(cluster: &Cluster, who: &Path, secrets: SocketAddr, controll
     let bound = cluster.token(OWN, "peerpod-node", &["peerpod-secrets"], Some(("node-worker-1", &uid))).await;
     std::fs::write(&token, bound.unwrap()).unwrap();
     let text = |path: &PathBuf| path.to_str().unwrap().to_owned();
-    let settings = Settings::privileged()
+    let settings = Settings::none()
+        .with_volume(cluster.folder())
         .set("kubernetes.kubeconfig", who.to_str().unwrap())
         .set("cluster.node-name", "worker-1")
         .set("cluster.namespace", OWN)

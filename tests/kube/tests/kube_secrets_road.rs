@@ -32,6 +32,7 @@ async fn a_vm_pulls_a_private_image_with_a_secret_of_the_cluster() {
     let (token_file, ca_file) = (folder.join("token"), folder.join("ca.crt"));
     let registry: SocketAddr = format!("10.99.0.1:{}", free_port().port()).parse().unwrap();
     let settings = Settings::none()
+        .with_volume(&folder)
         .set("node.plain-http-registries", registry.to_string())
         .set("secrets.address", format!("127.0.0.1:{PORT}"))
         .set("secrets.token-file", token_file.to_str().unwrap())

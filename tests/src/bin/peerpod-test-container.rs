@@ -1,12 +1,12 @@
 //! Starts a program with the rights that the chart gives one of its containers:
 //!
 //! ```text
-//! peerpod-test-container CONTAINER [--volume NAME=PATH]... -- PROGRAM [ARGUMENT]...
+//! peerpod-test-container CONTAINER [--volume NAME=PATH]... [--extra PATH]... -- PROGRAM [ARGUMENT]...
 //! ```
 //!
 //! The rendered chart names user, capabilities, system call filter, root file system and volumes of the container. A volume
 //! is mounted at PATH, where the test has it, as the container's volume mount NAME says: read-only or not, with the node's
-//! later mounts or not. The root holds the machine's programs and libraries, read-only, and nothing else of the machine.
+//! later mounts or not. An extra volume is one that an operator adds, such as a provider's files. The root holds the machine's programs and libraries, read-only, and nothing else of the machine.
 //! The caller gives the process its own PID namespace and the network namespace. The program keeps this process's number.
 
 use std::{
@@ -23,7 +23,7 @@ use nix::{
     libc,
     mount::{MntFlags, MsFlags, mount, umount2},
     sched::{CloneFlags, unshare},
-    unistd::{chdir, execv, pivot_root},
+    unistd::{chdir, execv, fchdir, pivot_root},
 };
 use rustix::thread::{
     CapabilitySet, CapabilitySets, remove_capability_from_bounding_set, set_capabilities, set_no_new_privs,
@@ -120,11 +120,15 @@ struct VolumeMount {
 fn main() -> anyhow::Result<()> {
     let mut arguments = std::env::args_os().skip(1);
     let name = arguments.next().context("name a container of the chart")?.to_string_lossy().into_owned();
-    let mut volumes = BTreeMap::new();
+    let (mut volumes, mut extra) = (BTreeMap::new(), Vec::new());
     loop {
         let word = arguments.next().context("-- and a program are missing")?;
         if word == "--" {
             break;
+        }
+        if word == "--extra" {
+            extra.push(PathBuf::from(arguments.next().context("--extra needs a path")?));
+            continue;
         }
         ensure!(word == "--volume", "{word:?} is not known");
         let volume = arguments.next().context("--volume needs NAME=PATH")?.to_string_lossy().into_owned();
@@ -151,7 +155,7 @@ fn main() -> anyhow::Result<()> {
         !container.volume_mounts.iter().any(bidirectional) || own.privileged,
         "Bidirectional needs privileged"
     );
-    root(&container, &volumes, &program).context("make the container's root")?;
+    root(&container, &volumes, &extra, &program).context("make the container's root")?;
     if !own.privileged {
         let kept = capabilities(&own.capabilities)?;
         if own.allow_privilege_escalation == Some(false) {
@@ -216,13 +220,16 @@ fn file_system(kind: &str, to: &Path, flags: MsFlags, data: &str) -> anyhow::Res
 }
 
 /// A root with the image, the pseudo file systems as a container runtime mounts them, and the container's volumes.
-fn root(container: &Container, volumes: &BTreeMap<String, PathBuf>, program: &Path) -> anyhow::Result<()> {
+fn root(
+    container: &Container,
+    volumes: &BTreeMap<String, PathBuf>,
+    extra: &[PathBuf],
+    program: &Path,
+) -> anyhow::Result<()> {
     let none = None::<&str>;
     let privileged = container.security_context.privileged;
-    // Nothing that is mounted from here on reaches the machine; a volume may be an exception.
-    let shared = volumes_of(container, volumes)?.iter().any(|(mount, _)| mount.mount_propagation.is_some());
-    let propagation = if privileged && shared { MsFlags::MS_SHARED } else { MsFlags::MS_SLAVE };
-    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_SLAVE, none)?;
+    // Nothing that is mounted below the new root reaches the machine. Volumes keep their peers until they are mounted.
+    mount(none, "/", none, MsFlags::MS_PRIVATE, none)?;
     let new = Path::new("/mnt");
     file_system("tmpfs", new, MsFlags::empty(), "mode=0755")?;
     let inside = |path: &Path| new.join(path.strip_prefix("/").unwrap_or(path));
@@ -268,14 +275,21 @@ fn root(container: &Container, volumes: &BTreeMap<String, PathBuf>, program: &Pa
         }
         let flags = match mount_.mount_propagation.as_deref() {
             Some("HostToContainer") => MsFlags::MS_SLAVE,
-            Some("Bidirectional") => propagation,
+            Some("Bidirectional") => MsFlags::MS_SHARED,
             None | Some("None") => MsFlags::MS_PRIVATE,
             Some(other) => bail!("mount propagation {other} is not known"),
         };
         mount(none, &to, none, flags | MsFlags::MS_REC, none)?;
     }
+    for path in extra {
+        bind(path, &inside(path), true)?;
+    }
+    let old = fs::File::open("/")?;
     chdir(new)?;
     pivot_root(".", ".")?;
+    // Without peers, so that what is unmounted here stays mounted on the machine.
+    fchdir(&old)?;
+    mount(none, ".", none, MsFlags::MS_REC | MsFlags::MS_SLAVE, none)?;
     umount2(".", MntFlags::MNT_DETACH)?;
     chdir("/")?;
     if container.security_context.read_only_root_filesystem {

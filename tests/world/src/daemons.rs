@@ -5,7 +5,7 @@ use std::{
     fs,
     io::{Read, Write},
     net::TcpStream,
-    os::unix::{fs::DirBuilderExt, process::ExitStatusExt},
+    os::unix::process::ExitStatusExt,
     path::{Path, PathBuf},
     process::{Child, ExitStatus},
     time::Duration,
@@ -13,14 +13,18 @@ use std::{
 
 use anyhow::{Context, bail, ensure};
 use nix::{
-    mount::{MsFlags, mount},
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
 use peerpod_client::ShimClient;
 use serde_json::{Map, Value, json};
 
-use crate::{World, wait::eventually, wait::eventually_blocking};
+use crate::{
+    World,
+    container::{Container, share},
+    wait::eventually,
+    wait::eventually_blocking,
+};
 
 /// How long a daemon may take to answer after its start, on a machine that is busy with tests.
 const START_PATIENCE: Duration = Duration::from_secs(30);
@@ -31,6 +35,8 @@ const STOP_PATIENCE: Duration = Duration::from_secs(20);
 pub struct Settings {
     values: Value,
     rights: Rights,
+    /// Folders that an operator adds to the chart's volumes.
+    extra: Vec<PathBuf>,
 }
 
 /// The rights that the daemons are started with.
@@ -55,7 +61,7 @@ impl Settings {
     }
 
     fn new(values: Value) -> Settings {
-        Settings { values, rights: Rights::Chart }
+        Settings { values, rights: Rights::Chart, extra: Vec::new() }
     }
 
     /// No more than the defaults, and the rights of the chart's containers.
@@ -66,6 +72,12 @@ impl Settings {
     /// No more than the defaults, and all rights; the local provider is in the node.
     pub fn privileged() -> Settings {
         Settings { rights: Rights::All, ..Settings::none() }
+    }
+
+    /// With a folder that an operator adds to the node's volumes (`node.extraVolumes`), for a provider's files.
+    pub fn with_volume(mut self, folder: &Path) -> Settings {
+        self.extra.push(folder.to_owned());
+        self
     }
 
     /// With all rights.
@@ -144,6 +156,8 @@ pub struct Daemons {
     world: World,
     config: PathBuf,
     rights: Rights,
+    /// Folders that an operator adds to the chart's volumes.
+    extra: Vec<PathBuf>,
     /// `tunnel.kind` is not `vxlan`, for which the chart has one volume more.
     encrypted: bool,
     relay: Option<Child>,
@@ -174,11 +188,12 @@ impl Daemons {
         let config = world.folder().join("peerpod.yaml");
         fs::write(&config, serde_json::to_vec_pretty(&values)?)?;
         if settings.rights == Rights::Chart {
-            share_kubelet(&world.folder().join("kubelet"))?;
+            share(&world.folder().join("kubelet"))?;
         }
         let encrypted = values["tunnel"]["kind"].as_str().is_some_and(|kind| kind != "vxlan");
-        let (world, rights) = (world.clone(), settings.rights);
-        Ok(Daemons { world, config, rights, encrypted, relay: None, node: None, cloud })
+        let Settings { rights, extra, .. } = settings;
+        let world = world.clone();
+        Ok(Daemons { world, config, rights, extra, encrypted, relay: None, node: None, cloud })
     }
 
     /// Starts the local provider again, with one setting (`provider.local.<key>`) changed. Its VMs stay.
@@ -275,27 +290,23 @@ impl Daemons {
         }
     }
 
-    fn spawn(&self, daemon: &str) -> anyhow::Result<Child> {
+    fn spawn(&self, daemon: &'static str) -> anyhow::Result<Child> {
         let program = binary(&format!("peerpod-{daemon}"))?;
         let log = self.log(daemon);
         if self.rights == Rights::All {
             let arguments = [OsStr::new("--config"), self.config.as_os_str()];
             return self.world.spawn(&program, &arguments, &log);
         }
-        let mut arguments = vec![OsString::from(daemon)];
-        for (name, path) in self.volumes(daemon)? {
-            let mut volume = OsString::from(format!("{name}="));
-            volume.push(path);
-            arguments.extend(["--volume".into(), volume]);
-        }
-        arguments.extend(["--".into(), program.into(), "--config".into(), self.config.clone().into()]);
-        let arguments: Vec<&OsStr> = arguments.iter().map(OsString::as_os_str).collect();
-        self.world.spawn_in_pid_namespace(&binary("peerpod-test-container")?, &arguments, &log)
+        let container = Container { name: daemon, volumes: self.volumes(daemon), extra: self.extra.clone() };
+        let (starter, words) =
+            container.command(&program, &[OsStr::new("--config"), self.config.as_os_str()])?;
+        let words: Vec<&OsStr> = words.iter().map(OsString::as_os_str).collect();
+        self.world.spawn_in_pid_namespace(&starter, &words, &log)
     }
 
     /// Where this world has the volumes of a daemon's container. The world's folder stands for the configuration, so that
     /// files that a test's settings name are there.
-    fn volumes(&self, daemon: &str) -> anyhow::Result<Vec<(&'static str, PathBuf)>> {
+    fn volumes(&self, daemon: &str) -> Vec<(&'static str, PathBuf)> {
         let folder = self.world.folder();
         let mut volumes = vec![
             ("config", folder.to_owned()),
@@ -310,13 +321,7 @@ impl Daemons {
                 volumes.push(("tun", "/dev/net/tun".into()));
             }
         }
-        // The kubelet makes the folders of a host path, for root alone.
-        for (_, path) in &volumes {
-            if !path.exists() {
-                fs::DirBuilder::new().mode(0o755).create(path)?;
-            }
-        }
-        Ok(volumes)
+        volumes
     }
 
     /// SIGKILL, now; returns when it is gone.
@@ -443,15 +448,6 @@ impl Drop for Daemons {
             child.wait().ok();
         }
     }
-}
-
-/// Makes the kubelet's folder a shared mount, as it is on a node: containers see volumes that are mounted there later.
-fn share_kubelet(folder: &Path) -> anyhow::Result<()> {
-    fs::create_dir_all(folder)?;
-    let none = None::<&str>;
-    mount(Some(folder), folder, none, MsFlags::MS_BIND, none)
-        .and_then(|()| mount(none, folder, none, MsFlags::MS_SHARED, none))
-        .with_context(|| format!("make {} a shared mount", folder.display()))
 }
 
 /// The local provider as a process of its own with all rights.

@@ -13,6 +13,7 @@
 
 pub mod cni;
 mod command;
+mod container;
 mod daemons;
 mod janitor;
 pub mod libvirtd;
@@ -24,6 +25,7 @@ pub mod proxy;
 pub mod qemu;
 pub mod road;
 mod sight;
+mod spawner;
 pub mod spy;
 pub mod stop;
 pub mod traffic;
@@ -31,8 +33,10 @@ mod wait;
 mod world;
 
 pub use command::ip;
+pub use container::{Container, share};
 pub use daemons::{Daemons, LedgerEntry, Settings, binary};
 pub use libvirtd::Libvirtd;
 pub use sight::Sight;
+pub use spawner::Spawner;
 pub use wait::{eventually, eventually_blocking};
 pub use world::{Namespace, Pod, World};

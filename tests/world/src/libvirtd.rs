@@ -315,7 +315,7 @@ impl Libvirtd {
         };
         let file = |key: &str| part(key).map(|name| image.join(name).display().to_string());
         Ok(self
-            .here(settings)
+            .here(settings.with_volume(image))
             .set("provider.libvirt.kernel", file("kernel")?)
             .set("provider.libvirt.initrd", file("initrd")?)
             .set("provider.libvirt.cmdline", part("cmdline")?))
@@ -323,13 +323,13 @@ impl Libvirtd {
 
     /// The same, of a disk image.
     pub fn disk_settings(&self, image: &Path, settings: Settings) -> Settings {
-        self.here(settings).set("provider.libvirt.image", image.display().to_string())
+        let folder = image.parent().unwrap_or(image);
+        self.here(settings.with_volume(folder)).set("provider.libvirt.image", image.display().to_string())
     }
 
     fn here(&self, settings: Settings) -> Settings {
-        // The machine's images and libvirtd's socket are not in the chart's volumes: they are an operator's own.
         settings
-            .with_all_rights()
+            .with_volume(&self.folder)
             .set("provider.kind", "libvirt")
             .set("provider.libvirt.uri", self.uri())
             .set("provider.libvirt.pool", POOL)

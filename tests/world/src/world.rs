@@ -12,21 +12,17 @@ use std::{
     sync::{
         Arc,
         atomic::{AtomicU32, Ordering},
-        mpsc,
     },
-    thread::{self, JoinHandle},
 };
 
 use anyhow::{Context, ensure};
-use nix::{
-    sched::{CloneFlags, setns, unshare},
-    unistd::Uid,
-};
+use nix::unistd::Uid;
 use peerpod_link::net::netns::Netns;
 
 use crate::{
     command::{ip, run},
     janitor::Janitor,
+    spawner::Spawner,
 };
 
 /// What the CNI gives pods, smaller than Ethernet's as with any overlay.
@@ -153,7 +149,7 @@ impl World {
         node.ip("link set lo up\n")?;
         node.sysctl("ipv4/ip_forward", "1")?;
         node.sysctl("ipv6/conf/all/forwarding", "1")?;
-        let spawner = Spawner::start(node.netns.clone())?;
+        let spawner = Spawner::start(Some(node.netns.clone()))?;
         Ok(World(Arc::new(Inner {
             spawner,
             _janitor: janitor,
@@ -303,60 +299,5 @@ impl Drop for Pod {
         // A test may have removed it already; whatever stays, the janitor takes.
         drop(self.world.node().ip(&format!("link del {}\n", self.link)));
         drop(run("ip", &["netns", "del", &self.namespace.name], ""));
-    }
-}
-
-type Job = Box<dyn FnOnce() + Send>;
-
-/// A thread that lives in the node's namespace. Processes are started by it because they are to die with their parent,
-/// and the kernel takes the *thread* that started them for their parent.
-struct Spawner {
-    jobs: Option<mpsc::Sender<Job>>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Spawner {
-    fn start(netns: Netns) -> anyhow::Result<Spawner> {
-        let (jobs, queue) = mpsc::channel::<Job>();
-        let thread = thread::Builder::new().name("spawner".into()).spawn(move || {
-            let entered = netns.run(move || queue.into_iter().for_each(|job| job()));
-            if let Err(error) = entered {
-                tracing::error!(%error, "cannot enter the node's namespace");
-            }
-        })?;
-        Ok(Spawner { jobs: Some(jobs), thread: Some(thread) })
-    }
-
-    fn spawn(&self, mut command: Command, own_pids: bool) -> anyhow::Result<Child> {
-        let (answer, answered) = mpsc::channel();
-        let job: Job = Box::new(move || {
-            // Without a receiver the child is dropped, and dies with this thread.
-            answer.send(if own_pids { with_own_pids(&mut command) } else { command.spawn() }).ok();
-        });
-        self.jobs.as_ref().context("the world is gone")?.send(job).ok().context("the world is gone")?;
-        Ok(answered.recv().context("the world is gone")??)
-    }
-}
-
-/// The thread's next child gets a PID namespace; further children are the caller's neighbours again.
-#[expect(
-    clippy::disallowed_methods,
-    reason = "back to the PID namespace of this very process, for children alone"
-)]
-fn with_own_pids(command: &mut Command) -> io::Result<Child> {
-    let ours = File::open("/proc/self/ns/pid")?;
-    unshare(CloneFlags::CLONE_NEWPID)?;
-    let child = command.spawn();
-    setns(ours, CloneFlags::CLONE_NEWPID)?;
-    child
-}
-
-impl Drop for Spawner {
-    fn drop(&mut self) {
-        self.jobs = None;
-        if let Some(thread) = self.thread.take() {
-            // It only ends the queue; a panic in a job was its caller's to see.
-            thread.join().ok();
-        }
     }
 }

@@ -87,9 +87,9 @@ impl Rig {
         // The node's loopback is not ours: the API server is found there all the same.
         let server = SocketAddr::from(([127, 0, 0, 1], cluster.port()));
         let proxy = Proxy::to_outside(world.node(), cluster.port(), server).unwrap();
-        // A kubeconfig stands for the service account's token, which is not in the world's folder.
+        // A kubeconfig stands for the service account's token.
         let settings = settings
-            .with_all_rights()
+            .with_volume(cluster.folder())
             .set("kubernetes.kubeconfig", kubeconfig.to_str().unwrap())
             .set("cluster.node-name", NODE)
             .set("cluster.namespace", OWN)

@@ -1,0 +1,62 @@
+//! A program in a container of the chart.
+
+use std::{
+    ffi::{OsStr, OsString},
+    fs,
+    os::unix::fs::DirBuilderExt,
+    path::{Path, PathBuf},
+};
+
+use anyhow::Context;
+use nix::mount::{MsFlags, mount};
+
+use crate::binary;
+
+/// A container's name and volumes, each by its name in the chart, and those that an operator adds.
+#[derive(Debug, Clone, Default)]
+pub struct Container {
+    /// The container's name in the chart.
+    pub name: &'static str,
+    /// Volumes of the chart with their places here.
+    pub volumes: Vec<(&'static str, PathBuf)>,
+    /// Folders that an operator adds as host paths, such as a provider's files (`node.extraVolumes`).
+    pub extra: Vec<PathBuf>,
+}
+
+impl Container {
+    /// The command that starts a program with the container's rights. Its process must be the first of a PID namespace.
+    pub fn command<Word: AsRef<OsStr>>(
+        &self,
+        program: &Path,
+        arguments: &[Word],
+    ) -> anyhow::Result<(PathBuf, Vec<OsString>)> {
+        let mut words = vec![OsString::from(self.name)];
+        for (name, path) in &self.volumes {
+            // The kubelet makes the folders of a host path, for root alone.
+            if !path.exists() {
+                fs::DirBuilder::new().mode(0o755).create(path)?;
+            }
+            let mut volume = OsString::from(format!("{name}="));
+            volume.push(path);
+            words.extend(["--volume".into(), volume]);
+        }
+        for path in &self.extra {
+            words.extend(["--extra".into(), path.into()]);
+        }
+        words.extend(["--".into(), program.into()]);
+        words.extend(arguments.iter().map(|word| word.as_ref().to_owned()));
+        Ok((binary("peerpod-test-container")?, words))
+    }
+}
+
+/// Makes the folder a shared mount, as the kubelet's folder is on a node. Again it changes nothing.
+pub fn share(folder: &Path) -> anyhow::Result<()> {
+    fs::create_dir_all(folder)?;
+    let none = None::<&str>;
+    let attempt = || format!("make {} a shared mount", folder.display());
+    if mount(none, folder, none, MsFlags::MS_SHARED, none).is_ok() {
+        return Ok(());
+    }
+    mount(Some(folder), folder, none, MsFlags::MS_BIND, none).with_context(attempt)?;
+    mount(none, folder, none, MsFlags::MS_SHARED, none).with_context(attempt)
+}
