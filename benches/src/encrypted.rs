@@ -35,7 +35,12 @@ pub(crate) async fn connect(
     mtu: u32,
 ) -> anyhow::Result<Encrypted> {
     let folder = world.folder().join("encrypted");
-    let wireguard = WireguardConfig { port: 0, key_dir: folder.clone(), netns: folder.join("node.netns") };
+    let wireguard = WireguardConfig {
+        port: 0,
+        key_dir: folder.clone(),
+        netns: folder.join("node.netns"),
+        relay: folder.join("relay-fds.sock"),
+    };
     let config =
         TunnelConfig { kind: Kind::Wireguard, wireguard: Some(wireguard), ..TunnelConfig::default() };
     let tunnel = world.node().run(|| Tunnel::open(config))??;
@@ -70,7 +75,7 @@ pub(crate) async fn connect(
     let node_plane = DataPlane::start(engine, tun.into(), socket, "bench-node")?;
 
     // The guest's.
-    let opened = Inner::open(&folder.join("vm.netns"), inner, mtu - OVERHEAD_V4)?;
+    let opened = Inner::open(&folder.join("vm.netns"), None, inner, mtu - OVERHEAD_V4)?;
     let socket = vm.run(|| bind(0))??;
     let engine = Arc::new(Engine::new(guest_key));
     let endpoint = SocketAddr::from((node, port));

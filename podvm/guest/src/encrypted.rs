@@ -117,12 +117,12 @@ impl Encrypted {
         }
         let Some(Running { inner, plane, .. }) = &*running else { return Err(Error::Held) };
         plane.engine().put_peer(&wanted.peer)?;
-        Inner::open(&self.dir.join(NETNS), wanted.ours, wanted.mtu)?;
+        Inner::open(&self.dir.join(NETNS), None, wanted.ours, wanted.mtu)?;
         Ok(inner.netns().clone())
     }
 
     fn start(&self, wanted: &Wanted) -> Result<Running, Error> {
-        let opened = Inner::open(&self.dir.join(NETNS), wanted.ours, wanted.mtu)?;
+        let opened = Inner::open(&self.dir.join(NETNS), None, wanted.ours, wanted.mtu)?;
         let tun = opened.tun.ok_or(Error::Held)?;
         let engine = Engine::new(self.key.clone());
         engine.put_peer(&wanted.peer)?;

@@ -8,6 +8,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr};
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -24,7 +25,7 @@ use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use peerpod_link::net::Error;
 use peerpod_link::net::netlink::Client;
 use peerpod_link::net::netlink::Error as Netlink;
-use peerpod_link::net::netns::{Netns, create_named, delete_named, name_again};
+use peerpod_link::net::netns::{Netns, NetnsId, create_named, delete_named, name_again};
 
 use crate::sys::{Tun, open_tun};
 
@@ -66,11 +67,19 @@ pub struct Mended {
 }
 
 impl Inner {
-    /// Makes namespace and device at `path`, or finds them; `address` is ours, `mtu` the device's.
+    /// Makes namespace and device at `path`, or finds them; `address` is ours, `mtu` the device's. `carried` is the device
+    /// of the process that carries its packets: its namespace gets the name where the name leads to none, as in
+    /// another container's mount namespace.
     ///
     /// # Errors
     /// [`Error::Netns`], [`Error::Kernel`]: no right to it, or a kernel without TUN devices.
-    pub fn open(path: &Path, address: Ipv4Addr, mtu: u32) -> Result<Opened, Error> {
+    pub fn open(path: &Path, carried: Option<&Tun>, address: Ipv4Addr, mtu: u32) -> Result<Opened, Error> {
+        if let Some(carried) = carried.filter(|_| NetnsId::of(path).is_none()) {
+            let attempt =
+                format!("find the namespace of the TUN device {DEVICE} that another process carries");
+            let found = carried.netns().map_err(|e| Error::Kernel { attempt, source: e.into() })?;
+            name_again(found.as_fd(), path)?;
+        }
         let inner = Inner { netns: create_named(path)?, address, mtu, index: Arc::default() };
         let tun = inner.prepare(&mut inner.netns.netlink()?)?;
         Ok(Opened { inner, tun })
@@ -113,7 +122,7 @@ impl Inner {
     pub fn mend(&self, client: &mut Client, routes: &HashMap<Ipv4Addr, u32>) -> Result<Mended, Error> {
         let mut mended = Mended { name: !self.netns.is_still_there(), ..Mended::default() };
         if mended.name {
-            name_again(&self.netns)?;
+            name_again(self.netns.as_fd(), self.netns.path())?;
         }
         mended.device = !self.is_whole(client, routes).map_err(kernel(format!("look after {DEVICE}")))?;
         if mended.device {

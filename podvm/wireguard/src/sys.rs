@@ -3,7 +3,7 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::mem::size_of;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 
 use nix::libc;
@@ -17,6 +17,7 @@ mod requests {
     nix::ioctl_write_int!(tun_set_iff, b'T', 202);
     nix::ioctl_write_int!(tun_set_persist, b'T', 203);
     nix::ioctl_read!(tun_get_iff, b'T', 210, nix::libc::c_uint);
+    nix::ioctl_none!(tun_get_dev_netns, b'T', 227);
 }
 
 /// Opens the TUN device `name` in the network namespace of the calling thread, and makes it where it is missing:
@@ -54,6 +55,19 @@ pub fn open_tun(name: &str) -> io::Result<Tun> {
 }
 
 impl Tun {
+    /// The network namespace that the device is in.
+    ///
+    /// # Errors
+    /// `PermissionDenied` without CAP_NET_ADMIN; kernels before 5.7 do not know the request.
+    pub fn netns(&self) -> io::Result<OwnedFd> {
+        // SAFETY: the descriptor is open, and the request has no argument.
+        #[allow(unsafe_code)]
+        let opened = unsafe { requests::tun_get_dev_netns(self.0.as_raw_fd()) }.map_err(io::Error::from)?;
+        // SAFETY: the kernel made this descriptor for this call's result; nothing else has it.
+        #[allow(unsafe_code)]
+        Ok(unsafe { OwnedFd::from_raw_fd(opened) })
+    }
+
     /// Whether a `virtio_net_hdr` precedes each packet; who opened the device decides that.
     pub(crate) fn has_prefix(&self) -> io::Result<bool> {
         let mut request = [0u8; size_of::<libc::ifreq>()];

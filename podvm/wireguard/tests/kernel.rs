@@ -102,7 +102,7 @@ impl World {
         host: u8,
     ) -> peerpod_wireguard::Tun {
         let path = self.inner_path(side);
-        let opened = Inner::open(&path, ours, 9000).unwrap();
+        let opened = Inner::open(&path, None, ours, 9000).unwrap();
         opened.inner.fit(theirs, MTU).unwrap();
         let (path, pod) = (path.display().to_string(), self.name(pod));
         run(&format!(
@@ -332,7 +332,7 @@ fn a_node_whose_data_plane_is_another_process_hears_its_guest_again() {
     // Another test that starts a program holds all descriptors from fork to exec.
     let deadline = Instant::now() + Duration::from_secs(60);
     let again = loop {
-        let again = Inner::open(&tunnel.world.inner_path("node"), NODE_INNER, 9000).unwrap();
+        let again = Inner::open(&tunnel.world.inner_path("node"), None, NODE_INNER, 9000).unwrap();
         if again.tun.is_some() {
             break again;
         }
@@ -343,7 +343,7 @@ fn a_node_whose_data_plane_is_another_process_hears_its_guest_again() {
     let socket = tunnel.world.netns("node").run(|| bind(port)).unwrap().unwrap();
     let engine = Tunnel::node_engine(&tunnel.keys);
     tunnel.node = Some(DataPlane::start(engine, again.tun.unwrap(), socket, "node").unwrap());
-    let busy = Inner::open(&tunnel.world.inner_path("node"), NODE_INNER, 9000).unwrap();
+    let busy = Inner::open(&tunnel.world.inner_path("node"), None, NODE_INNER, 9000).unwrap();
     assert!(busy.tun.is_none(), "somebody holds it");
     // WireGuard's own 15 s, after which it asks for new keys whatever we do, are too long for a pod.
     let took = tunnel.world.ping_within("pod", "10.244.1.1", Duration::from_secs(15));

@@ -50,7 +50,7 @@ pub struct Header {
     /// Nothing is handed in: what is held of this kind and sandbox?
     #[serde(default, skip_serializing_if = "is_false")]
     pub ask: bool,
-    /// A name for each descriptor, in their order.
+    /// A name for each descriptor, in their order. With `ask`: the names of those that the answer is to bring copies of.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub descriptors: Vec<String>,
     /// What else the kind needs to know.
@@ -91,6 +91,9 @@ pub struct Answer {
     /// What the kind says of them.
     #[serde(default, skip_serializing_if = "Value::is_null")]
     pub detail: Value,
+    /// A name for each descriptor that the answer brings, in their order. Relays of 0.1.0 bring none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub descriptors: Vec<String>,
 }
 
 /// Why a hand-in did not happen.
@@ -259,6 +262,27 @@ pub fn hand_in(
     descriptors: &[BorrowedFd<'_>],
     patience: Duration,
 ) -> Result<Answer, Error> {
+    exchange(path, header, descriptors, patience).map(|(answer, _none)| answer)
+}
+
+/// Asks for a copy of the descriptor `name` that the relay holds of the node's descriptors of this kind. Blocks for at
+/// most `patience`.
+///
+/// # Errors
+/// See [`Error`].
+pub fn copy_of(path: &Path, kind: &str, name: &str, patience: Duration) -> Result<Option<OwnedFd>, Error> {
+    let header = Header { ask: true, descriptors: vec![name.to_owned()], ..Header::new(kind, None) };
+    let (answer, descriptors) = exchange(path, &header, &[], patience)?;
+    let mut named = answer.descriptors.iter().zip(descriptors);
+    Ok(named.find(|(given, _)| *given == name).map(|(_, descriptor)| descriptor))
+}
+
+fn exchange(
+    path: &Path,
+    header: &Header,
+    descriptors: &[BorrowedFd<'_>],
+    patience: Duration,
+) -> Result<(Answer, Vec<OwnedFd>), Error> {
     let deadline = Instant::now() + patience;
     let connect = format!("connect to {}", path.display());
     let io = |why: io::Error| Error::Io { attempt: connect.clone(), why };
@@ -274,9 +298,9 @@ pub fn hand_in(
     check_peer(&socket)?;
     send(&socket, header, descriptors)?;
     wait(&socket, deadline)?;
-    let (answer, _none) = receive::<Answer>(&socket)?;
+    let (answer, brought) = receive::<Answer>(&socket)?;
     if answer.error.is_empty() {
-        Ok(answer)
+        Ok((answer, brought))
     } else {
         Err(Error::Refused { kind: header.kind.clone(), why: answer.error })
     }

@@ -144,6 +144,7 @@ mod tests {
                 port: 0,
                 key_dir: folder.join("key"),
                 netns: folder.join("wireguard.netns"),
+                relay: folder.join("relay-fds.sock"),
             }),
             ..TunnelConfig::default()
         };

@@ -10,6 +10,7 @@ use std::{
 
 use peerpod_base::{
     config::{Mistakes, Printed, Reader, Sources},
+    handin,
     telemetry::LogConfig,
 };
 use peerpod_providers::{Context, Purpose};
@@ -282,6 +283,7 @@ impl NodeConfig {
         if let Some(wireguard) = &mut config.tunnel.wireguard {
             wireguard.key_dir = config.state_dir.join("trust");
             wireguard.netns = netns_in(&config.run_dir);
+            wireguard.relay = config.run_dir.join(handin::SOCKET);
         }
         config.check(reader);
         config
@@ -516,6 +518,7 @@ fn tunnel(reader: &mut Reader) -> TunnelConfig {
         port: wireguard_port,
         key_dir: PathBuf::new(),
         netns: PathBuf::new(),
+        relay: PathBuf::new(),
     });
     let by = reader.choice(
         "tunnel.redirect",

@@ -8,7 +8,7 @@
 use std::{
     future::Future,
     io,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::Path,
     sync::Arc,
     time::Duration,
@@ -49,6 +49,11 @@ pub(crate) trait Kind: Send + Sync {
 
     /// What is held of this sandbox (none: of the node), in the kind's own words; `None`: nothing.
     async fn held(&self, sandbox: Option<&SandboxId>) -> Option<Value>;
+
+    /// Copies of the node's descriptors that are held under these names. By default none is given back.
+    fn copies(&self, _names: &[String]) -> io::Result<Vec<(String, OwnedFd)>> {
+        Ok(Vec::new())
+    }
 
     /// Takes descriptors instead of what is held; says no by words for people, and holds what it held then.
     async fn take(&self, sandbox: Option<&SandboxId>, handed: Handed) -> Result<Value, String>;
@@ -186,12 +191,13 @@ async fn one(connection: OwnedFd, kinds: Arc<Kinds>, gate: Gate, patience: Durat
         Ok(Err(error)) => Err(error.to_string()),
         Err(_) => Err(format!("nothing was handed in within {patience:?}")),
     };
-    let mut answer = answer.unwrap_or_else(|error| {
+    let (mut answer, copies) = answer.unwrap_or_else(|error| {
         tracing::warn!(error, "a hand-in is refused");
-        Answer { error, ..Answer::default() }
+        (Answer { error, ..Answer::default() }, Vec::new())
     });
     answer.version = VERSION;
-    if let Err(error) = send(connection.as_fd(), &answer, &[]) {
+    let copies: Vec<BorrowedFd<'_>> = copies.iter().map(AsFd::as_fd).collect();
+    if let Err(error) = send(connection.as_fd(), &answer, &copies) {
         tracing::debug!(%error, "the node did not wait for the answer to its hand-in");
     }
 }
@@ -207,7 +213,12 @@ async fn message(connection: &AsyncFd<OwnedFd>) -> Result<(Header, Vec<OwnedFd>)
     }
 }
 
-async fn judge(kinds: &Kinds, header: Header, descriptors: Vec<OwnedFd>) -> Result<Answer, String> {
+/// The answer, and the descriptors that it brings.
+async fn judge(
+    kinds: &Kinds,
+    header: Header,
+    descriptors: Vec<OwnedFd>,
+) -> Result<(Answer, Vec<OwnedFd>), String> {
     let Header { kind: name, sandbox, ask, descriptors: names, detail, .. } = header;
     let kind = kinds
         .iter()
@@ -216,7 +227,11 @@ async fn judge(kinds: &Kinds, header: Header, descriptors: Vec<OwnedFd>) -> Resu
     let sandbox = sandbox.as_deref().map(SandboxId::parse).transpose().map_err(|error| error.to_string())?;
     if ask {
         let held = kind.held(sandbox.as_ref()).await;
-        return Ok(Answer { held: held.is_some(), detail: held.unwrap_or_default(), ..Answer::default() });
+        let copies = if sandbox.is_none() { kind.copies(&names) } else { Ok(Vec::new()) };
+        let copies = copies.map_err(|why| format!("copy the {name} descriptors: {why}"))?;
+        let (descriptors, copies) = copies.into_iter().unzip();
+        let (held, detail) = (held.is_some(), held.unwrap_or_default());
+        return Ok((Answer { held, detail, descriptors, ..Answer::default() }, copies));
     }
     if descriptors.is_empty() {
         return Err(format!("a hand-in of {name} without descriptors"));
@@ -230,7 +245,7 @@ async fn judge(kinds: &Kinds, header: Header, descriptors: Vec<OwnedFd>) -> Resu
     let detail = taken.map_err(|_| format!("it took longer than {TAKE:?}"))??;
     // Whose they are is said by the kind, which knows the pod.
     tracing::debug!(kind = name, "descriptors taken");
-    Ok(Answer { held: true, detail, ..Answer::default() })
+    Ok((Answer { held: true, detail, ..Answer::default() }, Vec::new()))
 }
 
 #[cfg(test)]

@@ -265,6 +265,16 @@ impl Kind for WireGuard {
         state.plane.as_ref().map(describe)
     }
 
+    /// The TUN device's: another node's process finds the private namespace by it.
+    fn copies(&self, names: &[String]) -> io::Result<Vec<(String, OwnedFd)>> {
+        let state = self.lock();
+        let running = state.plane.as_ref().filter(|plane| plane.threads.is_running());
+        match running.filter(|_| names.iter().any(|name| name == "tun")) {
+            Some(plane) => Ok(vec![("tun".to_owned(), plane.tun.try_clone()?)]),
+            None => Ok(Vec::new()),
+        }
+    }
+
     async fn take(&self, sandbox: Option<&SandboxId>, mut handed: Handed) -> Result<Value, String> {
         if sandbox.is_some() {
             return Err("the encrypted tunnel is the node's, not a sandbox's".to_owned());

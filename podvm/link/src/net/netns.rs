@@ -255,20 +255,19 @@ pub fn create_named(path: impl AsRef<Path>) -> Result<Netns, Error> {
     Netns::open(path)
 }
 
-/// Gives a namespace of [`create_named`] its name again, which somebody removed while we held it open. Whatever else
-/// is mounted at its path by now is unmounted: the name is ours.
+/// Gives an open namespace of [`create_named`] its name `path` again. Whatever else is there by now is unmounted and
+/// removed: the name is ours.
 ///
 /// # Errors
 /// [`Error::Netns`] when the path cannot be freed, or the file or the mount cannot be made.
-pub fn name_again(netns: &Netns) -> Result<(), Error> {
-    let path = netns.path();
+pub fn name_again(netns: BorrowedFd<'_>, path: &Path) -> Result<(), Error> {
     let failed = |source: io::Error| Error::Netns { attempt: "name again", path: path.to_owned(), source };
     delete_named(path)?;
     if let Some(parent) = path.parent() {
         fs::create_dir_all(parent).map_err(failed)?;
     }
     File::create_new(path).map_err(failed)?;
-    let open = format!("/proc/self/fd/{}", netns.as_fd().as_raw_fd());
+    let open = format!("/proc/self/fd/{}", netns.as_raw_fd());
     mount(Some(open.as_str()), path, None::<&str>, MsFlags::MS_BIND, None::<&str>)
         .map_err(|e| failed(e.into()))
 }

@@ -10,8 +10,10 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use base64::{Engine as _, prelude::BASE64_STANDARD};
+use peerpod_base::handin;
 use peerpod_link::net::netns::Netns;
 use peerpod_link::net::nft::Peer;
 use peerpod_link::net::plan::Underlay;
@@ -40,6 +42,8 @@ const UNKNOWN_PATH: u32 = 1280;
 const DEVICE_MTU: u32 = 65_000;
 /// The guests' sign of life, shorter than any NAT's memory.
 const KEEPALIVE_SECONDS: u32 = 15;
+/// How long a relay may take to say which device it carries; it answers at once unless it is stuck.
+const RELAY_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Where it is and what it is told.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,6 +54,8 @@ pub struct WireguardConfig {
     pub key_dir: PathBuf,
     /// The file that the private namespace is bound to.
     pub netns: PathBuf,
+    /// `relay-fds.sock`: a relay that carries the tunnel's packets knows the private namespace.
+    pub relay: PathBuf,
 }
 
 #[derive(Debug)]
@@ -106,11 +112,27 @@ fn failed(attempt: impl Into<String>) -> impl FnOnce(io::Error) -> Error {
     move |why| Error::Kernel { attempt, source: netlink::Error::Socket(why) }
 }
 
+/// The TUN device whose packets the relay carries; `None` where no relay answers, or it carries none.
+fn carried(relay: &Path) -> Option<Tun> {
+    match handin::copy_of(relay, KIND, "tun", RELAY_PATIENCE) {
+        Ok(tun) => tun.map(Tun::from),
+        Err(handin::Error::Io { why, .. })
+            if matches!(why.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) =>
+        {
+            None
+        }
+        Err(error) => {
+            tracing::warn!(%error, "peerpod-relay does not tell the encrypted tunnel's namespace; another may be made");
+            None
+        }
+    }
+}
+
 impl Wireguard {
     /// In the network namespace of the calling thread.
     pub(super) fn open(config: &WireguardConfig, vxlan_port: u16) -> Result<Wireguard, Error> {
         let key = Key::open(&config.key_dir)?;
-        let opened = Inner::open(&config.netns, NODE_INNER, DEVICE_MTU)?;
+        let opened = Inner::open(&config.netns, carried(&config.relay).as_ref(), NODE_INNER, DEVICE_MTU)?;
         Ok(Wireguard {
             host: Host::new(opened.inner.netns().clone()),
             outside: Host::new(Netns::current()?),
@@ -147,7 +169,7 @@ impl Wireguard {
         }
         let mut state = lock(&self.state);
         if state.tun.is_none() {
-            state.tun = Inner::open(&self.config.netns, NODE_INNER, DEVICE_MTU)?.tun;
+            state.tun = Inner::open(&self.config.netns, None, NODE_INNER, DEVICE_MTU)?.tun;
         }
         let copy = |fd: std::os::fd::BorrowedFd<'_>| {
             fd.try_clone_to_owned().map_err(failed("copy a descriptor of the encrypted tunnel"))

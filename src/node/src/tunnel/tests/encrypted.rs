@@ -25,6 +25,7 @@ impl Place {
             port,
             key_dir: self.folder.join("key"),
             netns: self.folder.join("wireguard.netns"),
+            relay: self.folder.join("relay-fds.sock"),
         };
         let config =
             TunnelConfig { kind: Kind::Wireguard, wireguard: Some(wireguard), ..TunnelConfig::default() };
