@@ -122,7 +122,7 @@ fn end(ended: anyhow::Result<()>) -> ExitCode {
     match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("peerpod-cluster: {error:#}");
+            eprintln!("peerpod-cluster: {}", peerpod_base::chain::chain(error.as_ref()));
             ExitCode::FAILURE
         }
     }

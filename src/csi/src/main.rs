@@ -59,7 +59,7 @@ fn main() -> ExitCode {
     match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("peerpod-csi: {error:#}");
+            eprintln!("peerpod-csi: {}", peerpod_base::chain::chain(error.as_ref()));
             ExitCode::FAILURE
         }
     }

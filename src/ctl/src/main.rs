@@ -33,7 +33,7 @@ fn main() -> ExitCode {
         }
     };
     outcome.unwrap_or_else(|error| {
-        eprintln!("peerpod: {error:#}");
+        eprintln!("peerpod: {}", peerpod_base::chain::chain(error.as_ref()));
         ExitCode::FAILURE
     })
 }

@@ -228,7 +228,7 @@ impl Node for Door {
     ) -> ttrpc::Result<TakeOverFailedResponse> {
         let _busy = self.drain.busy("TakeOverFailed");
         let TakeOverFailedRequest { namespace, name, uid, why, .. } = request;
-        self.sandboxes.take_over_failed(&crate::spec::PodRef { namespace, name, uid: Some(uid) }, why);
+        self.sandboxes.take_over_failed(spec::PodRef { namespace, name, uid: Some(uid) }, &why);
         Ok(TakeOverFailedResponse::default())
     }
 }

@@ -98,7 +98,7 @@ impl Bound {
             // The leader's parts, and then the Lease.
             context.shutdown.trigger("a part ended");
             if let Err(error) = terms.await {
-                warn!(error = format!("{error:#}"), "a part failed at the end");
+                warn!(error = peerpod_base::chain::chain(error.as_ref()), "a part failed at the end");
             }
         }
         if let Err(busy) = context.drain.drain(DRAIN).await {

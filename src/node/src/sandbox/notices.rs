@@ -6,7 +6,7 @@ use std::{sync::Arc, time::SystemTime};
 use peerpod_provider_api::InstanceId;
 use tracing::{info, warn};
 
-use super::{Sandboxes, effects::Said, error::Error, table::Entry};
+use super::{Sandboxes, effects::Said, error::Error, outcomes::clip, table::Entry};
 use crate::spec::{PodRef, SandboxId};
 
 impl Sandboxes {
@@ -30,9 +30,12 @@ impl Sandboxes {
     }
 
     /// Posts an Event on the pod of a relay that could not take over from the running one.
-    pub fn take_over_failed(&self, pod: &PodRef, why: String) {
+    pub fn take_over_failed(&self, pod: PodRef, why: &str) {
+        let PodRef { namespace, name, uid } = pod;
+        let (namespace, name) = (clip(&namespace), clip(&name));
+        let (pod, why) = (PodRef { namespace, name, uid: uid.map(|uid| clip(&uid)) }, clip(why));
         warn!(relay = %pod, why, "a new relay could not take over; the running one goes on");
-        self.0.fx.tell(pod, Said { reason: "TakeOverFailed", text: why });
+        self.0.fx.tell(&pod, Said { reason: "TakeOverFailed", text: why });
     }
 
     /// Says something where the owner of a sandbox's pod looks.
