@@ -92,7 +92,7 @@ test-bins: setup image
 test-kube: setup
 	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(WITH)
-	$(CARGO) test --locked --workspace --no-fail-fast $(KUBE) $(WITH) --test 'kube_*'
+	$(CARGO) test --locked --workspace --no-fail-fast $(KUBE) $(WITH) --test cluster
 
 # The CSI wrapper before a real driver (Kubernetes' mock CSI driver), by csi-sanity. Both are compiled once (tests/csi/build).
 CSI := --features peerpod-test-csi/driver
@@ -100,7 +100,7 @@ test-csi: setup
 	tests/csi/build
 	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(CSI) $(WITH)
-	$(CARGO) test --locked --workspace --no-fail-fast $(KUBE) $(CSI) $(WITH) --test 'csi_*'
+	$(CARGO) test --locked --workspace --no-fail-fast $(KUBE) $(CSI) $(WITH) --test csi
 
 # Figures of the cluster's side, with the counts that are promised: 500 deletes and 20 kills (controller_500_deletes_vs_ideal,
 # controller_leaks), 2,000 admissions (webhook_p99_ms, webhook_p99_vs_noop).
@@ -108,7 +108,7 @@ bench-kube: setup
 	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(WITH)
 	mkdir -p $(TARGET)/bench
-	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(KUBE) $(WITH) --test kube_webhook --test kube_controller -- --nocapture
+	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(KUBE) $(WITH) --test cluster -- --nocapture controller webhook
 
 # What takes longer than a coffee: soaks, many kills, large counts; also of the cluster's side and of the CSI wrapper; then
 # each fuzz target, FUZZ_SECONDS long, and the documented commands of at most 20 minutes. Not an optimised build: what it
@@ -125,19 +125,18 @@ test-long: setup image
 # The AWS provider, and the real node with it, against a simulated EC2 (moto, from PyPI) behind a proxy that refuses as
 # EC2 does. The same features as `make test CLOUDS=1`, so the two share their build: the binaries are built with the tests,
 # because without them tokio has other features (tests stop its clock), and the SDK would be compiled twice.
-AWS_TESTS := --test aws_conformance --test aws_drops --test aws_node --test aws_policy --test aws_refusals \
-	--test aws_witness --test ec2_proxy
+AWS_TESTS := --test aws --test ec2_proxy
 test-aws: setup
 	$(CARGO) build --locked --workspace $(AWS) --bins $(AWS_TESTS)
 	$(CARGO) test --locked --workspace $(AWS) $(AWS_TESTS)
 
 # Counts and ratios to what the account's limits permit: the tests' build does.
-AWS_BENCHES := --test aws_node --test provider_external
+AWS_BENCHES := --test aws --test e2e
 bench-aws: setup
 	$(CARGO) build --locked --workspace $(AWS) --bins $(AWS_BENCHES)
 	mkdir -p $(TARGET)/bench
 	PEERPOD_TEST_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(AWS) $(AWS_BENCHES) \
-		-- --nocapture --test-threads 1
+		-- --nocapture --test-threads 1 node:: provider_external::
 
 bench: image
 	$(CARGO) build --locked --release $(BINS) -p peerpod-benches

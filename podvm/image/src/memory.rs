@@ -1,6 +1,6 @@
 //! How much of a VM's memory its guest needs, for `image.json`: whoever sizes a VM adds it to what the pod asks for. It is
 //! reckoned from the image's own parts, so that the same image always has the same figure;
-//! `tests/tests/machines_memory.rs` compares it with machines that run.
+//! `tests/tests/machines/memory.rs` compares it with machines that run.
 
 use anyhow::Context;
 use serde::Serialize;

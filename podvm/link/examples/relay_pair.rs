@@ -5,7 +5,7 @@
 //! are interleaved; a figure is the median of the better half of its bursts' medians.
 #![allow(clippy::unwrap_used)] // a tool for people who look at its output
 
-#[path = "../tests/support/mod.rs"]
+#[path = "../tests/session/support/mod.rs"]
 mod support;
 
 use std::{

@@ -1,6 +1,6 @@
 //! The node's tunnels with real namespaces: what the whole daemon relies on.
 
-#[path = "../../../../podvm/link/tests/net_world/mod.rs"]
+#[path = "../../../../podvm/link/tests/net/world/mod.rs"]
 pub(crate) mod net_world;
 
 use std::net::IpAddr;

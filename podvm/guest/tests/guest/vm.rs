@@ -1,0 +1,301 @@
+//! The guest as pid 1 of real machines: QEMU boots the image's kernel and initramfs (`make image`), with a relay in this
+//! test as its home. Emulated in software where there is no KVM.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use super::machine;
+use super::relay;
+use std::{
+    fs,
+    io::{BufRead, BufReader, Write},
+    net::TcpListener,
+    sync::{Arc, Mutex},
+};
+
+use machine::{Folder, Vm, Wanted, run};
+use peerpod_link::birth::{BirthData, BirthNode, BirthTicket, TicketSecret};
+use peerpod_proto::guest::{self, Flush, Personalise, request::Body};
+use relay::Relay;
+use tokio::runtime::Runtime;
+
+const SANDBOX: &str = "sandbox-1";
+/// QEMU's own network: the test's machine, for the VM.
+const HOST: &str = "10.0.2.2";
+const CARD: [&str; 4] = ["-netdev", "user,id=n", "-device", "virtio-net-pci,netdev=n"];
+
+fn birth(relay: &Relay, port: u16, lease_seconds: u32) -> BirthData {
+    BirthData {
+        version: 1,
+        ticket: BirthTicket { id: "0".repeat(32), secret: TicketSecret::new(relay::SECRET), claims: 1 },
+        node: BirthNode {
+            addresses: vec![format!("{HOST}:{port}").parse().unwrap()],
+            ca_sha256: vec![relay.ca_sha256()],
+            listen: None,
+        },
+        lease_seconds,
+    }
+}
+
+fn words(words: &[&str]) -> Vec<String> {
+    words.iter().map(|word| (*word).to_owned()).collect()
+}
+
+fn fw_cfg(folder: &Folder, birth: &BirthData) -> Vec<String> {
+    let file = folder.0.join("user-data");
+    fs::write(&file, birth.to_json()).unwrap();
+    words(&["-fw_cfg", &format!("name=opt/io.peerpod/user-data,file={}", file.display())])
+}
+
+fn plan(lease_seconds: u32) -> Personalise {
+    let mut plan = Personalise::new();
+    (plan.version, plan.sandbox_id) = (1, SANDBOX.into());
+    (plan.lease_seconds, plan.agent_timeout_ms) = (lease_seconds, 60_000);
+    let network = plan.network.mut_or_insert_default();
+    network.version = 1;
+    let mut interface = guest::Interface::new();
+    (interface.name, interface.mac) = ("eth0".into(), "02:00:0a:f4:01:07".into());
+    (interface.mtu, interface.vni) = (1450, 77);
+    let mut address = guest::Address::new();
+    address.prefix = "10.244.1.7/24".into();
+    interface.addresses.push(address);
+    network.interfaces.push(interface);
+    let underlay = network.underlay.mut_or_insert_default();
+    (underlay.kind, underlay.node_address) = ("vxlan".into(), HOST.into());
+    (underlay.port, underlay.overhead) = (4789, 50);
+    plan
+}
+
+struct Home {
+    runtime: Runtime,
+    relay: Relay,
+    port: u16,
+}
+
+impl Home {
+    fn new() -> Home {
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().enable_all().worker_threads(2).build().unwrap();
+        let (relay, port) = runtime.block_on(async {
+            let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let port = listener.local_addr().unwrap().port();
+            (Relay::new(SANDBOX).on(listener), port)
+        });
+        Home { runtime, relay, port }
+    }
+}
+
+/// The whole life: drivers, root, an address from QEMU's DHCP server, user-data by fw_cfg, home, the agent, what the guest
+/// says of its boot; then a disk that is written to, and the lease's end: the machine goes off, and the disk is clean.
+#[test]
+fn a_machine_boots_calls_home_and_ends_with_its_lease_and_a_clean_disk() {
+    let folder = Folder::new("life");
+    let mut home = Home::new();
+    let disk = folder.0.join("disk");
+    fs::File::create(&disk).unwrap().set_len(64 << 20).unwrap();
+    run("mke2fs", &["-q", "-t", "ext4", disk.to_str().unwrap()]);
+    let drive = format!("file={},if=virtio,format=raw", disk.display());
+    let mut qemu = fw_cfg(&folder, &birth(&home.relay, home.port, 300));
+    qemu.extend(words(&CARD).into_iter().chain(words(&["-drive", &drive, "-no-reboot"])));
+    let mut vm = Vm::boot(&folder, Wanted { line: "probe=disk".into(), qemu, ..Wanted::default() });
+    vm.says("the link is up");
+    home.relay.up(&home.runtime);
+    println!("home after {:?}", vm.began.elapsed());
+    let reply = home.relay.ask(&home.runtime, Body::Personalise(plan(300)));
+    assert_eq!(reply.error, "", "{}", vm.console());
+    let stages: Vec<_> = reply
+        .status
+        .stages
+        .iter()
+        .map(|stage| (stage.name.as_str(), stage.at_us / 1000, stage.took_us / 1000))
+        .collect();
+    println!("stages (name, at ms, took ms): {stages:?}");
+    for name in
+        ["boot", "init", "modules", "uplink", "user-data", "dial", "claim", "link", "network", "agent"]
+    {
+        assert!(stages.iter().any(|stage| stage.0 == name), "{name} in {stages:?}");
+    }
+    let said = vm.says("PROBE wrote END");
+    assert!(said.contains("PROBE pivot_root exit status: 0 END"), "{said}");
+    assert!(
+        said.contains("PROBE hostname peerpod END") && said.contains("PROBE stdin /proc/self/fd/0 END"),
+        "{said}"
+    );
+    assert!(said.contains("PROBE overlay true END"), "the kernel's own request for a module: {said}");
+    let said = vm.says("PROBE resolv nameserver 10.0.2.3,");
+    let rss = said.split("PROBE rss serve ").nth(1).unwrap().split(" END").next().unwrap();
+    println!("RSS in KiB, idle: serve {rss}");
+
+    // Nobody is home any more.
+    let reply = home.relay.ask(&home.runtime, Body::Personalise(plan(3)));
+    assert_eq!(reply.error, "");
+    drop(home);
+    vm.ends();
+    let said = vm.console();
+    assert!(said.contains("all is written back and unmounted"), "{said}");
+    let super_block = run("dumpe2fs", &["-h", disk.to_str().unwrap()]);
+    assert!(!super_block.contains("needs_recovery"), "{super_block}");
+    let state = super_block.lines().find(|line| line.starts_with("Filesystem state:")).unwrap();
+    assert!(state.ends_with(" clean"), "{state}");
+    let listed = run("debugfs", &["-R", "stat data", disk.to_str().unwrap()]);
+    assert!(listed.contains(&format!("Size: {}", 3 << 20)), "{listed}");
+}
+
+/// The three kinds of disk that clouds and hypervisors bring user-data on.
+#[test]
+fn user_data_is_found_on_disks_of_each_kind() {
+    let config_drive = "version = 1\n[[when]]\ndisk = \"config-2\"\n[[user-data]]\ndisk = \"config-2\"\n\
+        path = \"openstack/latest/user_data\"\n";
+    for kind in ["vfat", "iso", "config-drive"] {
+        let folder = Folder::new(kind);
+        let mut home = Home::new();
+        let disk = folder.0.join("seed");
+        let (at, tree) = (disk.to_str().unwrap(), folder.0.join("tree"));
+        let file = if kind == "config-drive" { "openstack/latest/user_data" } else { "user-data" };
+        fs::create_dir_all(tree.join(file).parent().unwrap()).unwrap();
+        fs::write(tree.join(file), birth(&home.relay, home.port, 300).to_json()).unwrap();
+        match kind {
+            "vfat" => {
+                fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
+                run("mkfs.vfat", &["-n", "CIDATA", at]);
+                run("mcopy", &["-i", at, tree.join(file).to_str().unwrap(), "::user-data"]);
+            }
+            _ => {
+                let label = if kind == "iso" { "cidata" } else { "config-2" };
+                run(
+                    "xorriso",
+                    &["-as", "mkisofs", "-quiet", "-J", "-R", "-V", label, "-o", at, tree.to_str().unwrap()],
+                );
+            }
+        }
+        let mut qemu = words(&CARD);
+        qemu.extend(words(&["-drive", &format!("file={at},if=virtio,format=raw,readonly=on")]));
+        let line: serde_json::Value = basic_toml::from_str(config_drive).unwrap();
+        let files = vec![("etc/peerpod/sources/openstack.json", 0o644, line.to_string().into_bytes())];
+        let vm = Vm::boot(&folder, Wanted { qemu, files, ..Wanted::default() });
+        let said = vm.says("the link is up");
+        home.relay.up(&home.runtime);
+        assert!(said.contains("found user-data"), "{said}");
+    }
+}
+
+const TOKEN: &str = "bm90aGluZw==";
+
+/// EC2's metadata service (version 2, which wants a token) with these user-data, each answer in a connection of its own;
+/// its port on this machine, and what it was asked and said.
+fn metadata_service(user_data: String) -> (u16, Arc<Mutex<Vec<String>>>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let asked = Arc::<Mutex<Vec<String>>>::default();
+    let heard = asked.clone();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let Ok(mut stream) = stream else { return };
+            let lines = BufReader::new(&stream).lines().map_while(Result::ok);
+            let request: Vec<String> = lines.take_while(|line| !line.is_empty()).collect();
+            let has = |header: &str| request.iter().any(|line| line.eq_ignore_ascii_case(header));
+            let line = request.first().cloned().unwrap_or_default();
+            let (status, body) = match line.as_str() {
+                "PUT /latest/api/token HTTP/1.1" if has("x-aws-ec2-metadata-token-ttl-seconds: 60") => {
+                    ("200 OK", TOKEN)
+                }
+                "GET /latest/user-data HTTP/1.1" if has(&format!("x-aws-ec2-metadata-token: {TOKEN}")) => {
+                    ("200 OK", user_data.as_str())
+                }
+                _ => ("401 Unauthorized", ""),
+            };
+            heard.lock().unwrap().push(format!("{line}: {status}"));
+            let head = format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\n", body.len());
+            // Whoever does not wait for the answer will ask again.
+            drop(write!(stream, "{head}Connection: close\r\n\r\n{body}"));
+        }
+    });
+    (port, asked)
+}
+
+/// By the provider's own line of the table: what the firmware says, the address, the token. Nothing else can be reached
+/// from this network, a metadata service of the machine that the test runs on least of all.
+#[test]
+fn a_machine_of_ec2_has_its_user_data_from_the_metadata_service() {
+    let folder = Folder::new("ec2");
+    let mut home = Home::new();
+    let mut birth = birth(&home.relay, home.port, 300);
+    birth.node.addresses = vec![format!("169.254.169.100:{}", home.port).parse().unwrap()];
+    let (port, asked) = metadata_service(birth.to_json());
+    let forward = |to: &str, port: u16| format!(",guestfwd=tcp:{to}-cmd:/bin/busybox nc 127.0.0.1 {port}");
+    let network = "user,id=n,restrict=on,net=169.254.169.0/24".to_owned()
+        + &forward("169.254.169.254:80", port)
+        + &forward(&format!("169.254.169.100:{}", home.port), home.port);
+    let qemu = words(&[
+        "-netdev",
+        &network,
+        "-device",
+        "virtio-net-pci,netdev=n",
+        "-smbios",
+        "type=1,manufacturer=Amazon EC2",
+    ]);
+    let vm = Vm::boot(&folder, Wanted { qemu, ..Wanted::default() });
+    let said = vm.says("the link is up");
+    home.relay.up(&home.runtime);
+    assert!(said.contains("found user-data"), "{said}");
+    let asked = asked.lock().unwrap();
+    // A service that is slow is asked again; what was given up had no question in it yet.
+    let answered: Vec<&String> = asked.iter().filter(|line| !line.starts_with(':')).collect();
+    assert!(answered.iter().all(|line| line.ends_with(": 200 OK")), "{asked:?}");
+    assert!(answered.first().is_some_and(|first| first.starts_with("PUT ")), "{asked:?}");
+    assert!(answered.iter().any(|line| line.starts_with("GET ")), "{asked:?}");
+}
+
+/// `ip=` of the kernel's line.
+#[test]
+fn a_machine_gets_the_static_address_of_the_kernels_line() {
+    let folder = Folder::new("static");
+    let mut home = Home::new();
+    let mut qemu = fw_cfg(&folder, &birth(&home.relay, home.port, 300));
+    qemu.extend(words(&CARD));
+    let line = "ip=10.0.2.77::10.0.2.2:255.255.255.0::eth0:off:10.0.2.3".to_owned();
+    let vm = Vm::boot(&folder, Wanted { line, qemu, ..Wanted::default() });
+    vm.says("the link is up");
+    home.relay.up(&home.runtime);
+    let reply = home.relay.ask(&home.runtime, Body::Personalise(plan(300)));
+    assert_eq!(reply.error, "");
+    assert_eq!(reply.status.uplink_addresses, ["10.0.2.77"], "{}", vm.console());
+    assert!(!vm.console().contains("DHCP lease"));
+    assert_eq!(home.relay.ask(&home.runtime, Body::Flush(Flush::new())).error, "");
+}
+
+/// A guest program that hangs is killed and comes back; one that hangs whatever is done leaves the watchdog hungry.
+#[test]
+fn a_guest_program_that_hangs_is_started_again_and_then_the_machine() {
+    let folder = Folder::new("hang");
+    let mut home = Home::new();
+    let settings = || vec![("hang_seconds", 10.into())];
+    let mut qemu = fw_cfg(&folder, &birth(&home.relay, home.port, 300));
+    qemu.extend(words(&CARD));
+    let line = "probe=stop-serve softdog.soft_margin=20".to_owned();
+    let vm =
+        Vm::boot(&folder, Wanted { line, qemu: qemu.clone(), settings: settings(), ..Wanted::default() });
+    vm.says("PROBE stopped ");
+    vm.says("serve hangs: it is killed and started again");
+    vm.says("found the agent running");
+    vm.says("the link is up");
+    home.relay.up(&home.runtime);
+    let said = vm.console();
+    assert_eq!(said.matches("the watchdog is awake").count(), 1, "the machine itself went on: {said}");
+    drop(vm);
+
+    let line = "probe=stop-always softdog.soft_margin=20".to_owned();
+    let vm = Vm::boot(&folder, Wanted { line, qemu, settings: settings(), ..Wanted::default() });
+    vm.says("the watchdog is not fed any more");
+    vm.until("a second boot", |said| said.matches("the watchdog is awake").count() == 2);
+}
+
+/// What a machine without a card, a disk or modules for them says, and that it is not fatal.
+#[test]
+fn a_module_that_is_missing_is_a_line_on_the_console() {
+    let folder = Folder::new("missing");
+    let files = vec![("etc/peerpod/modules", 0o644, b"# none of these\nno_such_module # really\n".to_vec())];
+    let vm = Vm::boot(&folder, Wanted { files, ..Wanted::default() });
+    vm.says("waiting for user-data");
+    vm.says("the image has no kernel module for \"no_such_module\"");
+    vm.says("PROBE pivot_root exit status: 0 END");
+}

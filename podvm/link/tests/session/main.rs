@@ -1,0 +1,5 @@
+//! The link between two ends: dialled, cut, resumed.
+
+mod dialled;
+mod link;
+mod support;

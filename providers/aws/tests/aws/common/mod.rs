@@ -1,0 +1,162 @@
+//! A provider in front of an EC2 of its own.
+
+#![allow(unreachable_pub, clippy::unwrap_used)] // a module of tests
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use peerpod_base::config::{Reader, Sources};
+use peerpod_provider_api::{CreateRequest, Error, IdempotencyKey, Provider, Size};
+use peerpod_provider_aws::{AwsConfig, AwsProvider};
+use peerpod_test_ec2::{Proxy, REGION, xml};
+use tokio::time::Instant;
+
+/// The AMI of `tests/ec2/amis.json` that a test boots.
+pub const IMAGE: &str = "ami-0aaaaaaaaaaaaaaa2";
+/// The same for the other processors.
+pub const ARM_IMAGE: &str = "ami-0bbbbbbbbbbbbbbb1";
+/// An AMI with another root device.
+pub const OTHER_IMAGE: &str = "ami-0ccccccccccccccc1";
+
+/// What a test may wait for anything.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// An EC2 with a default network: subnets in three zones and a security group.
+pub struct Cloud {
+    /// In front of moto.
+    pub proxy: Proxy,
+    /// One per zone, in the zones' order.
+    pub subnets: Vec<String>,
+    /// The default one.
+    pub group: String,
+}
+
+impl Cloud {
+    pub async fn start() -> Cloud {
+        Cloud::behind(Proxy::start().await.unwrap()).await
+    }
+
+    /// With a proxy that listens somewhere else.
+    pub async fn behind(proxy: Proxy) -> Cloud {
+        let subnets = proxy.ask("DescribeSubnets", &[]).await.unwrap();
+        let mut by_zone: Vec<(&str, &str)> = xml::values(&subnets, "availabilityZone")
+            .into_iter()
+            .zip(xml::values(&subnets, "subnetId"))
+            .collect();
+        by_zone.sort_unstable();
+        let subnets = by_zone.into_iter().map(|(_, subnet)| subnet.to_owned()).collect();
+        let groups = proxy.ask("DescribeSecurityGroups", &[]).await.unwrap();
+        let group = xml::value(&groups, "groupId").unwrap().to_owned();
+        Cloud { proxy, subnets, group }
+    }
+
+    /// Settings for this cloud: all subnets, one type, one image, and what the test says.
+    pub fn config(&self, settings: &[(&str, &str)]) -> AwsConfig {
+        self.read(settings, true)
+    }
+
+    /// What stands below `provider.aws`.
+    pub fn settings(&self) -> Vec<(String, String)> {
+        vec![
+            ("endpoint".to_owned(), self.proxy.endpoint()),
+            ("region".to_owned(), REGION.to_owned()),
+            ("access-key-id".to_owned(), "AKIATEST".to_owned()),
+            ("secret-key".to_owned(), "not a secret".to_owned()),
+            ("subnet-ids".to_owned(), self.subnets.join(",")),
+            ("security-group-ids".to_owned(), self.group.clone()),
+            ("image-id".to_owned(), IMAGE.to_owned()),
+            ("arch".to_owned(), "x86_64".to_owned()),
+            ("call-timeout".to_owned(), "20s".to_owned()),
+        ]
+    }
+
+    fn read(&self, settings: &[(&str, &str)], creates: bool) -> AwsConfig {
+        let mut all = self.settings();
+        for (key, value) in settings {
+            all.retain(|(known, _)| known != key);
+            if !value.is_empty() {
+                all.push(((*key).to_owned(), (*value).to_owned()));
+            }
+        }
+        let name = |key: &str| format!("PEERPOD_PROVIDER_AWS_{}", key.to_ascii_uppercase().replace('-', "_"));
+        let env = all.into_iter().map(|(key, value)| (name(&key), value)).collect();
+        let mut reader = Reader::load(Sources { env, ..Sources::default() }, &["provider"], &[]).unwrap();
+        let config = AwsConfig::read(&mut reader, creates);
+        reader.finish().map_err(|mistakes| mistakes.to_string()).unwrap();
+        config
+    }
+
+    /// A provider of node `n`.
+    pub fn provider(&self, settings: &[(&str, &str)]) -> Arc<AwsProvider> {
+        self.provider_of("n", settings)
+    }
+
+    /// A provider of another node.
+    pub fn provider_of(&self, node: &str, settings: &[(&str, &str)]) -> Arc<AwsProvider> {
+        Arc::new(AwsProvider::new(self.config(settings), "c", node))
+    }
+
+    /// What the cluster's controller has: credentials and a region.
+    pub fn collector(&self) -> Arc<AwsProvider> {
+        let config = self.read(&[("image-id", ""), ("subnet-ids", ""), ("security-group-ids", "")], false);
+        Arc::new(AwsProvider::new(config, "c", ""))
+    }
+
+    /// The VMs that there are, as moto says.
+    pub async fn machines(&self) -> Vec<String> {
+        let mut params = vec![("Filter.1.Name", "instance-state-name")];
+        params.extend([
+            ("Filter.1.Value.1", "pending"),
+            ("Filter.1.Value.2", "running"),
+            ("Filter.1.Value.3", "stopping"),
+            ("Filter.1.Value.4", "stopped"),
+            ("Filter.1.Value.5", "shutting-down"),
+        ]);
+        let answer = self.proxy.ask("DescribeInstances", &params).await.unwrap();
+        let items = xml::items(&answer, "instancesSet").into_iter();
+        items.filter_map(|place| xml::value(&answer[place], "instanceId").map(str::to_owned)).collect()
+    }
+
+    /// A volume in a zone.
+    pub async fn volume(&self, zone: &str) -> String {
+        let answer =
+            self.proxy.ask("CreateVolume", &[("AvailabilityZone", zone), ("Size", "1")]).await.unwrap();
+        xml::value(&answer, "volumeId").unwrap().to_owned()
+    }
+}
+
+/// A request that any of the types meets.
+pub fn request(name: &str) -> CreateRequest {
+    CreateRequest {
+        name: name.to_owned(),
+        user_data: format!("{{\"peerpod\":1,\"for\":\"{name}\"}}"),
+        size: Size { vcpus: 1, memory_mib: 512, ..Size::default() },
+        labels: [("peerpod.pod".to_owned(), name.to_owned())].into(),
+        ..CreateRequest::default()
+    }
+}
+
+/// A key of this test.
+pub fn key(test: &str, number: u32) -> IdempotencyKey {
+    IdempotencyKey::derive("c", test, number)
+}
+
+/// As the node does it: a place first, which is recorded, then the create.
+pub async fn placed(provider: &dyn Provider, request: &CreateRequest) -> Result<CreateRequest, Error> {
+    let placement = provider.place(request).await?;
+    Ok(CreateRequest { placement, ..request.clone() })
+}
+
+/// A call whose caller waits so long.
+pub async fn within<F: Future>(time: Duration, call: F) -> F::Output {
+    peerpod_provider_api::with_deadline(Instant::now() + time, call).await
+}
+
+/// Waits for a condition.
+pub async fn until<F: Future<Output = bool>>(what: &str, condition: impl Fn() -> F) {
+    let end = Instant::now() + PATIENCE;
+    while !condition().await {
+        assert!(Instant::now() < end, "not within {PATIENCE:?}: {what}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}

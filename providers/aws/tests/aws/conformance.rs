@@ -1,0 +1,66 @@
+//! The suite that every provider passes, against moto behind the fault proxy.
+
+#![allow(clippy::unwrap_used)]
+
+use super::common;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use base64::{Engine, engine::general_purpose::STANDARD};
+use common::Cloud;
+use peerpod_provider_api::{DiskRequest, InstanceId, Provider, conformance::Harness};
+use peerpod_test_ec2::xml;
+
+struct Ec2 {
+    provider: Arc<dyn Provider>,
+    cloud: Arc<Cloud>,
+    volume: String,
+    /// The proxy's; ends after it.
+    _runtime: tokio::runtime::Runtime,
+}
+
+fn make() -> Ec2 {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let cloud = Arc::new(runtime.block_on(Cloud::start()));
+    let volume = runtime.block_on(cloud.volume("eu-central-1a"));
+    Ec2 { provider: cloud.provider(&[]), cloud, volume, _runtime: runtime }
+}
+
+#[async_trait]
+impl Harness for Ec2 {
+    fn provider(&self) -> Arc<dyn Provider> {
+        self.provider.clone()
+    }
+
+    async fn user_data(&self, id: &InstanceId) -> Option<Vec<u8>> {
+        let params = [("InstanceId", id.as_str()), ("Attribute", "userData")];
+        let answer = self.cloud.proxy.ask("DescribeInstanceAttribute", &params).await.unwrap();
+        STANDARD.decode(xml::value(&answer, "value").unwrap()).ok()
+    }
+
+    async fn machines(&self) -> Option<usize> {
+        Some(self.cloud.machines().await.len())
+    }
+
+    fn unknown_id(&self) -> Option<InstanceId> {
+        InstanceId::new("i-0123456789abcdef0").ok()
+    }
+
+    fn stranger(&self) -> Option<Arc<dyn Provider>> {
+        Some(self.cloud.provider_of("another", &[]))
+    }
+
+    fn successor(&self) -> Option<Arc<dyn Provider>> {
+        Some(self.cloud.provider(&[]))
+    }
+
+    fn collector(&self) -> Option<Arc<dyn Provider>> {
+        Some(self.cloud.collector())
+    }
+
+    fn volume(&self) -> Option<DiskRequest> {
+        Some(DiskRequest { volume: self.volume.clone(), ..DiskRequest::default() })
+    }
+}
+
+peerpod_provider_api::conformance_suite!(make);

@@ -1,0 +1,58 @@
+//! The policy in `iam-policy.json` allows what a whole life of VMs asks for, and nothing that it does not.
+
+#![allow(clippy::unwrap_used)]
+
+use super::common;
+use std::collections::BTreeSet;
+
+use common::{Cloud, key, placed, request};
+use futures_util::StreamExt;
+use peerpod_provider_api::{CreateRequest, DiskRequest, Provider};
+use serde_json::{Value, json};
+
+/// What EC2 checks beside the action that is called: who makes a fleet must be allowed to run VMs, and who marks what is
+/// made must be allowed to mark (EC2 User Guide, "EC2 Fleet permissions", "Grant permission to tag on creation").
+const CHECKED_BESIDE: [&str; 2] = ["RunInstances", "CreateTags"];
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_policy_is_what_we_ask_for() {
+    let cloud = Cloud::start().await;
+    let card = json!({"SubnetId": cloud.subnets[0], "TagSpecifications": [{"ResourceType": "network-interface", "Tags": [
+        {"Key": "peerpod.cluster", "Value": "c"}, {"Key": "peerpod.node", "Value": "n"}]}]});
+    cloud.proxy.boto3("create_network_interface", &card).await.unwrap();
+    let second = [("second-subnet-ids", cloud.subnets[0].as_str())];
+    for launch in ["fleet", "run"] {
+        let spot = [("launch", launch), ("market", "spot"), ("spot-watch", "1s")];
+        let settings: Vec<_> = second.into_iter().chain(spot).collect();
+        let provider = cloud.provider(&settings);
+        provider.preflight().await.unwrap();
+        let disk = DiskRequest { volume: cloud.volume("eu-central-1a").await, ..DiskRequest::default() };
+        let wish =
+            CreateRequest { disks: vec![disk.clone()], second_nic: launch == "run", ..request("web-0") };
+        let wish = placed(&*provider, &wish).await.unwrap();
+        let made = provider.create(&wish, &key(launch, 0)).await.unwrap();
+        provider.addresses(&made.id).await.unwrap();
+        let volumes = provider.volumes().unwrap();
+        volumes.attach(&made.id, &disk).await.unwrap();
+        provider.console().unwrap().tail(&made.id, 100).await.unwrap();
+        provider.list_owned().await.unwrap();
+        let mut events = provider.events().unwrap();
+        cloud.proxy.interrupt(made.id.as_str(), "marked-for-termination");
+        let event = tokio::time::timeout(common::PATIENCE, events.next()).await.unwrap().unwrap();
+        assert_eq!(event.id, made.id);
+        volumes.detach(&made.id, &disk.volume).await.unwrap();
+        provider.delete(&made.id).await.unwrap();
+    }
+    let asked: BTreeSet<String> =
+        cloud.proxy.actions().into_iter().chain(CHECKED_BESIDE.map(str::to_owned)).collect();
+    let policy: Value = serde_json::from_str(include_str!("../../iam-policy.json")).unwrap();
+    let mut allowed = BTreeSet::new();
+    for statement in policy["Statement"].as_array().unwrap() {
+        let actions = match &statement["Action"] {
+            Value::String(one) => vec![one.as_str()],
+            list => list.as_array().unwrap().iter().map(|one| one.as_str().unwrap()).collect(),
+        };
+        allowed.extend(actions.into_iter().map(|action| action.strip_prefix("ec2:").unwrap().to_owned()));
+    }
+    assert_eq!(asked, allowed, "left: what we ask for; right: what the policy allows");
+}

@@ -1,0 +1,334 @@
+//! Whatever EC2 refuses ends in an error that names the cause and what to do; whatever goes wrong on the way makes
+//! neither two VMs nor a lost one.
+
+#![allow(clippy::unwrap_used)]
+
+use super::common;
+use std::time::{Duration, Instant};
+
+use common::{Cloud, OTHER_IMAGE, PATIENCE, key, placed, request, until, within};
+use peerpod_provider_api::{CreateRequest, DiskRequest, Error, Provider};
+use peerpod_test_ec2::Fault;
+
+/// The class, and every part of the text.
+#[track_caller]
+fn says(error: &Error, class: &str, parts: &[&str]) {
+    assert_eq!(error.class(), class, "{error}");
+    let text = error.to_string();
+    for part in parts {
+        assert!(text.contains(part), "{part} in: {text}");
+    }
+    assert!(text.len() < 3000, "{} bytes: {text}", text.len());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_type_that_there_is_none_of_is_fallen_back_from_and_passed_over_for_a_while() {
+    let cloud = Cloud::start().await;
+    let provider = cloud.provider(&[("instance-types", "m6a.large,c6a.large,r6a.large")]);
+    cloud.proxy.set_stock("c6a.large", "*", "*", 0);
+    cloud.proxy.set_stock("m6a.large", "eu-central-1a", "*", 0);
+    let first = placed(&*provider, &request("a")).await.unwrap();
+    let made = provider.create(&first, &key("fallback", 0)).await.unwrap();
+    assert_eq!(made.instance_type.as_deref(), Some("m6a.large"), "in another zone");
+    // The next one does not name what there was none of.
+    let second = placed(&*provider, &request("b")).await.unwrap();
+    let placement = second.placement.as_ref().unwrap().as_str();
+    assert!(!placement.contains("c6a.large"), "{placement}");
+    provider.create(&second, &key("fallback", 1)).await.unwrap();
+    assert_eq!(cloud.proxy.count(Some("CreateFleet")), 2, "the fallback is inside one call");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn spot_falls_back_to_on_demand() {
+    let cloud = Cloud::start().await;
+    let provider = cloud.provider(&[("market", "spot-first")]);
+    cloud.proxy.set_stock("*", "*", "spot", 1);
+    for number in 0..2 {
+        let request = placed(&*provider, &request("a")).await.unwrap();
+        provider.create(&request, &key("spot", number)).await.unwrap();
+    }
+    let vms = cloud.proxy.ask("DescribeInstances", &[]).await.unwrap();
+    assert_eq!(vms.matches("<instanceLifecycle>spot").count(), 1, "the second one is on demand");
+    assert_eq!(cloud.machines().await.len(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn when_there_is_nothing_at_all_the_error_names_all_that_was_tried() {
+    let cloud = Cloud::start().await;
+    for launch in ["fleet", "run"] {
+        let provider = cloud.provider(&[("instance-types", "m6a.large,c6a.large"), ("launch", launch)]);
+        cloud.proxy.heal();
+        cloud.proxy.set_stock("*", "*", "*", 0);
+        let request = placed(&*provider, &request("web-0")).await.unwrap();
+        cloud.proxy.forget_calls();
+        let error = provider.create(&request, &key(launch, 0)).await.unwrap_err();
+        let parts = [
+            "create of web-0",
+            "m6a.large in eu-central-1a",
+            "InsufficientInstanceCapacity",
+            "more instance-types",
+        ];
+        says(&error, "capacity", &parts);
+        let (action, calls) = if launch == "fleet" { ("CreateFleet", 1) } else { ("RunInstances", 6) };
+        assert_eq!(
+            cloud.proxy.count(Some(action)),
+            calls,
+            "each offering is asked for once, and a 500 not again"
+        );
+        let again = provider.place(&request).await.unwrap_err();
+        says(&again, "capacity", &["InsufficientInstanceCapacity"]);
+    }
+    assert!(cloud.machines().await.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn quotas_and_rights_and_names_are_told_with_their_remedy() {
+    let cloud = Cloud::start().await;
+    let refusals = [
+        ("VcpuLimitExceeded", 400, "quota", "ask for a higher quota"),
+        ("MaxSpotInstanceCountExceeded", 400, "quota", "ask for a higher quota"),
+        ("UnauthorizedOperation", 403, "auth", "allow ec2:CreateFleet"),
+        ("AuthFailure", 401, "auth", "check the access key"),
+        ("InvalidClientTokenId", 403, "auth", "an access key that exists"),
+        ("SignatureDoesNotMatch", 403, "auth", "check the node's clock"),
+        ("InvalidParameterValue", 400, "invalid", "correct the settings"),
+        ("InvalidSubnetID.NotFound", 400, "invalid", "set subnet-ids"),
+        ("InvalidGroup.NotFound", 400, "invalid", "set security-group-ids"),
+        ("InvalidKeyPair.NotFound", 400, "invalid", "set key-name"),
+        ("InternalError", 500, "transient", "tried again"),
+        ("Unavailable", 503, "transient", "tried again"),
+    ];
+    for (number, (code, status, class, remedy)) in (0..).zip(refusals) {
+        let provider = cloud.provider(&[]);
+        let request = placed(&*provider, &request("web-0")).await.unwrap();
+        cloud.proxy.fail("CreateFleet", Fault::refuse(status, code, "Because."), 1);
+        let error = provider.create(&request, &key("codes", number)).await.unwrap_err();
+        says(&error, class, &["create of web-0", code, "Because", remedy]);
+    }
+    assert!(cloud.machines().await.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_out_of_date_or_not_allowed_is_told_by_preflight_all_at_once() {
+    let cloud = Cloud::start().await;
+    for action in ["DescribeImages", "DescribeInstanceTypes", "DescribeInstances"] {
+        cloud.proxy.deny(action);
+    }
+    let error = cloud.provider(&[]).preflight().await.unwrap_err();
+    let parts = [
+        "allow ec2:DescribeImages",
+        "allow ec2:DescribeInstanceTypes",
+        "allow ec2:DescribeInstances",
+        "not authorized",
+    ];
+    says(&error, "auth", &parts);
+    assert!(!error.to_string().contains("Encoded"), "{error}");
+    cloud.proxy.heal();
+    cloud.proxy.deny("CreateFleet");
+    says(&cloud.provider(&[]).preflight().await.unwrap_err(), "auth", &["allow ec2:CreateFleet"]);
+    cloud.proxy.heal();
+    cloud.proxy.expire();
+    let expired = cloud.provider(&[]).preflight().await.unwrap_err();
+    says(&expired, "auth", &["RequestExpired", "renew the credentials", "clock"]);
+    cloud.proxy.heal();
+    // Rights that only the tidying needs are a warning.
+    cloud.proxy.deny("DescribeNetworkInterfaces");
+    let found = cloud.provider(&[]).preflight().await.unwrap();
+    assert!(
+        found.warnings.iter().any(|warning| warning.contains("allow ec2:DescribeNetworkInterfaces")),
+        "{found:?}"
+    );
+    assert!(found.facts.iter().any(|fact| fact.contains("eu-central-1")), "{found:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn settings_that_name_what_is_not_there_are_told_by_preflight() {
+    let cloud = Cloud::start().await;
+    type Settings = [(&'static str, &'static str)];
+    let cases: [(&Settings, &[&str]); 5] = [
+        (&[("instance-type", "zz9.large")], &["zz9.large", "correct"]),
+        (&[("image-id", "ami-0123456789abcdef0")], &["ami-0123456789abcdef0", "image"]),
+        (&[("image-id", common::ARM_IMAGE)], &["arm64", "x86_64", "provider.aws.arch"]),
+        (&[("subnet-ids", "subnet-0123456789abcdef0")], &["subnet-0123456789abcdef0", "subnet-ids"]),
+        (
+            &[("image-id", ""), ("image-name", "nothing-*"), ("image-owners", "self")],
+            &["nothing-*", "image-name"],
+        ),
+    ];
+    for (settings, parts) in cases {
+        let error = cloud.provider(settings).preflight().await.unwrap_err();
+        says(&error, "invalid", parts);
+    }
+    let plain = cloud.provider(&[("instance-type", "t3.large")]);
+    let found = plain.preflight().await.unwrap();
+    assert!(found.warnings.iter().any(|warning| warning.contains("disable-cvm")), "{found:?}");
+    let error = plain.place(&request("web-0")).await.unwrap_err();
+    says(&error, "invalid", &["web-0", "t3.large"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_or_late_answer_and_a_reset_make_one_vm() {
+    let cloud = Cloud::start().await;
+    let provider = cloud.provider(&[("call-timeout", "2s")]);
+    let faults = [Fault::LostAnswer, Fault::Reset, Fault::Late(Duration::from_secs(4)), Fault::LostAnswer];
+    for (number, fault) in (0..).zip(faults) {
+        let request = placed(&*provider, &request("web-0")).await.unwrap();
+        let key = key("lost", number);
+        cloud.proxy.fail("CreateFleet", fault.clone(), 1);
+        let error = provider.create(&request, &key).await.unwrap_err();
+        says(&error, "transient", &["create of web-0", "no answer from EC2 to CreateFleet", "check the way"]);
+        // As after a restart of the node: another process, the same request and key.
+        let later = cloud.provider(&[]);
+        let made = later.create(&request, &key).await.unwrap();
+        until("EC2 has one VM of the key", || async {
+            later.list_owned().await.unwrap().iter().filter(|vm| vm.key.as_ref() == Some(&key)).count() == 1
+        })
+        .await;
+        assert_eq!(cloud.machines().await.len(), number as usize + 1, "{fault:?}");
+        assert!(cloud.machines().await.contains(&made.id.to_string()));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_repeated_create_with_newer_settings_finds_what_the_older_ones_made() {
+    let cloud = Cloud::start().await;
+    cloud.proxy.set_lag(Duration::from_secs(2));
+    let provider = cloud.provider(&[]);
+    let request = placed(&*provider, &request("web-0")).await.unwrap();
+    let key = key("newer", 0);
+    cloud.proxy.fail("CreateFleet", Fault::LostAnswer, 1);
+    provider.create(&request, &key).await.unwrap_err();
+    // The client token is the same, the tags are not: EC2 refuses it, and the list does not show the VM yet.
+    let newer = cloud.provider(&[("tags", "team=blue")]);
+    let made = newer.create(&request, &key).await.unwrap();
+    assert_eq!(cloud.machines().await, [made.id.to_string()]);
+    let other = CreateRequest { user_data: "other".into(), ..request };
+    let error = newer.create(&other, &key).await.unwrap_err();
+    says(&error, "key_reused", &["another request", made.id.as_str()]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_ec2_does_not_show_yet_is_neither_lost_nor_taken_for_gone() {
+    let cloud = Cloud::start().await;
+    cloud.proxy.set_lag(Duration::from_secs(2));
+    let provider = cloud.provider(&[]);
+    let key = key("lag", 0);
+    let made = provider.create(&request("web-0"), &key).await.unwrap();
+    let listed = provider.list_owned().await.unwrap();
+    assert!(listed.iter().any(|vm| vm.id == made.id && vm.key.as_ref() == Some(&key)), "{listed:?}");
+    // A delete that EC2 denies is tried again, not believed.
+    let denied = provider.delete(&made.id).await.unwrap_err();
+    says(&denied, "transient", &["EC2 does not know it yet"]);
+    assert!(!provider.addresses(&made.id).await.unwrap().is_empty(), "it waits until it is seen");
+    provider.delete(&made.id).await.unwrap();
+    until("it is gone", || async { cloud.machines().await.is_empty() }).await;
+    until("it is not listed", || async { provider.list_owned().await.unwrap().is_empty() }).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_caller_who_cannot_have_its_turn_in_time_hears_why() {
+    let cloud = Cloud::start().await;
+    let provider = cloud.provider(&[("launch", "run")]);
+    provider.preflight().await.unwrap();
+    cloud.proxy.set_buckets(1.0);
+    let creates = (0..12).map(|number| {
+        let (provider, request) = (provider.clone(), request(&format!("web-{number}")));
+        tokio::spawn(within(Duration::from_secs(2), async move {
+            provider.create(&request, &key("turns", number)).await
+        }))
+    });
+    let began = Instant::now();
+    let mut refused = Vec::new();
+    for create in creates.collect::<Vec<_>>() {
+        refused.extend(create.await.unwrap().err());
+    }
+    assert!(began.elapsed() < PATIENCE && !refused.is_empty());
+    for error in &refused {
+        says(error, "transient", &["create of web-", "RunInstances", "create fewer pods at once"]);
+    }
+    assert_eq!(
+        cloud.proxy.calls().iter().filter(|call| call.status == 503).count(),
+        0,
+        "none was asked for in vain"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_disk_in_the_wrong_place_or_in_use_is_told_before_anything_is_paid() {
+    let cloud = Cloud::start().await;
+    let provider = cloud.provider(&[("subnet-ids", cloud.subnets[0].as_str())]);
+    let disk = |volume: &str| CreateRequest {
+        disks: vec![DiskRequest { volume: volume.to_owned(), ..DiskRequest::default() }],
+        ..request("web-0")
+    };
+    let elsewhere = cloud.volume("eu-central-1b").await;
+    let error = provider.place(&disk(&elsewhere)).await.unwrap_err();
+    says(&error, "invalid", &["web-0", "eu-central-1b"]);
+    let used = cloud.volume("eu-central-1a").await;
+    let other = provider.create(&disk(&used), &key("disks", 0)).await.unwrap();
+    let volumes = provider.volumes().unwrap();
+    volumes.attach(&other.id, &disk(&used).disks[0]).await.unwrap();
+    let error = provider.place(&disk(&used)).await.unwrap_err();
+    says(&error, "invalid", &[&used, other.id.as_str(), "one VM only"]);
+    let error = provider.place(&disk("vol-0123456789abcdef0")).await.unwrap_err();
+    says(&error, "invalid", &["vol-0123456789abcdef0", "correct the pod's volume"]);
+    let error = provider.place(&disk("pvc-1")).await.unwrap_err();
+    says(&error, "invalid", &["pvc-1", "they look like vol-"]);
+    assert_eq!(cloud.machines().await.len(), 1, "nothing else was made");
+    // A VM elsewhere, whoever made it: the refusal of EC2 itself.
+    let error = volumes.attach(&other.id, &disk(&elsewhere).disks[0]).await.unwrap_err();
+    says(&error, "invalid", &["eu-central-1b", "give a subnet in the volume's zone"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn several_who_look_at_one_vm_and_one_disk_all_see_it() {
+    let cloud = Cloud::start().await;
+    let provider = cloud.provider(&[]);
+    let made = provider.create(&request("web-0"), &key("several", 0)).await.unwrap();
+    let looks = (0..5).map(|_| {
+        let (provider, id) = (provider.clone(), made.id.clone());
+        tokio::spawn(async move { provider.addresses(&id).await })
+    });
+    for look in looks.collect::<Vec<_>>() {
+        assert!(!look.await.unwrap().unwrap().is_empty());
+    }
+    let volume = cloud.volume("eu-central-1a").await;
+    let disk = DiskRequest { volume, ..DiskRequest::default() };
+    let wish = CreateRequest { disks: vec![disk], ..request("web-1") };
+    let places = (0..5).map(|_| {
+        let (provider, wish) = (provider.clone(), wish.clone());
+        tokio::spawn(async move { provider.place(&wish).await })
+    });
+    for place in places.collect::<Vec<_>>() {
+        assert!(place.await.unwrap().unwrap().is_some());
+    }
+    assert_eq!(cloud.proxy.count(Some("DescribeVolumes")), 1, "by one call");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn user_data_that_ec2_would_refuse_is_refused_before_any_call() {
+    let cloud = Cloud::start().await;
+    let provider = cloud.provider(&[]);
+    let long = CreateRequest { user_data: "x".repeat(17 << 10), ..request("web-0") };
+    says(&provider.create(&long, &key("long", 0)).await.unwrap_err(), "invalid", &["17408 bytes", "16384"]);
+    assert!(cloud.proxy.calls().is_empty());
+    // The proxy refuses it as EC2 does; were our check wrong, this is what a person would read.
+    cloud.proxy.fail(
+        "CreateFleet",
+        Fault::refuse(400, "InvalidUserData.Malformed", "User data is limited"),
+        1,
+    );
+    let error = provider.create(&request("web-0"), &key("long", 1)).await.unwrap_err();
+    says(&error, "invalid", &["InvalidUserData.Malformed", "16 KiB"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_image_that_is_not_there_is_the_pods_mistake() {
+    let cloud = Cloud::start().await;
+    let provider = cloud.provider(&[]);
+    let absent = CreateRequest { image: Some("ami-0123456789abcdef0".into()), ..request("web-0") };
+    let error = provider.create(&absent, &key("image", 0)).await.unwrap_err();
+    says(&error, "invalid", &["ami-0123456789abcdef0"]);
+    let other = CreateRequest { image: Some(OTHER_IMAGE.into()), ..request("web-1") };
+    provider.create(&other, &key("image", 1)).await.unwrap();
+}

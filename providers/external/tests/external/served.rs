@@ -1,0 +1,98 @@
+//! The suite again, with a provider in Rust that the library's other half serves over mutual TLS: what goes through
+//! both halves is what went in.
+
+#![allow(clippy::unwrap_used)]
+
+use super::common;
+use super::pki;
+use std::collections::HashMap;
+use std::fs;
+use std::sync::{Arc, Mutex};
+
+use async_trait::async_trait;
+use common::{Folder, config, owner};
+use peerpod_provider_api::conformance::Harness;
+use peerpod_provider_api::{Error, InstanceId, Provider};
+use peerpod_provider_drill::{Drill, DrillConfig, Drilled};
+use peerpod_provider_external::serve::{Serving, listen_with_tls};
+use peerpod_provider_external::{Endpoint, External, Owner};
+use pki::Pki;
+use tokio::net::TcpListener;
+
+struct Served {
+    provider: Arc<External>,
+    stranger: Arc<External>,
+    _serving: Serving,
+    _runtime: tokio::runtime::Runtime,
+    folder: Folder,
+}
+
+/// A drill for each owner, in a folder of its own.
+fn drill_of(folder: &Folder, owner: &Owner) -> std::path::PathBuf {
+    folder.0.join(format!("drill-{}", owner.node_name))
+}
+
+fn make() -> Served {
+    let folder = Folder::new();
+    let pki = Pki::new(&folder.0);
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let drills = Mutex::new(HashMap::<Owner, Arc<dyn Provider>>::new());
+    let root = folder.0.clone();
+    let provider_of = move |owner: &Owner| {
+        let mut drills = drills.lock().unwrap();
+        let drill = drills.entry(owner.clone()).or_insert_with(|| {
+            let dir = root.join(format!("drill-{}", owner.node_name));
+            fs::create_dir_all(&dir).unwrap();
+            Arc::new(Drill::new(DrillConfig {
+                dir,
+                first_address: [10, 200, 0, 1].into(),
+                max_batch: 4,
+                takes: std::time::Duration::ZERO,
+            }))
+        });
+        Ok::<_, Error>(drill.clone())
+    };
+    let (serving, address) = runtime.block_on(async {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let listener = listen_with_tls(listener, &pki.server).unwrap();
+        (Serving::start("drill", listener, provider_of).await.unwrap(), address)
+    });
+    let open = |node: &str| {
+        let server_name = "provider.test".try_into().unwrap();
+        let files = pki.client.clone();
+        let mut config = config(Endpoint::Tls { address: address.to_string(), server_name, files });
+        config.owner = owner(node);
+        Arc::new(runtime.block_on(External::open(config)).unwrap())
+    };
+    let (provider, stranger) = (open("node"), open("stranger"));
+    Served { provider, stranger, _serving: serving, _runtime: runtime, folder }
+}
+
+#[async_trait]
+impl Harness for Served {
+    fn provider(&self) -> Arc<dyn Provider> {
+        self.provider.clone()
+    }
+
+    async fn user_data(&self, id: &InstanceId) -> Option<Vec<u8>> {
+        let file = drill_of(&self.folder, &owner("node")).join(format!("{id}.json"));
+        let drilled: Drilled = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
+        Some(drilled.user_data.into_bytes())
+    }
+
+    async fn machines(&self) -> Option<usize> {
+        let files = fs::read_dir(drill_of(&self.folder, &owner("node"))).unwrap().flatten();
+        Some(files.filter(|file| file.file_name().to_string_lossy().ends_with(".json")).count())
+    }
+
+    fn unknown_id(&self) -> Option<InstanceId> {
+        InstanceId::new("drill-unknown").ok()
+    }
+
+    fn stranger(&self) -> Option<Arc<dyn Provider>> {
+        Some(self.stranger.clone())
+    }
+}
+
+peerpod_provider_api::conformance_suite!(make);

@@ -1,0 +1,165 @@
+//! A real libvirtd, and providers that use it. Its VMs boot a disk of 512 bytes that halts the CPU.
+
+#![allow(unreachable_pub, missing_docs)] // a module of tests
+#![allow(clippy::unwrap_used)] // these are tests, which the lint does not see in a module
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::net::Ipv4Addr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use peerpod_base::config::{Reader, Sources};
+use peerpod_provider_api::{
+    CreateRequest, Created, Error, IdempotencyKey, InstanceId, Owned, OwnedState, Provider, Size,
+};
+use peerpod_provider_libvirt::{LibvirtConfig, LibvirtProvider};
+use peerpod_world::{Libvirtd, World, libvirtd};
+
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+pub struct Place {
+    pub libvirtd: Libvirtd,
+    pub image: PathBuf,
+    // Last: it takes away what is left of the others.
+    pub world: World,
+}
+
+impl Place {
+    pub fn new() -> Place {
+        let world = World::bare().unwrap();
+        let libvirtd = Libvirtd::start(&world).unwrap();
+        let image = world.folder().join("halt.img");
+        fs::write(&image, halt()).unwrap();
+        Place { libvirtd, image, world }
+    }
+
+    pub fn settings(&self) -> BTreeMap<String, String> {
+        [
+            ("uri", self.libvirtd.uri()),
+            ("pool", libvirtd::POOL.to_owned()),
+            ("network", libvirtd::NETWORK.to_owned()),
+            ("image", self.image.display().to_string()),
+            ("firmware", "bios".to_owned()),
+            ("memory-mib", "64".to_owned()),
+            // Nothing is to be learnt from trying KVM in every test.
+            ("acceleration", "emulated".to_owned()),
+            ("hotplug-ports", "2".to_owned()),
+        ]
+        .into_iter()
+        .map(|(key, value)| (format!("provider.libvirt.{key}"), value))
+        .collect()
+    }
+
+    /// With these settings beside the usual ones.
+    pub fn config(&self, more: &[(&str, &str)]) -> LibvirtConfig {
+        let mut flags = self.settings();
+        for (key, value) in more {
+            let key = format!("provider.libvirt.{key}");
+            if value.is_empty() {
+                flags.remove(&key)
+            } else {
+                flags.insert(key, (*value).to_owned())
+            };
+        }
+        config(flags).unwrap()
+    }
+
+    pub fn provider(&self) -> Arc<LibvirtProvider> {
+        self.provider_with(&[])
+    }
+
+    pub fn provider_with(&self, more: &[(&str, &str)]) -> Arc<LibvirtProvider> {
+        Arc::new(LibvirtProvider::new(self.config(more), "cluster", "node"))
+    }
+
+    /// The QEMU processes of this world's node.
+    pub fn machines(&self) -> Vec<u32> {
+        let mut pids = Vec::new();
+        for entry in fs::read_dir("/proc").unwrap().flatten() {
+            let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+            let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+            let line = String::from_utf8_lossy(&line).into_owned();
+            if line.contains("qemu-system")
+                && line.contains(&*self.world.folder().to_string_lossy())
+                && !line.contains("setpriv")
+            {
+                pids.push(pid);
+            }
+        }
+        pids
+    }
+
+    /// The DHCP host entries of a running network: MAC and address by name, as `virsh` shows them.
+    pub fn reservations(&self, network: &str) -> BTreeMap<String, (String, Ipv4Addr)> {
+        let xml = self.libvirtd.virsh(&["net-dumpxml", network]).unwrap();
+        let hosts = xml.lines().filter(|line| line.trim_start().starts_with("<host "));
+        let read = |line: &str| {
+            let get = |key: &str| line.split(&format!(" {key}='")).nth(1)?.split('\'').next();
+            Some((get("name")?.to_owned(), (get("mac")?.to_owned(), get("ip")?.parse().ok()?)))
+        };
+        hosts.filter_map(read).collect()
+    }
+
+    /// The file that dnsmasq reads a network's host entries from.
+    pub fn hosts_file(&self, network: &str) -> PathBuf {
+        self.world.folder().join(format!("libvirt/lib/dnsmasq/{network}.hostsfile"))
+    }
+
+    pub fn assert_clean(&self) {
+        let (domains, files) =
+            (self.libvirtd.domains().unwrap(), self.libvirtd.files(libvirtd::POOL).unwrap());
+        let firmware = self.libvirtd.firmware().unwrap();
+        let left = !domains.is_empty() || !files.is_empty() || !firmware.is_empty();
+        assert!(!left, "left: {domains:?} {files:?} {firmware:?}");
+        assert_eq!(self.reservations(libvirtd::NETWORK), BTreeMap::new());
+        assert_eq!(self.machines(), Vec::<u32>::new());
+    }
+}
+
+pub fn config(flags: BTreeMap<String, String>) -> Result<LibvirtConfig, String> {
+    let flags = flags.into_iter().collect();
+    let mut reader = Reader::load(Sources { flags, ..Sources::default() }, &["provider"], &[]).unwrap();
+    let config = LibvirtConfig::read(&mut reader, true);
+    reader.finish().map(|_| config).map_err(|mistakes| mistakes.to_string())
+}
+
+/// A disk whose boot sector says `cli; hlt; jmp` back.
+pub fn halt() -> Vec<u8> {
+    let mut disk = vec![0; 1 << 20];
+    disk[..4].copy_from_slice(&[0xfa, 0xf4, 0xeb, 0xfd]);
+    disk[510..512].copy_from_slice(&[0x55, 0xaa]);
+    disk
+}
+
+pub fn request(name: &str) -> CreateRequest {
+    CreateRequest {
+        name: name.to_owned(),
+        user_data: "{\"ticket\":\"s3cr3t\"}".to_owned(),
+        size: Size { vcpus: 1, memory_mib: 64, ..Size::default() },
+        ..CreateRequest::default()
+    }
+}
+
+pub fn key(number: u32) -> IdempotencyKey {
+    IdempotencyKey::derive("cluster", "test", number)
+}
+
+pub async fn create(provider: &dyn Provider, number: u32) -> Created {
+    provider.create(&request("vm"), &key(number)).await.unwrap()
+}
+
+pub async fn state(provider: &dyn Provider, id: &InstanceId) -> Option<OwnedState> {
+    let owned: Vec<Owned> = provider.list_owned().await.unwrap();
+    owned.into_iter().find(|one| one.id == *id).map(|one| one.state)
+}
+
+/// The text of an error of this class.
+pub fn text_of<T: std::fmt::Debug>(outcome: Result<T, Error>, class: &str) -> String {
+    let error = outcome.unwrap_err();
+    assert_eq!(error.class(), class, "{error}");
+    let text = error.to_string();
+    assert!(!text.contains("s3cr3t"), "{text}");
+    text
+}

@@ -1,0 +1,424 @@
+//! What goes wrong, and what is said of it; deaths, restarts, disks. A real libvirtd and QEMU. Needs root.
+
+#![allow(clippy::unwrap_used)]
+
+use super::common;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use common::{PATIENCE, Place, create, key, request, state, text_of};
+use futures_util::StreamExt;
+use peerpod_provider_api::{
+    Confidential, CreateRequest, DiskIdentity, DiskRequest, Error, EventKind, OwnedState, Provider, Size,
+};
+use peerpod_provider_libvirt::LibvirtProvider;
+use peerpod_world::{eventually, libvirtd::POOL};
+
+async fn gone_wrong(place: &Place, settings: &[(&str, &str)], class: &str) -> String {
+    let provider = place.provider_with(settings);
+    text_of(provider.create(&request("pod"), &key(1)).await, class)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn wrong_settings_and_images_are_told_with_what_to_do_and_leave_nothing() {
+    let place = Place::new();
+    let garbage = place.world.folder().join("garbage");
+    fs::write(&garbage, "<html>not found</html>").unwrap();
+    let garbage = garbage.display().to_string();
+    let zeros = "0".repeat(64);
+    for (settings, class, parts) in [
+        (vec![("image", "/nowhere.img")], "invalid", ["/nowhere.img", "make image"]),
+        (vec![("image", &*garbage)], "invalid", ["garbage", "neither a qcow2 nor a raw disk"]),
+        (vec![("image-sha256", &*zeros)], "invalid", ["its SHA-256 is", "image-sha256"]),
+        (vec![("image", ""), ("volume", "absent")], "invalid", ["no image absent", "vol-upload"]),
+        (vec![("pool", "absent")], "invalid", ["Storage pool not found", "provider.libvirt.pool"]),
+        (vec![("network", "absent")], "invalid", ["Network not found", "provider.libvirt.network"]),
+        (vec![("bridge", "absent0")], "invalid", ["absent0", "create of pod"]),
+        (vec![("firmware", "/nowhere.fd")], "invalid", ["/nowhere.fd", "create of pod"]),
+        (
+            vec![("uri", "qemu+unix:///system?socket=/nowhere.sock")],
+            "transient",
+            ["/nowhere.sock", "is it running?"],
+        ),
+    ] {
+        let text = gone_wrong(&place, &settings, class).await;
+        assert!(parts.iter().all(|part| text.contains(part)), "{settings:?}: {text}");
+    }
+    let provider = place.provider();
+    for (change, class, parts) in [
+        (
+            CreateRequest { image: Some("absent".into()), ..request("pod") },
+            "invalid",
+            ["no image absent", "virsh vol-upload"],
+        ),
+        (
+            CreateRequest { confidential: Some(Confidential::SevSnp), ..request("pod") },
+            "unsupported",
+            ["by sev_snp cannot be had", "domcapabilities"],
+        ),
+        (
+            CreateRequest {
+                disks: vec![DiskRequest { volume: "absent".into(), ..DiskRequest::default() }],
+                ..request("pod")
+            },
+            "not_found",
+            ["no disk absent", "deleted"],
+        ),
+        (
+            CreateRequest {
+                disks: vec![DiskRequest { volume: "/etc/shadow".into(), ..DiskRequest::default() }],
+                ..request("pod")
+            },
+            "invalid",
+            ["/etc/shadow", "volume-dirs"],
+        ),
+    ] {
+        let text = text_of(provider.create(&change, &key(2)).await, class);
+        let emulated = text.contains("there is no KVM");
+        assert!(parts.iter().all(|part| text.contains(part)) || emulated, "{text}");
+    }
+    // More than any host has.
+    let mut huge = request("pod");
+    huge.size.memory_mib = 64 << 20;
+    let text = text_of(provider.create(&huge, &key(3)).await, "capacity");
+    assert!(text.contains("MiB, and the host has"), "{text}");
+    assert_eq!(provider.list_owned().await.unwrap().len(), 0);
+    place.assert_clean();
+}
+
+/// The host has so much and QEMU does not get it, as when others have taken it. Nothing of the VM is in the way when there
+/// is memory again.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_without_free_memory_is_told_with_how_much_was_asked_for() {
+    let place = Place::new();
+    let known = fs::read_to_string("/proc/meminfo").unwrap();
+    let total = known.lines().find_map(|line| line.strip_prefix("MemTotal:")).unwrap();
+    let total: u64 = total.trim().trim_end_matches(" kB").parse().unwrap();
+    let asked = (total >> 10) / 2;
+    let mut big = request("pod");
+    big.size.memory_mib = asked;
+    let provider = place.provider();
+    place.libvirtd.limit_memory(Some(asked / 4 * 3)).unwrap();
+    let text = text_of(provider.create(&big, &key(1)).await, "capacity");
+    let how_much = format!("start it with {asked} MiB");
+    for part in ["create of pod (", &how_much, "Cannot allocate memory", "stop VMs, or ask for smaller ones"]
+    {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    assert_eq!(place.machines(), Vec::<u32>::new());
+    place.libvirtd.limit_memory(None).unwrap();
+    let made = provider.create(&big, &key(1)).await.unwrap();
+    assert_eq!(place.machines().len(), 1);
+    provider.delete(&made.id).await.unwrap();
+    place.assert_clean();
+}
+
+/// A file system with no room for an overlay, let alone a disk.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pool_that_is_full_says_so() {
+    let place = Place::new();
+    let folder = place.libvirtd.pool_folder("small");
+    fs::create_dir_all(&folder).unwrap();
+    // In this process's namespace and before libvirtd's next start, whose namespace is made of ours.
+    let mounted =
+        Command::new("mount").args(["-t", "tmpfs", "-o", "size=64k", "peerpod-test"]).arg(&folder).status();
+    assert!(mounted.unwrap().success());
+    let mut place = place;
+    place.libvirtd.kill().unwrap();
+    place.libvirtd.begin().unwrap();
+    place.libvirtd.make_pool("small").unwrap();
+    let text = gone_wrong(&place, &[("pool", "small")], "quota").await;
+    assert!(text.contains("No space left on device") && text.contains("make room"), "{text}");
+    assert!(place.libvirtd.domains().unwrap().is_empty());
+    place.libvirtd.kill().unwrap();
+    assert!(Command::new("umount").arg("-l").arg(&folder).status().unwrap().success());
+}
+
+/// Whether KVM works is tried with a disk in the pool. Where none can be made nothing was learnt of KVM.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pool_that_is_not_started_is_no_proof_against_kvm_and_old_trials_are_swept() {
+    let place = Place::new();
+    let made = create(&*place.provider(), 1).await;
+    let domain = place.libvirtd.domains().unwrap().remove(0);
+    let (prefix, _) = domain.rsplit_once('-').unwrap();
+    let left = format!("{prefix}-probe-1-1.img");
+    place.libvirtd.virsh(&["vol-create-as", POOL, &left, "1M", "--format", "raw"]).unwrap();
+    place.provider().delete(&made.id).await.unwrap();
+    place.provider().preflight().await.unwrap();
+    assert_eq!(place.libvirtd.files(POOL).unwrap(), Vec::<String>::new());
+    let provider = place.provider_with(&[("acceleration", "kvm")]);
+    place.libvirtd.virsh(&["pool-destroy", POOL]).unwrap();
+    let text = text_of(provider.create(&request("pod"), &key(1)).await, "invalid");
+    for part in ["find out whether KVM works", &format!("pool {POOL}"), "virsh pool-start"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    place.libvirtd.virsh(&["pool-start", POOL]).unwrap();
+    // Now it is tried, whatever this host's KVM can do.
+    match provider.create(&request("pod"), &key(1)).await {
+        Ok(made) => provider.delete(&made.id).await.unwrap(),
+        Err(error) => {
+            let text = error.to_string();
+            assert!(text.contains("no VM can be started with KVM") && !text.contains("pool"), "{text}");
+        }
+    }
+    place.assert_clean();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn user_data_are_readable_by_nobody_else_and_stand_in_no_command_line() {
+    let place = Place::new();
+    for kind in ["fw-cfg", "nocloud"] {
+        let provider = place.provider_with(&[("user-data", kind)]);
+        let made = create(&*provider, 1).await;
+        for name in place.libvirtd.files(POOL).unwrap() {
+            let metadata = fs::metadata(place.libvirtd.pool_folder(POOL).join(&name)).unwrap();
+            assert_eq!(metadata.mode() & 0o077, 0, "{name}: {:o}", metadata.mode());
+        }
+        let xml = place.libvirtd.virsh(&["dumpxml", made.id.as_str()]).unwrap();
+        assert!(!xml.contains("s3cr3t"));
+        for pid in place.machines() {
+            let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap();
+            assert!(!String::from_utf8_lossy(&line).contains("s3cr3t"));
+        }
+        provider.delete(&made.id).await.unwrap();
+        place.assert_clean();
+    }
+}
+
+/// The disk image's program is not signed. What UEFI keeps of a VM between boots is a file that libvirt makes for it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_disk_is_started_by_uefi_that_asks_for_no_signature_and_keeps_nothing() {
+    let place = Place::new();
+    let provider = place.provider_with(&[("firmware", "efi")]);
+    let found = provider.preflight().await.unwrap();
+    assert!(found.facts.iter().any(|fact| fact.contains("halt.img")), "{found:?}");
+    let size = Size { vcpus: 1, memory_mib: 256, ..Size::default() };
+    let request = CreateRequest { size, ..request("vm") };
+    let made = provider.create(&request, &key(1)).await.unwrap();
+    assert_eq!(state(&*provider, &made.id).await, Some(OwnedState::Running));
+    let xml = place.libvirtd.virsh(&["dumpxml", made.id.as_str()]).unwrap();
+    assert!(xml.contains("type='pflash'") && xml.contains("<nvram"), "no UEFI: {xml}");
+    for signed in ["secure='yes'", "<smm state='on'", "enabled='yes' name='secure-boot'", ".ms.fd"] {
+        assert!(!xml.contains(signed), "{signed}: {xml}");
+    }
+    assert_eq!(place.libvirtd.firmware().unwrap().len(), 1);
+    provider.delete(&made.id).await.unwrap();
+    assert_eq!(state(&*provider, &made.id).await, None);
+    place.assert_clean();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn libvirtd_may_be_killed_and_come_back_and_vms_do_not_mind() {
+    let mut place = Place::new();
+    let provider = place.provider();
+    let mut events = provider.events().unwrap();
+    let (one, two) = (create(&*provider, 1).await, create(&*provider, 2).await);
+    let before = place.machines();
+    assert_eq!(before.len(), 2);
+    place.libvirtd.kill().unwrap();
+    let text = text_of(provider.list_owned().await, "transient");
+    assert!(text.contains("libvirtd"), "{text}");
+    // One dies while nobody can tell.
+    let victim = before.iter().find(|pid| {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap();
+        String::from_utf8_lossy(&line).contains(one.id.as_str())
+    });
+    nix::sys::signal::kill(
+        nix::unistd::Pid::from_raw(*victim.unwrap() as i32),
+        nix::sys::signal::Signal::SIGKILL,
+    )
+    .unwrap();
+    place.libvirtd.begin().unwrap();
+    let told = tokio::time::timeout(PATIENCE, events.next()).await.expect("it is told").unwrap();
+    assert_eq!(told.id, one.id);
+    assert_eq!(state(&*provider, &one.id).await, Some(OwnedState::Ended));
+    assert_eq!(state(&*provider, &two.id).await, Some(OwnedState::Running));
+    // And a repeated create does not start what has ended, whoever asks.
+    assert_eq!(create(&*place.provider(), 1).await.id, one.id);
+    assert_eq!(state(&*provider, &one.id).await, Some(OwnedState::Ended));
+    for id in [&one.id, &two.id] {
+        provider.delete(id).await.unwrap();
+    }
+    place.assert_clean();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_that_is_destroyed_from_outside_is_told_and_our_own_deletes_are_not() {
+    let place = Place::new();
+    let provider = place.provider();
+    let mut events = provider.events().unwrap();
+    let (ours, theirs) = (create(&*provider, 1).await, create(&*provider, 2).await);
+    provider.delete(&ours.id).await.unwrap();
+    place.libvirtd.virsh(&["destroy", theirs.id.as_str()]).unwrap();
+    let told = tokio::time::timeout(PATIENCE, events.next()).await.expect("it is told").unwrap();
+    assert_eq!(told.id, theirs.id);
+    let EventKind::Ended { reason } = told.kind else { panic!("{told:?}") };
+    assert!(reason.contains("somebody's hand"), "{reason}");
+    let text = text_of(provider.addresses(&theirs.id).await, "not_found");
+    assert!(text.contains("it has ended"), "{text}");
+    provider.delete(&theirs.id).await.unwrap();
+    place.assert_clean();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn disks_of_all_kinds_are_attached_at_creation_and_later_and_one_in_use_is_refused() {
+    let place = Place::new();
+    let files = place.world.folder().join("disks");
+    fs::create_dir(&files).unwrap();
+    for name in ["a.raw", "b.raw"] {
+        fs::write(files.join(name), vec![0; 1 << 20]).unwrap();
+    }
+    place.libvirtd.virsh(&["vol-create-as", POOL, "volume", "8M", "--format", "qcow2"]).unwrap();
+    // A server of network disks, as another host would be one.
+    let nbd = files.join("nbd.sock");
+    let mut server = Command::new("qemu-nbd")
+        .args(["--persistent", "--shared=4", "--format=raw", "--export-name=x", "--socket"])
+        .args([&nbd, &files.join("b.raw")])
+        .stdin(Stdio::null())
+        .spawn()
+        .unwrap();
+    eventually("the server listens", PATIENCE, async || nbd.exists().then_some(())).await.unwrap();
+    let provider = place.provider_with(&[("volume-dirs", &files.display().to_string())]);
+    let disk = |volume: String| DiskRequest { volume, ..DiskRequest::default() };
+    let (file, network) =
+        (files.join("a.raw").display().to_string(), format!("nbd+unix:///x?socket={}", nbd.display()));
+    let with_disks =
+        CreateRequest { disks: vec![disk(file.clone()), disk("volume".into())], ..request("disks") };
+    let made = provider.create(&with_disks, &key(1)).await.unwrap();
+    let hot = provider.volumes().unwrap().attach(&made.id, &disk(network.clone())).await.unwrap();
+    assert_eq!(provider.volumes().unwrap().attach(&made.id, &disk(network.clone())).await.unwrap(), hot);
+    // The witness: the serials that QEMU's disks have.
+    let xml = place.libvirtd.virsh(&["dumpxml", made.id.as_str()]).unwrap();
+    let serials: Vec<_> = made.disks.iter().map(|(_, identity)| identity.clone()).chain([hot]).collect();
+    assert_eq!(serials.len(), 3);
+    for serial in &serials {
+        let DiskIdentity::Serial(serial) = serial else { panic!("{serial:?}") };
+        assert_eq!(xml.matches(&format!("<serial>{serial}</serial>")).count(), 1, "{serial}\n{xml}");
+    }
+    // Another VM may not have what this one writes to.
+    let thief = CreateRequest { disks: vec![disk("volume".into())], ..request("thief") };
+    let text = text_of(provider.create(&thief, &key(2)).await, "transient");
+    assert!(text.contains("\"write\" lock") && text.contains("another VM has this disk"), "{text}");
+    let owned = provider.list_owned().await.unwrap();
+    for one in owned.iter().filter(|one| one.id != made.id) {
+        provider.delete(&one.id).await.unwrap();
+    }
+    provider.delete(&made.id).await.unwrap();
+    server.kill().unwrap();
+    server.wait().unwrap();
+    // A pod's disks outlive its VM.
+    assert!(files.join("a.raw").exists());
+    assert_eq!(place.libvirtd.files(POOL).unwrap(), ["volume"]);
+    assert!(place.libvirtd.domains().unwrap().is_empty());
+}
+
+/// A line of the node for each VM.
+const STARTED: &str = "a VM was started";
+
+#[test]
+#[ignore = "a process that another test starts"]
+fn the_node_that_works() {
+    let Ok(flags) = std::env::var("PEERPOD_TEST_SETTINGS") else { return };
+    let flags =
+        flags.lines().filter_map(|line| line.split_once('=')).map(|(key, value)| (key.into(), value.into()));
+    let provider = LibvirtProvider::new(common::config(flags.collect()).unwrap(), "cluster", "node");
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    runtime.block_on(async {
+        for round in 0.. {
+            let made = create(&provider, round % 3).await;
+            if round < 3 || round % 3 == 2 {
+                println!("{STARTED}");
+            }
+            if round % 3 == 2 {
+                provider.delete(&made.id).await.unwrap();
+            }
+        }
+    });
+}
+
+#[test]
+fn a_node_killed_at_any_time_leaves_nothing_that_its_successor_does_not_find() {
+    let place = Place::new();
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let settings: String = place.settings().iter().map(|(key, value)| format!("{key}={value}\n")).collect();
+    // Each is stopped, too, by the node or by its successor.
+    let (mut starts, enough) = (0, if std::env::var_os("PEERPOD_TEST_LONG").is_some() { 500 } else { 0 });
+    for round in 0u64.. {
+        if round >= 12 && starts >= enough {
+            break;
+        }
+        let said = place.world.folder().join("said");
+        let mut node = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "the_node_that_works", "--ignored", "--nocapture"])
+            .env("PEERPOD_TEST_SETTINGS", &settings)
+            .stdout(fs::File::create(&said).unwrap())
+            .spawn()
+            .unwrap();
+        // Not for luck: any moment will do.
+        std::thread::sleep(Duration::from_millis(60 + round * 137 % 1500));
+        node.kill().unwrap();
+        node.wait().unwrap();
+        starts += fs::read_to_string(&said).unwrap().matches(STARTED).count();
+        let provider = place.provider();
+        runtime.block_on(async {
+            provider.preflight().await.unwrap();
+            // The same requests again make one VM each, whatever was there.
+            for number in 0..3 {
+                let made = create(&*provider, number).await;
+                let state = state(&*provider, &made.id).await;
+                // One whose delete was cut off has ended, and is not started again.
+                let deleted = number == 2 && state == Some(OwnedState::Ended);
+                assert!(deleted || state == Some(OwnedState::Running), "round {round}: {state:?}");
+            }
+            let owned = provider.list_owned().await.unwrap();
+            assert_eq!(owned.len(), 3, "{owned:?}");
+            for one in owned {
+                provider.delete(&one.id).await.unwrap();
+            }
+        });
+        place.assert_clean();
+    }
+}
+
+/// The network hands out both families: whichever server was faster, the VM is known by its IPv4 address first.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_ipv6_lease_that_comes_first_is_not_all_that_is_told() {
+    let place = Place::new();
+    let provider = place.provider();
+    let made = create(&*provider, 1).await;
+    let v6 = |[first, middle, last]: [u8; 3]| format!("fd97::{first:x}:{middle:x}:{last:x}");
+    place.libvirtd.lease(|own| vec![v6(own)]).unwrap();
+    let mut asked = tokio::spawn({
+        let (provider, id) = (provider.clone(), made.id.clone());
+        async move { provider.addresses(&id).await.unwrap() }
+    });
+    let early = tokio::time::timeout(Duration::from_secs(1), &mut asked).await;
+    assert!(early.is_err(), "the one alone is not told yet: {early:?}");
+    place.libvirtd.lease(|own| vec![v6(own), format!("10.97.{}.{}", own[1], own[2])]).unwrap();
+    let told = asked.await.unwrap();
+    assert!(told.len() == 2 && told[0].is_ipv4() && told[1].is_ipv6(), "{told:?}");
+    // One that never gets another is told of all the same.
+    place.libvirtd.lease(|own| vec![v6(own)]).unwrap();
+    let told = provider.addresses(&made.id).await.unwrap();
+    assert!(told.len() == 1 && told[0].is_ipv6(), "{told:?}");
+    provider.delete(&made.id).await.unwrap();
+    place.assert_clean();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_test_driver_does_what_it_can() {
+    let place = Place::new();
+    let uri = format!("test+unix:///default?socket={}", place.libvirtd.socket().display());
+    let provider = place.provider_with(&[("uri", &uri), ("pool", "default-pool"), ("network", "default")]);
+    let made = create(&*provider, 1).await;
+    assert_eq!(create(&*provider, 1).await.id, made.id);
+    assert!(matches!(provider.create(&request("another"), &key(1)).await, Err(Error::KeyReused { .. })));
+    assert_eq!(state(&*provider, &made.id).await, Some(OwnedState::Running));
+    // It makes leases up.
+    assert!(!provider.addresses(&made.id).await.unwrap().is_empty());
+    provider.delete(&made.id).await.unwrap();
+    provider.delete(&made.id).await.unwrap();
+    assert!(provider.list_owned().await.unwrap().is_empty());
+}

@@ -1,0 +1,201 @@
+//! A local provider in a network namespace and a directory of its own.
+
+#![allow(unreachable_pub, missing_docs)] // a module of tests
+#![allow(clippy::unwrap_used)] // these are tests, which the lint does not see in a module
+
+use std::fs;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use nix::sched::{CloneFlags, unshare};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use peerpod_provider_api::{Console, CreateRequest, IdempotencyKey, InstanceId, OwnedState, Provider};
+use peerpod_provider_local::config::{Network, Subnet};
+use peerpod_provider_local::{LocalConfig, LocalProvider};
+
+/// The guest of most tests: does nothing, for ever.
+pub const IDLE: &str = "exec sleep infinity";
+
+pub struct Place {
+    pub dir: PathBuf,
+}
+
+impl Place {
+    /// Moves the calling thread (and all it starts) into a fresh network namespace, and makes a directory.
+    pub fn new(guest: &str) -> Place {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        unshare(CloneFlags::CLONE_NEWNET).expect("these tests need root");
+        let dir = std::env::temp_dir().join(format!("peerpod-local-{}-{number}", std::process::id()));
+        fs::create_dir_all(&dir).unwrap();
+        let script = dir.join("guest");
+        fs::write(&script, format!("#!/bin/sh\n{guest}\n")).unwrap();
+        fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
+        Place { dir }
+    }
+
+    pub fn config(&self) -> LocalConfig {
+        config(&self.dir)
+    }
+
+    /// Processes that are pid 1 of a VM made here, by what `/proc` says of namespaces and mounts.
+    pub fn machines(&self) -> Vec<u32> {
+        let mark = format!("{}/guest ", self.dir.display());
+        let mut found = Vec::new();
+        for entry in fs::read_dir("/proc").unwrap() {
+            let Some(pid) = entry.unwrap().file_name().to_str().and_then(|name| name.parse().ok()) else {
+                continue;
+            };
+            let Ok(status) = fs::read_to_string(format!("/proc/{pid}/status")) else { continue };
+            let spaces = status.lines().find_map(|line| line.strip_prefix("NSpid:")).unwrap_or_default();
+            let first = spaces.split_whitespace().count() > 1 && spaces.trim_end().ends_with("\t1");
+            let mounts = fs::read_to_string(format!("/proc/{pid}/mountinfo")).unwrap_or_default();
+            if first && mounts.contains(&mark) {
+                found.push(pid);
+            }
+        }
+        found
+    }
+
+    pub fn vm_dir(&self, id: &InstanceId) -> PathBuf {
+        self.dir.join("state/vms").join(id.as_str())
+    }
+
+    /// The pids the hypervisor process wrote down: itself, pid 1.
+    pub fn pids(&self, id: &InstanceId) -> (u32, u32) {
+        let text = fs::read_to_string(self.vm_dir(id).join("machine.json")).unwrap();
+        let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let pid = |which: &str| u32::try_from(json[which]["pid"].as_u64().unwrap()).unwrap();
+        (pid("hypervisor"), pid("guest"))
+    }
+
+    /// Nothing of any VM is left: processes, links, mounts, directories.
+    pub fn assert_clean(&self) {
+        assert_eq!(self.machines(), Vec::<u32>::new(), "processes");
+        let links = run("ip", &["-o", "link"]);
+        assert_eq!(links.lines().count(), 1, "only lo: {links}");
+        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
+        assert!(!mounts.contains(&self.dir.display().to_string()), "mounts: {mounts}");
+        let left: Vec<_> = fs::read_dir(self.dir.join("state/vms")).unwrap().collect();
+        assert!(left.is_empty(), "directories: {left:?}");
+        let left: Vec<_> = fs::read_dir(self.dir.join("state/disks")).unwrap().collect();
+        assert!(left.is_empty(), "disks: {left:?}");
+        let loops = run("losetup", &["--list", "--noheadings", "--output", "BACK-FILE"]);
+        assert!(!loops.contains(&self.dir.display().to_string()), "loop devices: {loops}");
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        // After a failed test: the VMs of this place.
+        for pid in self.machines() {
+            let pid = nix::unistd::Pid::from_raw(i32::try_from(pid).unwrap());
+            let _gone = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
+        }
+        // Their hypervisor processes still write how they ended.
+        let deadline = Instant::now() + Duration::from_secs(2);
+        while fs::remove_dir_all(&self.dir).is_err() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+pub fn config(dir: &Path) -> LocalConfig {
+    LocalConfig {
+        state_dir: dir.join("state"),
+        helper_binary: env!("CARGO_BIN_EXE_peerpod-local-vm").into(),
+        guest_binary: dir.join("guest"),
+        agent_binary: "/bin/true".into(),
+        network: network("pplocal0", 99, 0xfd99),
+        second: network("pplocal1", 98, 0xfd98),
+        mtu: 1500,
+        ipv4: true,
+        boot_delay: Duration::ZERO,
+        max_batch: 8,
+        volumes_dir: dir.join("volumes"),
+    }
+}
+
+fn network(bridge: &str, v4: u8, v6: u16) -> Network {
+    Network {
+        bridge: bridge.into(),
+        subnet4: Subnet { base: Ipv4Addr::new(10, v4, 0, 0), prefix: 16 },
+        subnet6: Subnet { base: Ipv6Addr::new(v6, 0, 0, 0, 0, 0, 0, 0), prefix: 64 },
+    }
+}
+
+pub fn request(name: &str) -> CreateRequest {
+    CreateRequest { name: name.into(), user_data: "{\"peerpod\":1}".into(), ..CreateRequest::default() }
+}
+
+pub fn key(number: u32) -> IdempotencyKey {
+    IdempotencyKey::derive("test", "sandbox", number)
+}
+
+pub fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+}
+
+/// Runs a program in the calling thread's namespace and returns what it printed.
+pub fn run(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program).args(arguments).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{program} {arguments:?}: {text}{error}");
+    text
+}
+
+/// Whether the address is reached: its kernel refuses a connection to a port where nobody listens.
+pub fn reaches(address: IpAddr) {
+    until(&format!("{address} answers"), || {
+        let to = std::net::SocketAddr::new(address, 9);
+        match std::net::TcpStream::connect_timeout(&to, Duration::from_secs(1)) {
+            Ok(_) => true,
+            Err(error) => error.kind() == std::io::ErrorKind::ConnectionRefused,
+        }
+    });
+}
+
+pub fn until(what: &str, condition: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !condition() {
+        assert!(Instant::now() < deadline, "waited in vain until {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+pub fn create(provider: &LocalProvider, number: u32) -> (InstanceId, Vec<IpAddr>) {
+    let made = runtime().block_on(async {
+        let made = provider.create(&request(&format!("Pod_{number}")), &key(number)).await.unwrap();
+        assert_eq!(provider.addresses(&made.id).await.unwrap(), made.addresses);
+        made
+    });
+    (made.id, made.addresses)
+}
+
+pub fn state(provider: &LocalProvider, id: &InstanceId) -> Option<OwnedState> {
+    let owned = runtime().block_on(provider.list_owned()).unwrap();
+    owned.into_iter().find(|one| one.id == *id).map(|one| one.state)
+}
+
+pub fn delete(provider: &LocalProvider, id: &InstanceId) {
+    runtime().block_on(async {
+        provider.delete(id).await.unwrap();
+        while !provider.list_owned().await.unwrap().iter().all(|one| one.id != *id) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    });
+}
+
+pub fn console(provider: &LocalProvider, id: &InstanceId) -> String {
+    String::from_utf8(runtime().block_on(provider.tail(id, 64 * 1024)).unwrap()).unwrap()
+}
+
+pub fn sigkill(pid: u32) {
+    kill(Pid::from_raw(i32::try_from(pid).unwrap()), Signal::SIGKILL).unwrap();
+}

@@ -1,0 +1,190 @@
+//! The relay dials: what answers at a VM's address must be the guest of the sandbox that is dialled for.
+
+#![allow(clippy::unwrap_used)] // Also helpers of tests may.
+
+use super::common;
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use common::{
+    Ca, Identity, World,
+    guest::Guest,
+    node::{Memory, Node},
+    soon, until,
+};
+use peerpod_link::{claim, tls};
+use peerpod_proto::{
+    guest::Claim,
+    relay::{DeleteSandboxRequest, PutSandboxRequest},
+};
+use tokio::{
+    io::AsyncReadExt,
+    net::{TcpListener, TcpSocket, TcpStream},
+    time::timeout,
+};
+use tokio_rustls::{TlsConnector, client::TlsStream};
+
+/// Long enough for several dials.
+const A_WHILE: Duration = Duration::from_millis(700);
+
+impl World {
+    async fn put_waiting(&self, id: &str, guests: &[&Identity], dial: Vec<String>) {
+        let request = PutSandboxRequest {
+            id: id.into(),
+            agent_socket: self.agent_socket(id).to_str().unwrap().into(),
+            guest_certificates: guests
+                .iter()
+                .map(|(chain, _)| tls::fingerprint(&chain[0]).to_vec())
+                .collect(),
+            dial,
+            ..Default::default()
+        };
+        self.relay_client().put_sandbox(Default::default(), &request).await.unwrap();
+    }
+
+    async fn delete(&self, id: &str) {
+        let request = DeleteSandboxRequest { id: id.into(), ..Default::default() };
+        self.relay_client().delete_sandbox(Default::default(), &request).await.unwrap();
+    }
+}
+
+/// Takes the next connection, as the guest that is its TLS client.
+async fn answer(listener: &TcpListener, ca: &Ca, identity: Option<&Identity>) -> TlsStream<TcpStream> {
+    let handshake = async {
+        loop {
+            let (tcp, _) = listener.accept().await.unwrap();
+            let identity = identity.map(|(chain, key)| (chain.clone(), key.clone_key()));
+            let config = tls::client_config(&[ca.sha256()], identity).unwrap();
+            // Before it there may be one that the relay has given up meanwhile.
+            if let Ok(stream) = TlsConnector::from(config).connect(tls::server_name(), tcp).await {
+                return stream;
+            }
+        }
+    };
+    soon("a dial and its handshake", handshake).await
+}
+
+async fn dropped(mut stream: impl AsyncReadExt + Unpin) {
+    let closed = soon("the end", stream.read(&mut [0; 64])).await;
+    assert!(matches!(closed, Ok(0) | Err(_)), "{closed:?}");
+}
+
+/// Takes those that were on their way.
+async fn drain(listener: &TcpListener) {
+    while timeout(Duration::from_millis(50), listener.accept()).await.is_ok() {}
+}
+
+async fn nobody_dials(listener: &TcpListener) {
+    drain(listener).await;
+    assert!(timeout(A_WHILE, listener.accept()).await.is_err());
+}
+
+/// A port that nobody listens on yet, held so that nobody else gets it.
+fn held() -> (TcpSocket, SocketAddr) {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_reuseaddr(true).unwrap();
+    socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let address = socket.local_addr().unwrap();
+    (socket, address)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_is_dialled_until_it_is_there_again_when_it_is_cut_and_never_after_its_sandbox() {
+    let mut world = World::new("dials").await;
+    world.configure().await;
+    let identity = world.ca.client();
+    // A port where nobody listens, one whose owner only stalls, and one that the guest has later.
+    let (_refusing, dead) = held();
+    let stalling = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (later, to) = held();
+    let dial = [dead, stalling.local_addr().unwrap(), to].map(|address| address.to_string()).to_vec();
+    world.put_waiting("a", &[&identity], dial.clone()).await;
+    let (_stalled, _) = soon("a dial", stalling.accept()).await.unwrap();
+    let listener = later.listen(16).unwrap();
+
+    let guest = Guest::waiting(world.ca.sha256());
+    guest.handle.attach(answer(&listener, &world.ca, Some(&identity)).await.into());
+    world.state("a", "the guest", |state| state.guest_connected).await;
+    nobody_dials(&listener).await;
+    // Cut: the same session goes on over the next connection.
+    for round in 1..=3 {
+        guest.handle.attach(peerpod_link::endpoint::Transport::new(tokio::io::empty(), to));
+        guest.handle.attach(answer(&listener, &world.ca, Some(&identity)).await.into());
+        world
+            .state("a", "the resumed link", |state| state.guest_connected && state.reconnects == round)
+            .await;
+    }
+    // Another relay knows it from its own record.
+    world.stop().await;
+    world.start().await;
+    guest.handle.attach(answer(&listener, &world.ca, Some(&identity)).await.into());
+    world.state("a", "the guest", |state| state.guest_connected).await;
+
+    // Elsewhere, and then nowhere.
+    let other = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    world.put_waiting("a", &[&identity], vec![other.local_addr().unwrap().to_string()]).await;
+    guest.handle.attach(peerpod_link::endpoint::Transport::new(tokio::io::empty(), to));
+    guest.handle.attach(answer(&other, &world.ca, Some(&identity)).await.into());
+    world.state("a", "the guest", |state| state.guest_connected && state.reconnects == 1).await;
+    world.delete("a").await;
+    nobody_dials(&other).await;
+    nobody_dials(&listener).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_answers_as_another_sandbox_s_guest_is_dropped() {
+    let world = World::new("impostor").await;
+    world.configure().await;
+    let (own, other) = (world.ca.client(), world.ca.client());
+    world.put("b", &[&other]).await;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    world.put_waiting("a", &[&own], vec![listener.local_addr().unwrap().to_string()]).await;
+    // Nobody's certificate, one of another CA's, another sandbox's.
+    for wrong in [world.ca.client(), Ca::new().client(), other] {
+        dropped(answer(&listener, &world.ca, Some(&wrong)).await).await;
+    }
+    let b = world.state("b", "the other", |_| true).await;
+    assert!(!b.guest_connected, "its certificate opened nothing here");
+    // It gives up its own link for each of our calls, so it is left in peace.
+    drain(&listener).await;
+    let called = tokio::time::timeout(Duration::from_secs(3), listener.accept()).await;
+    assert!(called.is_err(), "another sandbox's guest is called again");
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    world.put_waiting("a", &[&own], vec![listener.local_addr().unwrap().to_string()]).await;
+    // What is good is good all the same.
+    let guest = Guest::waiting(world.ca.sha256());
+    guest.handle.attach(answer(&listener, &world.ca, Some(&own)).await.into());
+    world.state("a", "the guest", |state| state.guest_connected).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_ticket_counts_where_its_own_vm_was_dialled() {
+    let world = World::new("dialled").await;
+    world.configure().await;
+    let memory = Arc::new(Memory::default());
+    *memory.chain.lock().unwrap() = vec![vec![7; 900]];
+    let _node = Node::start(&world, memory.clone()).await;
+    until("the node", || !memory.calls().is_empty()).await;
+    let claim = Claim {
+        version: 1,
+        ticket_id: "00112233445566778899aabbccddeeff".into(),
+        ticket_secret: b"secret".to_vec(),
+        csr: vec![1, 2, 3],
+        ..Default::default()
+    };
+    // The node grants everything, as one does that does not look at whom we dialled: to sandbox `sb`.
+    let wrong = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    world.put_waiting("a", &[], vec![wrong.local_addr().unwrap().to_string()]).await;
+    let mut stream = answer(&wrong, &world.ca, None).await;
+    let reply = soon("the end", claim::ask(&mut stream, &claim)).await;
+    assert!(reply.is_err(), "no certificate is handed out: {reply:?}");
+    let right = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    world.put_waiting("sb", &[], vec![right.local_addr().unwrap().to_string()]).await;
+    let mut stream = answer(&right, &world.ca, None).await;
+    let reply = soon("the reply", claim::ask(&mut stream, &claim)).await.unwrap();
+    assert_eq!((reply.error.as_str(), reply.sandbox_id.as_str()), ("", "sb"));
+    let calls = memory.calls();
+    assert!(calls.contains(&"Dialled a".to_owned()) && calls.contains(&"Dialled sb".to_owned()), "{calls:?}");
+    // And it is met again at once, to come back with its certificate.
+    drop(stream);
+    soon("the next dial", right.accept()).await.unwrap();
+}

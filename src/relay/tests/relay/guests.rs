@@ -1,0 +1,157 @@
+//! The TCP port that guests dial: tickets, certificates, and those who have neither.
+
+#![allow(clippy::unwrap_used)] // Also helpers of tests may.
+
+use super::common;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use common::{
+    Ca, World,
+    guest::{Guest, dial},
+    node::{Memory, Node},
+    soon, until,
+};
+use peerpod_link::claim;
+use peerpod_proto::guest::{Claim, ClaimReply};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
+
+fn ticket(secret: &[u8]) -> Claim {
+    Claim {
+        version: 1,
+        ticket_id: "00112233445566778899aabbccddeeff".into(),
+        ticket_secret: secret.to_vec(),
+        csr: vec![1, 2, 3],
+        guest_version: "1".into(),
+        ..Default::default()
+    }
+}
+
+async fn ask(world: &World, claim: &Claim) -> ClaimReply {
+    let mut stream = dial(world.listen, world.ca.sha256(), None).await.unwrap();
+    soon("the reply", claim::ask(&mut stream, claim)).await.unwrap()
+}
+
+async fn refused(mut stream: impl AsyncReadExt + Unpin) {
+    let closed = soon("the end", stream.read(&mut [0; 64])).await;
+    assert!(matches!(closed, Ok(0) | Err(_)), "{closed:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_ticket_is_judged_by_the_node_and_the_answer_reaches_the_guest() {
+    let world = World::new("ticket").await;
+    world.configure().await;
+    let reply = ask(&world, &ticket(b"secret")).await;
+    assert!(reply.retry, "the node is away: {}", reply.error);
+    let memory = Arc::new(Memory::default());
+    *memory.chain.lock().unwrap() = vec![vec![7; 900], vec![8; 900]];
+    let _node = Node::start(&world, memory.clone()).await;
+    until("the node", || !memory.calls().is_empty()).await;
+    let reply = soon("a grant", async {
+        loop {
+            let reply = ask(&world, &ticket(b"secret")).await;
+            if !reply.retry {
+                return reply;
+            }
+        }
+    })
+    .await;
+    assert_eq!((reply.error.as_str(), reply.sandbox_id.as_str()), ("", "sb"));
+    assert_eq!(reply.certificates, [vec![7; 900], vec![8; 900]]);
+    assert!(memory.calls().contains(&"Claim 127.0.0.1".to_owned()));
+    let reply = ask(&world, &ticket(b"guess")).await;
+    assert!(!reply.retry && reply.error.contains("the ticket is used"), "{}", reply.error);
+    let reply = ask(&world, &Claim { version: 2, ..ticket(b"secret") }).await;
+    assert!(!reply.retry && reply.error.contains("version 2"), "{}", reply.error);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_with_its_certificate_is_its_sandbox_and_no_other() {
+    let world = World::new("own").await;
+    world.configure().await;
+    let (a, b) = (world.ca.client(), world.ca.client());
+    world.put("a", &[&a]).await;
+    world.put("b", &[&b]).await;
+    let _guest = Guest::start(world.listen, world.ca.sha256(), &a).await;
+    let state = world.state("a", "the guest", |state| state.guest_connected).await;
+    assert_eq!(state.guest_session.len(), 32);
+    let other = world.state("b", "the other", |_| true).await;
+    assert!(!other.guest_connected);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn certificates_of_other_cas_and_of_no_sandbox_are_refused() {
+    let world = World::new("wrong").await;
+    world.configure().await;
+    let known = world.ca.client();
+    world.put("a", &[&known]).await;
+    let stranger = Ca::new().client();
+    // TLS 1.3: the client hears of the refusal when it reads.
+    refused(dial(world.listen, world.ca.sha256(), Some(&stranger)).await.unwrap()).await;
+    let nobodys = world.ca.client();
+    refused(dial(world.listen, world.ca.sha256(), Some(&nobodys)).await.unwrap()).await;
+    assert!(dial(world.listen, Ca::new().sha256(), None).await.is_err(), "a guest believes its own CA only");
+    let request = peerpod_proto::relay::DeleteSandboxRequest { id: "a".into(), ..Default::default() };
+    world.relay_client().delete_sandbox(Default::default(), &request).await.unwrap();
+    refused(dial(world.listen, world.ca.sha256(), Some(&known)).await.unwrap()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_session_without_a_certificate_and_garbage_are_refused() {
+    let world = World::new("nocert").await;
+    world.configure().await;
+    for bytes in [&[0xff; 64][..], &[0; 64], b"GET / HTTP/1.1\r\nHost: node\r\n\r\n"] {
+        let mut stream = dial(world.listen, world.ca.sha256(), None).await.unwrap();
+        stream.write_all(bytes).await.unwrap();
+        refused(stream).await;
+    }
+    let mut plain = TcpStream::connect(world.listen).await.unwrap();
+    plain.write_all(&[0xff; 64]).await.unwrap();
+    let mut rest = Vec::new();
+    drop(soon("the end", plain.read_to_end(&mut rest)).await);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn those_who_stall_are_dropped_and_cannot_take_all_places() {
+    let world = World::new("stall").await;
+    world.configure().await;
+    let started = Instant::now();
+    let mut silent = TcpStream::connect(world.listen).await.unwrap();
+    let no_words = dial(world.listen, world.ca.sha256(), None).await.unwrap();
+    // More than one address may have: these are closed at once.
+    let mut more = Vec::new();
+    for _ in 0..40 {
+        more.push(TcpStream::connect(world.listen).await.unwrap());
+    }
+    let mut closed = 0;
+    for stream in &mut more[30..] {
+        let read = tokio::time::timeout(Duration::from_secs(1), stream.read(&mut [0; 8])).await;
+        closed += usize::from(matches!(read, Ok(Ok(0) | Err(_))));
+    }
+    assert_eq!(closed, 10, "32 places for one address, two were taken");
+    let read = soon("the end of the stalled handshake", silent.read(&mut [0; 8])).await;
+    assert!(matches!(read, Ok(0) | Err(_)));
+    refused(no_words).await;
+    assert!(
+        started.elapsed() > Duration::from_secs(10),
+        "a busy machine needs its time: {:?}",
+        started.elapsed()
+    );
+    drop(more);
+    let guest = world.ca.client();
+    world.put("a", &[&guest]).await;
+    let _guest = Guest::start(world.listen, world.ca.sha256(), &guest).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn before_it_is_configured_the_relay_has_nothing_to_say_to_guests() {
+    let world = World::new("unconfigured").await;
+    assert!(dial(world.listen, world.ca.sha256(), None).await.is_err());
+    world.configure().await;
+    assert!(dial(world.listen, world.ca.sha256(), None).await.is_ok());
+}

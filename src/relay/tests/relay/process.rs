@@ -1,0 +1,166 @@
+//! The program itself: starts from its settings, gives up its rights, stops on a signal, and replaces one that died.
+
+#![allow(clippy::unwrap_used)] // Also helpers of tests may.
+
+use super::common;
+use std::{
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use common::Raw;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use peerpod_proto::relay::PutSandboxRequest;
+use sha2::{Digest, Sha256};
+
+struct Relay(Child);
+
+impl Relay {
+    fn start(base: &Path) -> Relay {
+        let config = base.join("peerpod.yaml");
+        std::fs::write(
+            &config,
+            format!(
+                "paths: {{run-dir: {0}/run, state-dir: {0}/state}}\nrelay: {{listen: \"127.0.0.1:0\", admin-listen: \"127.0.0.1:0\"}}\nnode: {{cluster-id: not ours}}\n",
+                base.display()
+            ),
+        )
+        .unwrap();
+        let child = Command::new(env!("CARGO_BIN_EXE_peerpod-relay"))
+            .args(["--config", config.to_str().unwrap()])
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        Relay(child)
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.0.id() as i32), signal).unwrap();
+    }
+
+    fn exit_code(&mut self) -> Option<i32> {
+        let deadline = Instant::now() + common::PATIENCE;
+        loop {
+            if let Some(status) = self.0.try_wait().unwrap() {
+                return status.code();
+            }
+            assert!(Instant::now() < deadline, "it does not end");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        drop(self.0.kill());
+        drop(self.0.wait());
+    }
+}
+
+fn folder(name: &str) -> PathBuf {
+    let base = std::env::temp_dir().join(format!("ppr-{name}-{}", std::process::id()));
+    drop(std::fs::remove_dir_all(&base));
+    std::fs::create_dir_all(&base).unwrap();
+    base
+}
+
+async fn stop_is_answered(base: &Path) {
+    let mut shim = Raw::connect(&base.join("run/hypervisor.sock")).await;
+    shim.stop("a").await;
+    assert_eq!(shim.answer().await.code, 0);
+}
+
+#[tokio::test]
+async fn it_serves_without_rights_and_stops_on_sigterm() {
+    let base = folder("term");
+    let mut relay = Relay::start(&base);
+    stop_is_answered(&base).await;
+    let status = std::fs::read_to_string(format!("/proc/{}/task/{0}/status", relay.0.id())).unwrap();
+    let field =
+        |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim().to_owned();
+    assert_eq!(field("NoNewPrivs:"), "1");
+    assert_eq!(field("CapEff:"), "0000000000000000");
+    for task in std::fs::read_dir(format!("/proc/{}/task", relay.0.id())).unwrap() {
+        let status = std::fs::read_to_string(task.unwrap().path().join("status")).unwrap();
+        assert!(status.contains("CapPrm:\t0000000000000000"), "{status}");
+        assert!(status.contains("Seccomp:\t2"), "{status}");
+    }
+    relay.signal(Signal::SIGTERM);
+    assert_eq!(relay.exit_code(), Some(0));
+    let left: Vec<_> = std::fs::read_dir(base.join("run")).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert_eq!(left, ["relay.lock"]);
+    std::fs::remove_dir_all(base).unwrap();
+}
+
+#[tokio::test]
+async fn a_killed_one_is_replaced_at_the_same_names() {
+    let base = folder("kill");
+    let mut relay = Relay::start(&base);
+    stop_is_answered(&base).await;
+    relay.signal(Signal::SIGKILL);
+    relay.exit_code();
+    assert!(base.join("run/hypervisor.sock").exists());
+    let mut next = Relay::start(&base);
+    stop_is_answered(&base).await;
+    next.signal(Signal::SIGINT);
+    assert_eq!(next.exit_code(), Some(0));
+    std::fs::remove_dir_all(base).unwrap();
+}
+
+#[test]
+fn mistakes_in_the_settings_end_it_with_all_of_them() {
+    let output = Command::new(env!("CARGO_BIN_EXE_peerpod-relay"))
+        .args(["--paths.run-dir=x", "--relay.listen=nowhere", "--relay.max-handshakes=0"])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let text = String::from_utf8(output.stderr).unwrap();
+    for part in ["paths.run-dir", "relay.listen", "relay.max-handshakes"] {
+        assert!(text.contains(part), "{part} in {text}");
+    }
+}
+
+#[tokio::test]
+async fn a_thousand_sandboxes_without_guests_are_small_and_served_again() {
+    let base = folder("thousand");
+    let mut relay = Relay::start(&base);
+    stop_is_answered(&base).await;
+    let resident = |relay: &Relay| {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", relay.0.id())).unwrap();
+        let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap().to_owned();
+        line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap()
+    };
+    let empty = resident(&relay);
+    let client = common::client(&base.join("run/relay.sock"));
+    let begun = Instant::now();
+    for n in 0..1000 {
+        let request = PutSandboxRequest {
+            id: format!("s{n}"),
+            agent_socket: base.join(format!("run/pods/s{n}/agent.ttrpc")).to_str().unwrap().into(),
+            guest_certificates: vec![Sha256::digest(format!("{n}")).to_vec()],
+            pod: format!("shop/web-{n}"),
+            ..Default::default()
+        };
+        client.put_sandbox(Default::default(), &request).await.unwrap();
+    }
+    let (took, full) = (begun.elapsed(), resident(&relay));
+    println!("1000 sandboxes in {took:?}; {empty} KiB before, {full} KiB after");
+    assert!(full - empty < 12 << 10, "{empty} KiB before, {full} KiB after");
+    relay.signal(Signal::SIGKILL);
+    relay.exit_code();
+    let mut relay = Relay::start(&base);
+    let begun = Instant::now();
+    stop_is_answered(&base).await;
+    println!("served again after {:?}", begun.elapsed());
+    for n in [0, 500, 999] {
+        Raw::connect(&base.join(format!("run/pods/s{n}/agent.ttrpc"))).await;
+    }
+    relay.signal(Signal::SIGTERM);
+    assert_eq!(relay.exit_code(), Some(0));
+    assert_eq!(std::fs::read_dir(base.join("run/pods")).unwrap().count(), 0);
+    std::fs::remove_dir_all(base).unwrap();
+}

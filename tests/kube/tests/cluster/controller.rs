@@ -1,0 +1,500 @@
+//! `peerpod-cluster controller` against a real API server (with the garbage collector) and a cloud that outlives it.
+//!
+//! Counts are small; with `PEERPOD_TEST_LONG=1`, or `PEERPOD_BENCH=<file>` to which the figures are added, they are those
+//! that the project promises.
+
+#![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
+
+use super::controller_world;
+use std::{
+    collections::BTreeMap,
+    fs,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use controller_world::{LIMIT, World, cloud::Cloud, key};
+use futures_util::{StreamExt, stream};
+use k8s_openapi::api::node::v1::RuntimeClass;
+use kube::{
+    Api,
+    api::{DeleteParams, ListParams, PostParams},
+};
+use peerpod_kube::crds::{FINALIZER, PeerPod};
+use peerpod_provider_api::Error;
+use peerpod_test_kube::wait_for;
+use serde_json::{from_value, json};
+
+/// One after the other: they share one API server, and each controller follows all of it.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_controller() {
+    let world = World::start().await;
+    let stage = |name: &str| println!("--- {name}");
+    stage("PeerPods end");
+    peerpods_end(&world).await;
+    stage("orphans");
+    orphans(&world).await;
+    stage("many, killed");
+    many_while_it_is_killed(&world).await;
+    stage("two replicas");
+    one_leader(&world).await;
+    stage("API server away");
+    api_server_away(&world).await;
+}
+
+fn is_long() -> bool {
+    ["PEERPOD_TEST_LONG", "PEERPOD_BENCH"].iter().any(|name| std::env::var_os(name).is_some())
+}
+
+async fn peerpods_end(world: &World) {
+    const NS: &str = "ends";
+    world.cluster.namespace(NS).await.unwrap();
+    let (cloud, _serving) = world.cloud(Duration::from_millis(50)).await;
+    let settings = [("controller.settle", "2s"), ("controller.node-first", "4s")];
+    let controller = world.controller("a", &settings).await;
+    controller.leads().await;
+    by_id_and_by_key(world, &cloud, NS).await;
+    others_are_left_alone(world, &cloud, NS).await;
+    a_vm_of_another_one_stays(world, &cloud, NS).await;
+    a_pod_that_runs_keeps_its_vm(world, &cloud, NS).await;
+    refusals_are_told(world, &cloud, NS).await;
+    its_own_node_first(world, &cloud, NS, &controller).await;
+    assert_eq!(cloud.count(""), 0);
+    assert_eq!(controller.ready().await["ready"], true);
+}
+
+async fn by_id_and_by_key(world: &World, cloud: &Arc<Cloud>, ns: &str) {
+    // As the replaced system writes them.
+    cloud.make("vm-old", None, None);
+    world.peerpod(ns, "old", json!({"cloudProvider": "external", "instanceID": "vm-old"}), None).await;
+    // Its VM was made by a later attempt, whose record did not follow.
+    cloud.make("vm-key", Some("n"), Some(key("s1", 2)));
+    let spec =
+        json!({"cloudProvider": "external", "sandboxID": "s1", "idempotencyKey": key("s1", 0).as_str()});
+    world.peerpod(ns, "key", spec, None).await;
+    world.peerpod(ns, "gone", json!({"instanceID": "vm-that-never-was"}), None).await;
+    // A record whose VM was never made: waited for, and then not.
+    let spec = json!({"sandboxID": "s2", "idempotencyKey": key("s2", 0).as_str()});
+    world.peerpod(ns, "before", spec, None).await;
+    for name in ["old", "key", "gone", "before"] {
+        world.delete(ns, name).await;
+    }
+    for name in ["old", "key", "gone", "before"] {
+        world.gone(ns, name).await;
+    }
+    assert_eq!(cloud.count("vm-"), 0);
+    world.has_event(ns, "old", "VMDeleted").await;
+    // As one that another system made would be.
+    world.has_event(ns, "gone", "VMNotOurs").await;
+}
+
+async fn others_are_left_alone(world: &World, cloud: &Arc<Cloud>, ns: &str) {
+    cloud.make("vm-theirs", None, None);
+    let spec = json!({"cloudProvider": "another", "instanceID": "vm-theirs"});
+    world.peerpod(ns, "theirs", spec, None).await;
+    world.delete(ns, "theirs").await;
+    world.stays(ns, "theirs", "OtherProvider").await;
+    world.has_event(ns, "theirs", "OtherProvider").await;
+    assert!(cloud.has("vm-theirs"));
+    world.finalizers(ns, "theirs", &[]).await;
+    world.gone(ns, "theirs").await;
+
+    // Only our finalizer is ours to take.
+    world.peerpod(ns, "shared", json!({"instanceID": "vm-theirs"}), None).await;
+    world.finalizers(ns, "shared", &["example.org/first", FINALIZER, "example.org/last"]).await;
+    world.delete(ns, "shared").await;
+    let peerpods = world.peerpods(ns);
+    let left = wait_for("our finalizer to go", LIMIT, async || {
+        let found = peerpods.get("shared").await?;
+        let left = found.metadata.finalizers.clone().unwrap_or_default();
+        Ok((!left.iter().any(|one| one == FINALIZER)).then_some(found))
+    })
+    .await
+    .unwrap();
+    assert_eq!(left.metadata.finalizers.unwrap(), ["example.org/first", "example.org/last"]);
+    let status = left.status.unwrap();
+    assert_eq!(status.cleaned, Some(true));
+    assert!(status.conditions.iter().any(|one| one.type_ == "Deleted" && one.status == "True"));
+    world.finalizers(ns, "shared", &[]).await;
+    world.gone(ns, "shared").await;
+    assert!(!cloud.has("vm-theirs"));
+}
+
+/// Anybody who may write a PeerPod can write any VM's id into it.
+async fn a_vm_of_another_one_stays(world: &World, cloud: &Arc<Cloud>, ns: &str) {
+    cloud.make("vm-victim", Some("n1"), None);
+    world.peerpod(ns, "victim", json!({"instanceID": "vm-victim", "nodeName": "n1"}), None).await;
+    for (name, node) in [("of-another-node", "n2"), ("of-the-same-node", "n1")] {
+        world.peerpod(ns, name, json!({"instanceID": "vm-victim", "nodeName": node}), None).await;
+        world.delete(ns, name).await;
+        // It is not kept for ever by what it has no part in.
+        world.gone(ns, name).await;
+        world.has_event(ns, name, "VMNotOurs").await;
+    }
+    assert!(cloud.has("vm-victim"));
+    assert!(cloud.deletes().iter().all(|delete| delete.vm != "vm-victim"), "{:?}", cloud.deletes());
+    world.delete(ns, "victim").await;
+    world.gone(ns, "victim").await;
+    assert!(!cloud.has("vm-victim"));
+}
+
+/// A StatefulSet's pod that is made anew has the name of the one before; and an object that somebody deletes by hand.
+async fn a_pod_that_runs_keeps_its_vm(world: &World, cloud: &Arc<Cloud>, ns: &str) {
+    for id in ["vm-first", "vm-second"] {
+        cloud.make(id, None, None);
+    }
+    let first = world.pod(ns, "web-0", None).await;
+    world.peerpod(ns, "web-0-1", json!({"instanceID": "vm-first"}), Some(&first)).await;
+    world.delete_pod(ns, "web-0").await;
+    let second = world.pod(ns, "web-0", None).await;
+    world.peerpod(ns, "web-0-2", json!({"instanceID": "vm-second"}), Some(&second)).await;
+    // The garbage collector deletes it, because its pod's uid is gone.
+    world.gone(ns, "web-0-1").await;
+    assert!(!cloud.has("vm-first"));
+    world.delete(ns, "web-0-2").await;
+    world.stays(ns, "web-0-2", "PodRuns").await;
+    assert!(cloud.has("vm-second"));
+    assert!(cloud.deletes().iter().all(|delete| delete.vm != "vm-second"));
+    world.delete_pod(ns, "web-0").await;
+    world.gone(ns, "web-0-2").await;
+    assert!(!cloud.has("vm-second"));
+}
+
+async fn refusals_are_told(world: &World, cloud: &Arc<Cloud>, ns: &str) {
+    cloud.make("vm-refused", None, None);
+    world.peerpod(ns, "refused", json!({"instanceID": "vm-refused"}), None).await;
+    cloud.refuse(Some(Error::Auth { text: "the role may not terminate; add ec2:TerminateInstances".into() }));
+    world.delete(ns, "refused").await;
+    world.stays(ns, "refused", "Unauthorized").await;
+    world.has_event(ns, "refused", "Unauthorized").await;
+    let status = world.peerpods(ns).get("refused").await.unwrap().status.unwrap();
+    assert!(status.conditions[0].message.contains("add ec2:TerminateInstances"), "{status:?}");
+    cloud.refuse(None);
+    world.gone(ns, "refused").await;
+    let tries = cloud.deletes().iter().filter(|delete| delete.vm == "vm-refused").count();
+    assert!((2..=8).contains(&tries), "{tries} tries: with pauses between them");
+}
+
+async fn its_own_node_first(
+    world: &World,
+    cloud: &Arc<Cloud>,
+    ns: &str,
+    controller: &controller_world::Controller,
+) {
+    for name in ["lives", "dead"] {
+        cloud.make(&format!("vm-{name}"), Some(name), None);
+        let spec = json!({"instanceID": format!("vm-{name}"), "nodeName": name});
+        world.peerpod(ns, name, spec, None).await;
+    }
+    world.beat("lives", Duration::ZERO, 40).await;
+    world.beat("dead", Duration::from_secs(3600), 40).await;
+    world.delete(ns, "lives").await;
+    world.delete(ns, "dead").await;
+    world.gone(ns, "dead").await;
+    wait_for("the node's turn", LIMIT, async || {
+        Ok((controller.metric("peerpod_controller_peerpods_total{outcome=\"LeftToNode\"}").await > 0.0)
+            .then_some(()))
+    })
+    .await
+    .unwrap();
+    // The node did nothing with it.
+    world.gone(ns, "lives").await;
+    let at = |vm: &str| cloud.deletes().iter().find(|delete| delete.vm == vm).unwrap().at;
+    assert!(at("vm-lives") > at("vm-dead"));
+}
+
+async fn orphans(world: &World) {
+    const NS: &str = "orphans";
+    const GRACE: Duration = Duration::from_secs(5);
+    world.cluster.namespace(NS).await.unwrap();
+    let (cloud, _serving) = world.cloud(Duration::from_millis(50)).await;
+    let class = json!({"metadata": {"name": "kata-remote"}, "handler": "kata-remote"});
+    let classes: Api<RuntimeClass> = Api::all(world.client.clone());
+    classes.create(&PostParams::default(), &from_value(class).unwrap()).await.unwrap();
+    for node in ["idle", "busy"] {
+        world.node(node).await;
+    }
+    for node in ["lost", "idle", "busy"] {
+        world.beat(node, Duration::from_secs(3600), 1).await;
+    }
+    let pod = json!({"metadata": {"name": "runs"}, "spec": {
+        "nodeName": "busy", "runtimeClassName": "kata-remote", "containers": [{"name": "c", "image": "x"}]}});
+    let pods: Api<k8s_openapi::api::core::v1::Pod> = Api::namespaced(world.client.clone(), NS);
+    pods.create(&PostParams::default(), &from_value(pod).unwrap()).await.unwrap();
+    // A daemon that lives, though its Node object is gone.
+    let beats = Arc::new(AtomicBool::new(true));
+
+    // Created before its record, and then the node was lost.
+    cloud.make("o-lost", Some("lost"), Some(key("x1", 0)));
+    cloud.make("o-idle", Some("idle"), Some(key("x2", 0)));
+    // Those that may be alive.
+    cloud.make("k-daemon", Some("lives-on"), Some(key("x3", 0)));
+    cloud.make("k-busy", Some("busy"), Some(key("x4", 0)));
+    cloud.make("k-elsewhere", Some("another-clusters"), Some(key("x5", 0)));
+    cloud.make("k-nobody", None, None);
+    cloud.make("k-by-id", Some("lost"), Some(key("x6", 0)));
+    world.peerpod(NS, "by-id", json!({"instanceID": "k-by-id"}), None).await;
+    cloud.make("k-by-key", Some("lost"), Some(key("x7", 1)));
+    let spec = json!({"sandboxID": "x7", "idempotencyKey": key("x7", 0).as_str()});
+    world.peerpod(NS, "by-key", spec, None).await;
+    // A lost node's PeerPods: with a VM whose pod's object is still there, and one whose VM was never made.
+    let pod = world.pod(NS, "left", Some("lost")).await;
+    cloud.make("o-record", Some("lost"), Some(key("x8", 0)));
+    let spec = json!({"instanceID": "o-record", "nodeName": "lost", "sandboxID": "x8"});
+    world.peerpod(NS, "record", spec, Some(&pod)).await;
+    world
+        .peerpod(
+            NS,
+            "before",
+            json!({"nodeName": "lost", "sandboxID": "x9", "idempotencyKey": key("x9", 0).as_str()}),
+            None,
+        )
+        .await;
+    let keep_beating = async {
+        while beats.load(Ordering::Relaxed) {
+            world.beat("lives-on", Duration::ZERO, 2).await;
+            tokio::time::sleep(Duration::from_millis(500)).await;
+        }
+    };
+    let checks = async {
+        let mut settings = vec![
+            ("controller.orphan-grace", "5s"),
+            ("controller.node-gone-grace", "2s"),
+            ("controller.settle", "1s"),
+            ("controller.sweep-every", "300ms"),
+            ("controller.orphans", "report"),
+        ];
+        only_told_of(world, &cloud, &settings).await;
+        settings.pop();
+        let began = Instant::now();
+        let controller = world.controller("a", &settings).await;
+        for orphan in ["o-lost", "o-idle"] {
+            wait_for(orphan, LIMIT, async || Ok((!cloud.has(orphan)).then_some(()))).await.unwrap();
+            let delete = cloud.deletes().into_iter().find(|delete| delete.vm == orphan).unwrap();
+            assert!(delete.at.duration_since(began) >= GRACE, "{orphan}: before its grace period was over");
+        }
+        world.has_event("default", "lost", "VMOrphanDeleted").await;
+        assert_eq!(controller.metric("peerpod_controller_orphans_total{outcome=\"Deleted\"}").await, 2.0);
+        assert_eq!(controller.metric("peerpod_controller_vms_unattributed").await, 2.0);
+        assert_eq!(cloud.count("o-"), 0);
+        assert_eq!(cloud.count("k-"), 6, "nothing that may be alive");
+        beats.store(false, Ordering::Relaxed);
+        wait_for("the VM of a daemon that died", LIMIT, async || Ok((!cloud.has("k-daemon")).then_some(())))
+            .await
+            .unwrap();
+        world.delete_pod(NS, "runs").await;
+        wait_for("the VM of a node without pods", LIMIT, async || Ok((!cloud.has("k-busy")).then_some(())))
+            .await
+            .unwrap();
+        assert_eq!(cloud.count("k-"), 4);
+    };
+    tokio::join!(keep_beating, checks);
+    world.delete_pod(NS, "left").await;
+    for name in ["by-id", "by-key"] {
+        world.finalizers(NS, name, &[]).await;
+        world.delete(NS, name).await;
+    }
+}
+
+/// Orphans are told of and not touched; PeerPods of a lost node are not orphans.
+async fn only_told_of(world: &World, cloud: &Arc<Cloud>, settings: &[(&str, &str)]) {
+    let controller = world.controller("a", settings).await;
+    for name in ["record", "before"] {
+        world.gone("orphans", name).await;
+    }
+    world.has_event("orphans", "record", "NodeGone").await;
+    assert!(!cloud.has("o-record"));
+    wait_for("the report", LIMIT, async || {
+        let reported = controller.metric("peerpod_controller_orphans_total{outcome=\"Reported\"}").await;
+        Ok((reported >= 2.0).then_some(()))
+    })
+    .await
+    .unwrap();
+    world.has_event("default", "lost", "VMOrphaned").await;
+    assert_eq!(cloud.count("o-"), 2);
+    assert_eq!(controller.metric("peerpod_controller_orphans_total").await, 2.0, "each once");
+    assert!(cloud.deletes().iter().all(|delete| delete.vm == "o-record"), "{:?}", cloud.deletes());
+}
+
+async fn many_while_it_is_killed(world: &World) {
+    const NS: &str = "many";
+    const LIVE: usize = 20;
+    let (count, concurrency, takes, kills) = if is_long() { (500, 50, 2000, 20) } else { (60, 20, 500, 5) };
+    let takes = Duration::from_millis(takes);
+    world.cluster.namespace(NS).await.unwrap();
+    let (cloud, _serving) = world.cloud(takes).await;
+    let make = |name: String, label: &'static str| {
+        let cloud = cloud.clone();
+        async move {
+            let id = format!("{label}-{name}");
+            cloud.make(&id, Some("n"), None);
+            let mut peerpod: PeerPod = from_value(json!({
+                "apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerPod",
+                "metadata": {"name": id, "labels": {"test": label}, "finalizers": [FINALIZER]},
+                "spec": {"cloudProvider": "external"},
+            }))
+            .unwrap();
+            peerpod.spec.sandbox_id = Some(format!("sandbox-{id}"));
+            peerpod.spec.instance_id = Some(id);
+            world.peerpods(NS).create(&PostParams::default(), &peerpod).await.unwrap();
+        }
+    };
+    stream::iter((0..count).map(|number| make(number.to_string(), "goes")))
+        .buffer_unordered(16)
+        .collect::<()>()
+        .await;
+    stream::iter((0..LIVE).map(|number| make(number.to_string(), "lives")))
+        .buffer_unordered(16)
+        .collect::<()>()
+        .await;
+    let at_once = concurrency.to_string();
+    let settings = [("controller.concurrency", at_once.as_str())];
+    let mut controller = world.controller("a", &settings).await;
+    controller.leads().await;
+    let peerpods = world.peerpods(NS);
+    let going = ListParams::default().labels("test=goes");
+    let began = Instant::now();
+    peerpods.delete_collection(&DeleteParams::default(), &going).await.unwrap();
+    for kill in 1..=kills {
+        let left = count - count * kill / (kills + 1);
+        wait_for("progress", Duration::from_secs(300), async || {
+            Ok((cloud.count("goes-") <= left).then_some(()))
+        })
+        .await
+        .unwrap();
+        // SIGKILL, and at once the next one: as a container that is started again in its pod.
+        drop(controller);
+        controller = world.controller("a", &settings).await;
+    }
+    wait_for("all of them to go", Duration::from_secs(300), async || {
+        Ok(peerpods.list_metadata(&going).await?.items.is_empty().then_some(()))
+    })
+    .await
+    .unwrap();
+    let took = began.elapsed();
+    let leaked = cloud.count("goes-") + (LIVE - cloud.count("lives-"));
+    assert_eq!(leaked, 0);
+    assert_eq!(peerpods.list_metadata(&ListParams::default()).await.unwrap().items.len(), LIVE);
+    assert!(cloud.deletes().iter().all(|delete| delete.vm.starts_with("goes-")));
+    let ideal = takes * u32::try_from(count.div_ceil(concurrency)).unwrap();
+    println!(
+        "{count} PeerPods, {concurrency} at once, {takes:?} each, {kills} kills: {took:.1?}, ideal {ideal:.1?}; {} at once",
+        cloud.peak()
+    );
+    if is_long() {
+        report("controller_500_deletes_vs_ideal", took.as_secs_f64() / ideal.as_secs_f64());
+        report("controller_leaks", leaked as f64);
+    }
+    for number in 0..LIVE {
+        world.finalizers(NS, &format!("lives-{number}"), &[]).await;
+    }
+    peerpods.delete_collection(&DeleteParams::default(), &ListParams::default()).await.unwrap();
+}
+
+fn report(key: &str, value: f64) {
+    println!("{key} = {value:.3}");
+    let Some(path) = std::env::var_os("PEERPOD_BENCH") else { return };
+    let before = fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+    let mut all: BTreeMap<String, f64> = before.unwrap_or_default();
+    all.insert(key.to_owned(), value);
+    fs::write(&path, serde_json::to_vec_pretty(&all).unwrap()).unwrap();
+}
+
+/// So many PeerPods with their VMs, deleted.
+async fn delete_some(world: &World, cloud: &Arc<Cloud>, ns: &str, prefix: &str, count: usize) {
+    for number in 0..count {
+        let name = format!("{prefix}-{number}");
+        cloud.make(&name, None, None);
+        world.peerpod(ns, &name, json!({"instanceID": name}), None).await;
+        world.delete(ns, &name).await;
+    }
+}
+
+async fn all_gone(world: &World, cloud: &Arc<Cloud>, ns: &str, prefix: &str) {
+    let peerpods = world.peerpods(ns);
+    wait_for("all to go", LIMIT, async || {
+        let left = peerpods.list_metadata(&ListParams::default()).await?.items;
+        let none =
+            left.iter().all(|one| !one.metadata.name.as_deref().unwrap_or_default().starts_with(prefix));
+        Ok(none.then_some(()))
+    })
+    .await
+    .unwrap();
+    assert_eq!(cloud.count(prefix), 0);
+}
+
+/// A leader that is stopped past its lease and goes on again does nothing more.
+async fn one_leader(world: &World) {
+    const NS: &str = "leaders";
+    world.cluster.namespace(NS).await.unwrap();
+    let cloud = Cloud::new(Duration::from_millis(700));
+    let _serving = [cloud.serve(&world.socket("a"), "a").await, cloud.serve(&world.socket("b"), "b").await];
+    let settings = [("controller.concurrency", "1")];
+    let a = world.controller("a", &settings).await;
+    a.leads().await;
+    let b = world.controller("b", &settings).await;
+    wait_for("the other to wait", LIMIT, async || Ok(b.said("another replica leads").then_some(())))
+        .await
+        .unwrap();
+    assert_eq!(b.ready().await["ready"], true, "who waits is ready");
+    delete_some(world, &cloud, NS, "one", 12).await;
+    wait_for("the leader to begin", LIMIT, async || Ok((!cloud.deletes().is_empty()).then_some(())))
+        .await
+        .unwrap();
+    a.process.signal("STOP").unwrap();
+    all_gone(world, &cloud, NS, "one").await;
+    assert!(cloud.deletes().iter().any(|delete| delete.via == "b"), "the standby took over");
+    // It wakes in the middle of the other one's work, with its own view of what is to be done.
+    delete_some(world, &cloud, NS, "two", 12).await;
+    a.process.signal("CONT").unwrap();
+    all_gone(world, &cloud, NS, "two").await;
+    wait_for("the first to know", LIMIT, async || Ok(a.said("the lease is lost").then_some(())))
+        .await
+        .unwrap();
+    let deletes = cloud.deletes();
+    let first_of_b = deletes.iter().filter(|delete| delete.via == "b").map(|delete| delete.at).min().unwrap();
+    let late: Vec<_> = deletes.iter().filter(|delete| delete.via == "a" && delete.at >= first_of_b).collect();
+    assert!(late.is_empty(), "both acted: {late:?}");
+    // Told to end, the leader gives its lease back, and the first one leads again at once.
+    b.process.signal("TERM").unwrap();
+    a.leads().await;
+    delete_some(world, &cloud, NS, "three", 1).await;
+    all_gone(world, &cloud, NS, "three").await;
+    assert_eq!(cloud.deletes().last().unwrap().via, "a");
+    assert!(b.said("the lease is given back"));
+    let times = a.process.said().matches("another replica leads").count();
+    assert_eq!(times, 1, "it is said once, not with each look");
+}
+
+/// The API server hangs in the middle of deletes: a leader that cannot renew stops, and goes on when it is back.
+async fn api_server_away(world: &World) {
+    const NS: &str = "away";
+    let away = Duration::from_secs(if is_long() { 60 } else { 8 });
+    world.cluster.namespace(NS).await.unwrap();
+    let (cloud, _serving) = world.cloud(Duration::from_millis(300)).await;
+    let controller = world.controller("a", &[("controller.concurrency", "2")]).await;
+    controller.leads().await;
+    delete_some(world, &cloud, NS, "away", 20).await;
+    wait_for("the first to go", LIMIT, async || Ok((cloud.count("away") < 18).then_some(()))).await.unwrap();
+    world.cluster.freeze_api_server(true).unwrap();
+    let frozen = Instant::now();
+    wait_for("it to say so", LIMIT, async || {
+        let ready = controller.ready().await;
+        Ok(ready["waiting"]["lease"].is_string().then_some(()))
+    })
+    .await
+    .unwrap();
+    assert_eq!(controller.metric("peerpod_controller_leading").await, 0.0);
+    let before = cloud.deletes().len();
+    tokio::time::sleep(away.saturating_sub(frozen.elapsed())).await;
+    assert_eq!(cloud.deletes().len(), before, "a leader without its lease deletes nothing");
+    world.cluster.freeze_api_server(false).unwrap();
+    all_gone(world, &cloud, NS, "away").await;
+    assert!(cloud.peak() <= 2, "{} at once", cloud.peak());
+    wait_for("it to be ready", LIMIT, async || Ok((controller.ready().await["ready"] == true).then_some(())))
+        .await
+        .unwrap();
+}

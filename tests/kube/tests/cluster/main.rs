@@ -1,0 +1,18 @@
+//! Controller, webhook, pull secrets, nodes and the chart against a real API server.
+
+mod chart;
+mod controller;
+mod controller_world;
+mod crds;
+#[path = "../../../tests/images_common/mod.rs"]
+mod images_common;
+mod node;
+mod node_common;
+mod rbac;
+mod rollout;
+mod secrets;
+mod secrets_common;
+mod secrets_road;
+mod server;
+mod webhook;
+mod webhook_managed;

@@ -1,0 +1,472 @@
+//! The chart's rights: each role, as its own service account with a token as a kubelet gives it, does all that it does, by
+//! the real programs; and may no more.
+
+#![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
+
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use k8s_openapi::api::core::v1::Node;
+use kube::{
+    Api,
+    api::{Patch, PatchParams},
+};
+use peerpod_client::Annotations;
+use peerpod_kube::crds::{PeerPod, Phase};
+use peerpod_test_kube::{Cluster, Options, Process, program, wait_for};
+use peerpod_tests::{fresh_id, stop_in_time};
+use peerpod_world::{Daemons, Settings, World, proxy::Proxy};
+use serde_json::{Value, json};
+
+const LIMIT: Duration = Duration::from_secs(120);
+const OWN: &str = "peerpod-system";
+
+fn apply(cluster: &Cluster, object: &Value) {
+    let file = cluster.folder().join(format!("{}.json", fresh_id("object")));
+    std::fs::write(&file, object.to_string()).unwrap();
+    cluster.kubectl(&["apply", "-f", file.to_str().unwrap()]).unwrap();
+}
+
+fn pod(cluster: &Cluster, namespace: &str, name: &str, more: Value) {
+    let mut spec = json!({"containers": [{"name": "c", "image": "x"}]});
+    spec.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    apply(
+        cluster,
+        &json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": namespace}, "spec": spec}),
+    );
+}
+
+/// `kubectl` as that account.
+fn as_who(cluster: &Cluster, who: &Path, words: &[&str]) -> anyhow::Result<String> {
+    let flag = format!("--kubeconfig={}", who.display());
+    cluster.kubectl(&[&[flag.as_str()][..], words].concat())
+}
+
+fn refused(cluster: &Cluster, who: &Path, words: &[&str], why: &str) {
+    match as_who(cluster, who, words) {
+        Ok(said) => panic!("{} was allowed: {said}", words.join(" ")),
+        Err(error) => assert!(format!("{error:#}").contains(why), "{}: {error:#}", words.join(" ")),
+    }
+}
+
+/// A program of ours with a kubeconfig, until it says this.
+async fn start(cluster: &Cluster, role: &str, who: &Path, more: &[&str], says: &str) -> (Process, Value) {
+    let mut words = vec![
+        role.to_owned(),
+        format!("--kubernetes.kubeconfig={}", who.display()),
+        format!("--cluster.namespace={OWN}"),
+        "--log.format=json".to_owned(),
+    ];
+    words.extend(more.iter().map(|word| (*word).to_owned()));
+    let name = if role == "webhook" { "peerpod-webhook" } else { "peerpod-controller" };
+    let mut process =
+        Process::start(name, &program("peerpod-cluster").unwrap(), &words, cluster.folder()).unwrap();
+    let said = wait_for(says, LIMIT, async || {
+        process.check()?;
+        let said = process.said();
+        let line = said.lines().find(|line| line.contains(says));
+        Ok(line.map(serde_json::from_str::<Value>).transpose()?)
+    });
+    let said = said.await.unwrap_or_else(|why| panic!("{why}\n{}", process.said()));
+    (process, said)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_role_does_what_it_does_and_may_no_more() {
+    let cluster = Cluster::start(Options::default()).await.unwrap();
+    let driver = "csi.drivers[0].namespace=shop,csi.drivers[0].nodeServiceAccount=driver-node,\
+                  csi.drivers[0].controllerServiceAccount=driver-controller";
+    cluster.namespace("shop").await.unwrap();
+    cluster.install(OWN, &["--set", driver]).unwrap();
+    for node in ["worker-1", "worker-2"] {
+        apply(&cluster, &json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}}));
+        let status = r#"{"status":{"capacity":{"cpu":"4","memory":"8Gi","pods":"110"}}}"#;
+        cluster
+            .kubectl(&["patch", "node", node, "--subresource=status", "--type=merge", "-p", status])
+            .unwrap();
+        pod(
+            &cluster,
+            OWN,
+            &format!("node-{node}"),
+            json!({"nodeName": node, "serviceAccountName": "peerpod-node"}),
+        );
+    }
+    let of = async |account: &str, pod: Option<&str>| cluster.kubeconfig_of(OWN, account, pod).await.unwrap();
+    let node = of("peerpod-node", Some("node-worker-1")).await;
+    relay(&cluster, &of("peerpod-relay", None).await);
+    let webhook = webhook(&cluster, &of("peerpod-webhook", None).await).await;
+    let (controller, secrets) = controller(&cluster, &of("peerpod-controller", None).await).await;
+    node_works(&cluster, &node, secrets, &controller).await;
+    node_is_bounded(&cluster, &node).await;
+    let unbound = of("peerpod-node", None).await;
+    let words = ["annotate", "node", "worker-1", "a=b"];
+    refused(&cluster, &unbound, &words, "must be bound to a pod on a node");
+    drop((webhook, controller));
+    volumes(&cluster).await;
+}
+
+/// A driver's own accounts get what peerpod-csi asks for beside the driver; the programs are csi's own tests' matter.
+async fn volumes(cluster: &Cluster) {
+    for account in ["driver-node", "driver-controller"] {
+        cluster.kubectl(&["create", "serviceaccount", "-n", "shop", account]).unwrap();
+    }
+    for node in ["worker-1", "worker-2"] {
+        pod(
+            cluster,
+            "shop",
+            &format!("csi-{node}"),
+            json!({"nodeName": node, "serviceAccountName": "driver-node"}),
+        );
+    }
+    let node = cluster.kubeconfig_of("shop", "driver-node", Some("csi-worker-1")).await.unwrap();
+    let controller = cluster.kubeconfig_of("shop", "driver-controller", None).await.unwrap();
+    let volume = |name: &str, node: &str| {
+        let file = cluster.folder().join(format!("{name}.json"));
+        let object = json!({"apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerpodVolume",
+            "metadata": {"name": name, "namespace": "shop"}, "spec": {"volumeID": "v", "nodeName": node}});
+        std::fs::write(&file, object.to_string()).unwrap();
+        file
+    };
+    let (own, theirs) = (volume("own", "worker-1"), volume("theirs", "worker-2"));
+    as_who(cluster, &node, &["create", "-f", own.to_str().unwrap()]).unwrap();
+    let why = "a driver on node worker-1 may not change a PeerpodVolume of another node";
+    refused(cluster, &node, &["create", "-f", theirs.to_str().unwrap()], why);
+    cluster.kubectl(&["create", "-f", theirs.to_str().unwrap()]).unwrap();
+    refused(cluster, &node, &["delete", "peerpodvolume", "-n", "shop", "theirs"], why);
+    for words in
+        [&["get", "secrets", "-n", "shop"][..], &["get", "peerpodvolumes", "-A"], &["get", "pods", "-A"]]
+    {
+        refused(cluster, &node, words, "forbidden");
+    }
+    as_who(cluster, &node, &["get", "pod", "-n", "shop", "web"]).unwrap();
+    for words in [
+        &["get", "peerpodvolumes", "-A"][..],
+        &["get", "pods", "-n", "shop"],
+        &["get", "pv"],
+        &["get", "csinodes"],
+        &["get", "leases", "-n", "shop"],
+        &["get", "secret", "-n", "shop", "pull"],
+        &["annotate", "peerpodvolume", "-n", "shop", "theirs", "a=b"],
+    ] {
+        as_who(cluster, &controller, words).unwrap();
+    }
+    for words in [&["get", "secrets", "-n", "shop"][..], &["get", "leases", "-n", OWN], &["get", "nodes"]] {
+        refused(cluster, &controller, words, "forbidden");
+    }
+}
+
+/// It has no token at all in its pod; with one it could do nothing.
+fn relay(cluster: &Cluster, who: &Path) {
+    for words in [
+        &["get", "pods", "-A"][..],
+        &["get", "secrets", "-n", OWN],
+        &["get", "nodes"],
+        &["get", "peerpods", "-A"],
+        &["get", "configmaps", "-n", OWN],
+    ] {
+        refused(cluster, who, words, "forbidden");
+    }
+}
+
+async fn webhook(cluster: &Cluster, who: &Path) -> Process {
+    let more = [
+        "--webhook.listen=127.0.0.1:0",
+        "--webhook.admin-listen=127.0.0.1:0",
+        "--webhook.certificates=self-managed",
+        "--webhook.names=127.0.0.1",
+    ];
+    let (process, _) = start(cluster, "webhook", who, &more, "webhook answers").await;
+    wait_for("the registration's caBundle", LIMIT, async || {
+        let words = [
+            "get",
+            "mutatingwebhookconfiguration",
+            "peerpod-webhook",
+            "-o",
+            "jsonpath={.webhooks[0].clientConfig.caBundle}",
+        ];
+        Ok((!cluster.kubectl(&words)?.is_empty()).then_some(()))
+    })
+    .await
+    .unwrap_or_else(|why| panic!("{why}\n{}", process.said()));
+    cluster.kubectl(&["get", "secret", "-n", OWN, "peerpod-webhook-ca"]).unwrap();
+    cluster.kubectl(&["create", "secret", "generic", "-n", OWN, "another", "--from-literal=a=b"]).unwrap();
+    for words in [
+        &["get", "secrets", "-n", OWN][..],
+        &["get", "secret", "-n", OWN, "another"],
+        &["delete", "secret", "-n", OWN, "peerpod-webhook-ca"],
+        &["get", "secrets", "-n", "shop"],
+        &["get", "pods", "-A"],
+        &["get", "mutatingwebhookconfigurations"],
+        &["delete", "mutatingwebhookconfiguration", "peerpod-webhook"],
+        &["get", "nodes"],
+    ] {
+        refused(cluster, who, words, "forbidden");
+    }
+    process
+}
+
+/// It leads, ends a PeerPod, keeps the CA that nodes trust; what it rolls out is `rollout`'s.
+async fn controller(cluster: &Cluster, who: &Path) -> (Process, SocketAddr) {
+    let state = format!("--paths.state-dir={}", cluster.folder().join("state").display());
+    let more = [
+        "--controller.admin-listen=127.0.0.1:0",
+        "--controller.identity=one",
+        "--provider.kind=drill",
+        &state,
+        "--controller.settle=1s",
+        "--controller.sweep-every=1s",
+        "--controller.node-gone-grace=1s",
+        "--secrets.listen=127.0.0.1:0",
+        "--secrets.names=127.0.0.1",
+    ];
+    heartbeat_of_long_ago(cluster);
+    let (process, said) = start(cluster, "controller", who, &more, "pull secrets are given to nodes").await;
+    apply(
+        cluster,
+        &json!({
+            "apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerPod",
+            "metadata": {"name": "old", "namespace": "shop", "finalizers": ["peer.pod/finalizer"]},
+            "spec": {"instanceID": "drill-0"},
+        }),
+    );
+    let words = ["delete", "peerpod", "-n", "shop", "old", "--wait=true", "--timeout=90s"];
+    cluster.kubectl(&words).unwrap_or_else(|why| panic!("{why}\n{}", process.said()));
+    sweeps(cluster, &process).await;
+    for line in process.said().lines() {
+        assert!(!line.contains("forbidden"), "{line}");
+    }
+    for words in [
+        &["get", "secrets", "-A"][..],
+        &["get", "secrets", "-n", OWN],
+        &["get", "secrets", "-n", "shop"],
+        &["delete", "secret", "-n", OWN, "another"],
+        &["label", "node", "worker-1", "a=b"],
+        &["delete", "node", "worker-1"],
+        &["delete", "pod", "-n", OWN, "node-worker-1"],
+        &["create", "configmap", "-n", "shop", "x"],
+        // With rollout.mode: chart it is no business of its.
+        &["get", "daemonsets", "-n", OWN],
+        &["create", "clusterrolebinding", "x", "--clusterrole=cluster-admin", "--user=x"],
+    ] {
+        refused(cluster, who, words, "forbidden");
+    }
+    (process, said["address"].as_str().unwrap().parse().unwrap())
+}
+
+fn heartbeat_of_long_ago(cluster: &Cluster) {
+    apply(
+        cluster,
+        &json!({
+            "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+            "metadata": {"name": "peerpod-node-long-gone", "namespace": OWN},
+            "spec": {"holderIdentity": "x", "leaseDurationSeconds": 40, "renewTime": "2020-01-01T00:00:00.000000Z"},
+        }),
+    );
+}
+
+/// What is left of lost nodes goes: a PeerPod, and a heartbeat.
+async fn sweeps(cluster: &Cluster, process: &Process) {
+    apply(
+        cluster,
+        &json!({
+            "apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerPod",
+            "metadata": {"name": "lost", "namespace": "shop", "finalizers": ["peer.pod/finalizer"]},
+            "spec": {"instanceID": "drill-1", "nodeName": "lost"},
+        }),
+    );
+    for (kind, namespace, name) in [("peerpod", "shop", "lost"), ("lease", OWN, "peerpod-node-long-gone")] {
+        wait_for(&format!("{kind} {name} to go"), LIMIT, async || {
+            let words = ["get", kind, "-n", namespace, name, "-o", "name", "--ignore-not-found"];
+            Ok(cluster.kubectl(&words)?.is_empty().then_some(()))
+        })
+        .await
+        .unwrap_or_else(|why| panic!("{why}\n{}", process.said()));
+    }
+}
+
+/// One pod's whole life on that node, with its pull secrets.
+async fn node_works(cluster: &Cluster, who: &Path, secrets: SocketAddr, controller: &Process) {
+    let world = World::new().unwrap();
+    let outside = |port: u16| SocketAddr::from(([127, 0, 0, 1], port));
+    // The node's loopback is not ours: both are found there all the same.
+    let _api = Proxy::to_outside(world.node(), cluster.port(), outside(cluster.port())).unwrap();
+    let _service = Proxy::to_outside(world.node(), secrets.port(), secrets).unwrap();
+    let (ca, token) = (cluster.folder().join("secrets-ca.crt"), cluster.folder().join("secrets-token"));
+    let words = ["get", "configmap", "-n", OWN, "peerpod-secrets-ca", "-o", "jsonpath={.data.ca\\.crt}"];
+    std::fs::write(&ca, cluster.kubectl(&words).unwrap()).unwrap();
+    let uid = ["get", "pod", "-n", OWN, "node-worker-1", "-o", "jsonpath={.metadata.uid}"];
+    let uid = cluster.kubectl(&uid).unwrap();
+    let bound = cluster.token(OWN, "peerpod-node", &["peerpod-secrets"], Some(("node-worker-1", &uid))).await;
+    std::fs::write(&token, bound.unwrap()).unwrap();
+    let text = |path: &PathBuf| path.to_str().unwrap().to_owned();
+    let settings = Settings::none()
+        .with_volume(cluster.folder())
+        .set("kubernetes.kubeconfig", who.to_str().unwrap())
+        .set("cluster.node-name", "worker-1")
+        .set("cluster.namespace", OWN)
+        .set("cluster.pod-uid", uid)
+        .set("cluster.capacity", 7)
+        .set("secrets.address", format!("127.0.0.1:{}", secrets.port()))
+        .set("secrets.ca-file", text(&ca))
+        .set("secrets.token-file", text(&token));
+    let login = json!({"auths": {"r.example": {"auth": "dTpw"}}}).to_string();
+    let literal = format!("--from-literal=.dockerconfigjson={login}");
+    let kind = "--type=kubernetes.io/dockerconfigjson";
+    cluster.kubectl(&["create", "secret", "generic", "-n", "shop", "pull", kind, &literal]).unwrap();
+    let more = json!({"nodeName": "worker-1", "runtimeClassName": "kata-remote", "imagePullSecrets": [{"name": "pull"}]});
+    // As the API server would have it after a RuntimeClass's admission; no webhook is reached here.
+    cluster.kubectl(&["delete", "mutatingwebhookconfiguration", "peerpod-webhook"]).unwrap();
+    pod(cluster, "shop", "web", with_overhead(more));
+    let daemons = Daemons::start(&world, settings).await.unwrap();
+    let tails = || daemons.log_tails();
+
+    wait_for("the capacity", LIMIT, async || {
+        let words = ["get", "node", "worker-1", "-o", "jsonpath={.status.capacity.kata\\.peerpods\\.io/vm}"];
+        Ok((cluster.kubectl(&words)? == "7").then_some(()))
+    })
+    .await
+    .unwrap_or_else(|why| panic!("{why}\n{}", tails()));
+    let (shim, network) = (daemons.shim().await.unwrap(), world.pod().unwrap());
+    let wrong = Annotations::new("shop", "web").hypervisor("default_vcpus", "many");
+    shim.create_vm(&fresh_id("wrong"), wrong, &network.namespace().path()).await.unwrap_err();
+    let id = fresh_id("web");
+    shim.create_vm(&id, Annotations::new("shop", "web"), &network.namespace().path()).await.unwrap();
+    shim.start_vm(&id).await.unwrap_or_else(|why| panic!("{why}\n{}", tails()));
+    let peerpods: Api<PeerPod> = Api::namespaced(cluster.client().unwrap(), "shop");
+    let name = PeerPod::name_of("web", &id);
+    wait_for("the PeerPod to run", LIMIT, async || {
+        let found = peerpods.get_opt(&name).await?;
+        Ok(found.filter(|one| one.status.as_ref().is_some_and(|status| status.phase == Some(Phase::Running))))
+    })
+    .await
+    .unwrap_or_else(|why| panic!("{why}\n{}", tails()));
+    for (what, words) in [
+        (
+            "the Event",
+            &["get", "events", "-n", "shop", "--field-selector", "reason=CreateRefused", "-o", "name"][..],
+        ),
+        (
+            "the heartbeat",
+            &["get", "lease", "-n", OWN, "peerpod-node-worker-1", "-o", "name", "--ignore-not-found"],
+        ),
+    ] {
+        wait_for(what, LIMIT, async || Ok((!cluster.kubectl(words)?.is_empty()).then_some(())))
+            .await
+            .unwrap_or_else(|why| panic!("{why}\n{}", tails()));
+    }
+    wait_for("its pull secrets", LIMIT, async || {
+        let said = controller.said();
+        let given = |line: &str| {
+            line.contains("\"answered\"") && line.contains("shop/web") && line.contains("worker-1")
+        };
+        Ok(said.lines().any(given).then_some(()))
+    })
+    .await
+    .unwrap_or_else(|why| panic!("{why}\n{}\n{}", tails(), controller.said()));
+    stop_in_time(&shim, &id).await.unwrap();
+    daemons.gone(&id, LIMIT).await.unwrap();
+    wait_for("the PeerPod to go", LIMIT, async || Ok(peerpods.get_opt(&name).await?.is_none().then_some(())))
+        .await
+        .unwrap_or_else(|why| panic!("{why}\n{}", tails()));
+    let log = std::fs::read_to_string(daemons.log("node")).unwrap();
+    assert!(!log.to_lowercase().contains("forbidden"), "{log}");
+}
+
+fn with_overhead(mut spec: Value) -> Value {
+    spec["overhead"] = json!({"cpu": "250m", "memory": "120Mi"});
+    spec
+}
+
+/// Everything of others is out of its reach: by RBAC, or by the policy that knows its node.
+async fn node_is_bounded(cluster: &Cluster, who: &Path) {
+    for words in [
+        &["get", "secrets", "-A"][..],
+        &["get", "secret", "-n", "shop", "pull"],
+        &["get", "secrets", "-n", OWN],
+        &["get", "configmaps", "-n", OWN],
+        &["delete", "pod", "-n", "shop", "web"],
+        &["delete", "node", "worker-1"],
+        &["create", "token", "-n", OWN, "peerpod-controller"],
+        &["get", "peerpodconfigs", "-n", OWN],
+    ] {
+        refused(cluster, who, words, "forbidden");
+    }
+    let uid = cluster
+        .kubectl(&["get", "pod", "-n", OWN, "node-worker-1", "-o", "jsonpath={.metadata.uid}"])
+        .unwrap();
+    let token = cluster.token(OWN, "peerpod-node", &[], Some(("node-worker-1", &uid))).await.unwrap();
+    let client = cluster.client_with(&token).unwrap();
+    let nodes: Api<Node> = Api::all(client.clone());
+    let capacity = Patch::Merge(json!({"status": {"capacity": {"kata.peerpods.io/vm": "99"}}}));
+    let status = async |node: &str| {
+        nodes
+            .patch_status(node, &PatchParams::default(), &capacity)
+            .await
+            .map(drop)
+            .map_err(|why| why.to_string())
+    };
+    status("worker-1").await.unwrap();
+    let why = status("worker-2").await.unwrap_err();
+    assert!(why.contains("a daemon on node worker-1 may not change node worker-2"), "{why}");
+    as_who(cluster, who, &["annotate", "node", "worker-1", "kata.peerpods.io/caa-owner=me", "--overwrite"])
+        .unwrap();
+    let words = ["annotate", "node", "worker-2", "kata.peerpods.io/caa-owner=me"];
+    refused(cluster, who, &words, "may not change node worker-2");
+    refused(
+        cluster,
+        who,
+        &["label", "node", "worker-1", "pool=gold"],
+        "may not change a Node's spec or labels",
+    );
+    refused(
+        cluster,
+        who,
+        &["taint", "node", "worker-1", "a=b:NoSchedule"],
+        "may not change a Node's spec or labels",
+    );
+
+    let peerpod = |name: &str, node: &str| {
+        json!({"apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerPod",
+            "metadata": {"name": name, "namespace": "shop"}, "spec": {"instanceID": "i", "nodeName": node}})
+    };
+    let create = |object: Value| {
+        let file = cluster.folder().join(format!("{}.json", fresh_id("theirs")));
+        std::fs::write(&file, object.to_string()).unwrap();
+        file
+    };
+    let (own, theirs) = (create(peerpod("own", "worker-1")), create(peerpod("theirs", "worker-2")));
+    as_who(cluster, who, &["create", "-f", own.to_str().unwrap()]).unwrap();
+    let why = "a daemon on node worker-1 may not change a PeerPod of another node";
+    refused(cluster, who, &["create", "-f", theirs.to_str().unwrap()], why);
+    cluster.kubectl(&["create", "-f", theirs.to_str().unwrap()]).unwrap();
+    let peerpods: Api<PeerPod> = Api::namespaced(client, "shop");
+    let gone = Patch::Merge(json!({"status": {"phase": "Gone"}}));
+    let status = async |name: &str| {
+        peerpods
+            .patch_status(name, &PatchParams::default(), &gone)
+            .await
+            .map(drop)
+            .map_err(|why| why.to_string())
+    };
+    status("own").await.unwrap();
+    assert!(status("theirs").await.unwrap_err().contains(why));
+    refused(cluster, who, &["delete", "peerpod", "-n", "shop", "theirs"], why);
+    as_who(cluster, who, &["delete", "peerpod", "-n", "shop", "own"]).unwrap();
+
+    let lease = |name: &str| {
+        create(json!({"apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+            "metadata": {"name": name, "namespace": OWN}, "spec": {"holderIdentity": "x"}}))
+    };
+    for name in ["peerpod-node-worker-2", "peerpod-controller"] {
+        let file = lease(name);
+        refused(
+            cluster,
+            who,
+            &["create", "-f", file.to_str().unwrap()],
+            &format!("may not change lease {name}"),
+        );
+    }
+}

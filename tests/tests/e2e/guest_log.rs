@@ -1,0 +1,94 @@
+//! What is said in a VM is read on its node: in the relay's log, with the sandbox it is about.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use super::guest_common;
+use std::{fs, time::Duration};
+
+use guest_common::birth_of;
+use peerpod_client::Annotations;
+use peerpod_link::birth;
+use peerpod_tests::{PATIENCE, Sandbox, fresh_id, sample, vm};
+use peerpod_world::{Daemons, Settings, Sight, World, eventually};
+
+/// The lines of the relay's log that were said in this sandbox's VM, once all of these are there.
+async fn said(daemons: &Daemons, id: &str, parts: &[&str]) -> Vec<String> {
+    let what = format!("the relay's log has, of {id}, {parts:?}");
+    let found = eventually(&what, PATIENCE, async || {
+        let log = fs::read_to_string(daemons.log("relay")).ok()?;
+        let of_it = |line: &&str| line.contains("said in the VM") && line.contains(&format!("sandbox={id} "));
+        let lines: Vec<String> = log.lines().filter(of_it).map(str::to_owned).collect();
+        parts.iter().all(|part| lines.iter().any(|line| line.contains(part))).then_some(lines)
+    });
+    found.await.unwrap_or_else(|error| panic!("{error}\n{}", daemons.log_tails()))
+}
+
+#[tokio::test]
+async fn what_guest_and_agent_say_is_in_the_relay_s_log_from_the_first_line_on_and_no_secret_is() {
+    let world = World::new().unwrap();
+    // Long enough to look at what the VM is born with.
+    let slow = Settings::none().set("provider.local.boot-delay", "1s");
+    let daemons = Daemons::start(&world, slow).await.unwrap();
+    let (id, pod) = (fresh_id("said"), world.pod().unwrap());
+    let shim = daemons.shim().await.unwrap();
+    shim.create_vm(&id, Annotations::new("shop", &id), &pod.namespace().path()).await.unwrap();
+    let born = birth_of(&daemons, &id).await;
+    tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap();
+
+    // The first words, from before there was a link; its own; the agent's.
+    let parts = ["from=\"peerpod_guest\"", "the link is up", "from=\"kata-agent\"", "agent listens"];
+    let lines = said(&daemons, &id, &parts).await;
+    for line in &lines {
+        assert!(line.contains(&format!("pod=\"shop/{id}\"")), "{line}");
+        assert!(line.contains("guest_level=\"info\"") || !line.contains("agent listens"), "{line}");
+    }
+    let console = vm::consoles(&daemons);
+    assert!(console.contains("agent listens") && console.contains("the link is up"), "{console}");
+    let secret = birth::to_hex(born.ticket.secret.expose());
+    for daemon in ["relay", "node"] {
+        let log = fs::read_to_string(daemons.log(daemon)).unwrap();
+        assert!(!log.contains(&secret) && !log.contains(&secret.to_uppercase()), "{daemon}");
+        // As a list of numbers, which is how bytes are shown when somebody forgets.
+        let bytes = format!("{:?}", born.ticket.secret.expose());
+        assert!(!log.contains(bytes.trim_matches(['[', ']'])), "{daemon}");
+    }
+    assert!(!console.contains(&secret));
+    let metrics = daemons.metrics("relay").unwrap();
+    let written = sample(&metrics, "peerpod_relay_guest_log_lines_total{result=\"written\"}").unwrap();
+    assert!(written >= lines.len() as f64, "{written} of {}", lines.len());
+
+    // It comes to rest: a line about a line would never.
+    let count = || fs::read_to_string(daemons.log("relay")).unwrap().matches("said in the VM").count();
+    let mut before = count();
+    eventually("the guest says nothing more", PATIENCE, async || {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        (std::mem::replace(&mut before, count()) == count()).then_some(())
+    })
+    .await
+    .unwrap();
+    shim.stop_vm(&id).await.unwrap();
+    daemons.gone(&id, PATIENCE).await.unwrap();
+}
+
+#[tokio::test]
+async fn what_is_said_while_nobody_listens_is_heard_later_and_the_agent_outlives_its_reader() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "later").await.unwrap();
+    said(&daemons, &sandbox.id, &["agent listens"]).await;
+
+    // The guest program dies; the agent does not, though it writes on, and the next run reads what it says.
+    let sight = Sight::of(&world, &[], &daemons).unwrap();
+    assert_eq!(sight.kill("peerpod-guest", "serve").unwrap(), 1, "{sight}");
+    said(&daemons, &sandbox.id, &["the guest program was restarted", "found the agent running"]).await;
+    sandbox.lives().await.unwrap();
+
+    // Without a relay: the lines wait in the VM. (Its death is the agent's connections'; the VM lives.)
+    daemons.kill_relay().unwrap();
+    daemons.start_relay().unwrap();
+    daemons.ready().await.unwrap();
+    said(&daemons, &sandbox.id, &["the link is down"]).await;
+    let shim = daemons.shim().await.unwrap();
+    shim.stop_vm(&sandbox.id).await.unwrap();
+    daemons.gone(&sandbox.id, PATIENCE).await.unwrap();
+}

@@ -1,0 +1,17 @@
+//! One pod and many, from CreateVM to their end, on one node with real daemons and guests.
+
+mod batches;
+mod dials;
+mod external;
+#[path = "../guest_common/mod.rs"]
+mod guest_common;
+mod guest_log;
+mod image;
+mod images;
+#[path = "../images_common/mod.rs"]
+mod images_common;
+mod link;
+mod provider_external;
+mod replay;
+mod road;
+mod volumes;

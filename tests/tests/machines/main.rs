@@ -1,0 +1,10 @@
+//! Pods in virtual machines that boot, made by libvirt.
+
+mod images;
+#[path = "../images_common/mod.rs"]
+mod images_common;
+mod memory;
+mod network;
+mod pods;
+mod uefi;
+mod volumes;

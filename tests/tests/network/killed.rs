@@ -1,0 +1,117 @@
+//! The guest program is killed while it changes the pod's network from one plan to another.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use super::network_common;
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
+
+use network_common::Vm;
+use nix::{
+    errno::Errno,
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use peerpod_tests::{Dice, PATIENCE, beyond_wall};
+use peerpod_world::{Daemons, Settings, Sight, World, eventually, picture::Picture};
+
+/// Enough that a plan takes a while; a pod may have 4,096.
+const ROUTES: u32 = 1500;
+/// So often at the most; one kill in the middle is what it is about, and mostly the first is.
+const ROUNDS: u64 = 20;
+/// So often at the least, at whatever moment.
+const AT_LEAST: u64 = 4;
+/// Our own MTU is the tunnel's.
+const ROOM: u64 = 1450;
+
+/// The lines that tell one plan from the other: `ip` takes and the picture shows these routes.
+fn routes(of: u64) -> impl Iterator<Item = String> {
+    let second = 50 + of % 2;
+    (0..ROUTES).map(move |n| format!("10.{second}.{}.{}/32", n / 250, n % 250))
+}
+
+/// Routes of this plan that are there.
+fn count(picture: &Picture, of: u64) -> usize {
+    let lines = picture.lines(ROOM);
+    let there: BTreeSet<&str> = lines
+        .iter()
+        .filter_map(|line| line.split(" dst ").nth(1)?.split(' ').next())
+        .map(|destination| destination.trim_end_matches("/32"))
+        .collect();
+    routes(of).filter(|route| there.contains(route.trim_end_matches("/32"))).count()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_killed_in_the_middle_of_a_plan_makes_the_whole_of_it_when_it_is_back() {
+    let world = World::new().unwrap();
+    let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let pod = world.pod().unwrap();
+    let outside = pod.namespace().netns().clone();
+    let batch = |verb: &str, of: u64| -> String {
+        routes(of).map(|route| format!("route {verb} {route} via 10.244.1.1 dev eth0\n")).collect()
+    };
+    pod.namespace().ip(&batch("add", 0)).unwrap();
+    let vm = Vm::start(&daemons, "halfway", &pod.namespace().path()).await.unwrap();
+    let same = async || {
+        let outside = Picture::of(&outside, &[]).unwrap();
+        let mut left = Vec::new();
+        let follows = eventually("the VM's network is the pod's", PATIENCE, async || {
+            left = beyond_wall(outside.differences(&Picture::of(&vm.inside, &[]).ok()?, ROOM));
+            left.is_empty().then_some(())
+        });
+        if let Err(error) = follows.await {
+            left.truncate(20);
+            panic!("{error}: {}\n{}", left.join("\n"), daemons.log_tails());
+        }
+    };
+    same().await;
+    let mut dice = Dice(0x5eed);
+    let (mut halfway, mut rounds) = (0, 0);
+    while rounds < AT_LEAST || (halfway == 0 && rounds < ROUNDS) {
+        rounds += 1;
+        // One that was killed when it had just finished may not be back yet.
+        let guest = eventually("the guest runs", PATIENCE, async || {
+            let sight = Sight::of(&world, &[], &daemons).unwrap();
+            sight.pids("peerpod-guest").into_iter().find(|pid| {
+                let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+                line.split(|byte| *byte == 0).any(|word| word == b"serve")
+            })
+        });
+        let guest = Pid::from_raw(guest.await.unwrap() as i32);
+        // The other plan, all at once, and away with the one before.
+        pod.namespace().ip(&(batch("add", rounds) + &batch("del", rounds - 1))).unwrap();
+        // The guest has begun when the first route is there.
+        let first = routes(rounds).next().unwrap();
+        let began = Instant::now();
+        let begun = || vm.inside.run(|| has_route(&first)).unwrap();
+        while !begun() {
+            assert!(began.elapsed() < PATIENCE, "the guest does not follow\n{}", daemons.log_tails());
+            tokio::time::sleep(Duration::from_micros(200)).await;
+        }
+        tokio::time::sleep(Duration::from_micros(dice.roll(3000))).await;
+        match kill(guest, Signal::SIGKILL) {
+            Ok(()) | Err(Errno::ESRCH) => {}
+            Err(error) => panic!("{error}"),
+        }
+        let now = Picture::of(&vm.inside, &[]).unwrap();
+        let (new, old) = (count(&now, rounds), count(&now, rounds - 1));
+        halfway += usize::from(new < ROUTES as usize || old > 0);
+        println!("round {rounds}: killed with {new} new routes and {old} old ones");
+        same().await;
+        // Nothing of the one before, all of the other.
+        let now = Picture::of(&vm.inside, &[]).unwrap();
+        assert_eq!((count(&now, rounds), count(&now, rounds - 1)), (ROUTES as usize, 0));
+    }
+    assert!(halfway > 0, "no kill came in the middle");
+    vm.stop(&daemons).await.unwrap();
+}
+
+/// Whether the main table has it, for a thread in the namespace.
+fn has_route(route: &str) -> bool {
+    let address: std::net::Ipv4Addr = route.trim_end_matches("/32").parse().unwrap();
+    let wanted = format!("{:08X}", u32::from_ne_bytes(address.octets()));
+    let table = std::fs::read_to_string("/proc/thread-self/net/route").unwrap();
+    table.lines().any(|line| line.split_whitespace().nth(1) == Some(&wanted))
+}

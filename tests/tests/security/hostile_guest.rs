@@ -1,0 +1,484 @@
+//! A guest whose certificate is good and who means ill: whatever it sends, on its link or as its agent, is an error of
+//! its own sandbox's, and nobody else notices.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+use super::guest_common;
+use std::{
+    fs, io,
+    path::Path,
+    sync::{Arc, OnceLock},
+    task::{Context, Poll},
+    time::{Duration, Instant},
+};
+
+use guest_common::{Identity, birth_of, claims, csr, identity, secure};
+use peerpod_client::Annotations;
+use peerpod_link::{
+    birth::BirthData,
+    endpoint::{Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role},
+    frame::{DATA, HEADER_LEN, Header, REQUEST, RESPONSE},
+    record::{self, Hello, Kind, Level, Line, SessionId},
+};
+use peerpod_proto::ttrpc_frame;
+use peerpod_tests::{CONTAINER, PATIENCE, Sandbox, fresh_id, resident, sample};
+use peerpod_world::{Daemons, Settings, World, eventually};
+use protobuf::Message;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpStream, UnixStream},
+    time::timeout,
+};
+use tokio_rustls::client::TlsStream;
+use ttrpc::Code;
+
+/// What ttrpc allows in one message.
+const MOST: u32 = 4 << 20;
+
+/// The next VMs sleep until their test is over: their guests are played here.
+async fn let_vms_sleep(daemons: &mut Daemons) {
+    daemons.set_of_cloud("boot-delay", "60s").unwrap();
+    daemons.kill_node().unwrap();
+    daemons.start_node().unwrap();
+    daemons.ready().await.unwrap();
+}
+
+/// A sandbox whose guest we are.
+struct Ours {
+    id: String,
+    birth: BirthData,
+    chain: Vec<Vec<u8>>,
+    key: rcgen::KeyPair,
+}
+
+impl Ours {
+    async fn join(world: &World, daemons: &Daemons, netns: &Path) -> Ours {
+        let (id, shim) = (fresh_id("liar"), daemons.shim().await.unwrap());
+        shim.create_vm(&id, Annotations::new("default", &id), netns).await.unwrap();
+        let birth = birth_of(daemons, &id).await;
+        let (key, csr) = csr();
+        let granted = claims(world, &birth, &birth.ticket.id, *birth.ticket.secret.expose(), csr).await;
+        assert_eq!((granted.error.as_str(), granted.sandbox_id.as_str()), ("", id.as_str()));
+        Ours { id, birth, chain: granted.certificates, key }
+    }
+
+    fn identity(&self) -> Identity {
+        identity(&self.key, &self.chain)
+    }
+
+    async fn dial(&self, world: &World) -> TlsStream<TcpStream> {
+        secure(world, &self.birth.node.ca_sha256, Some(self.identity())).await.unwrap()
+    }
+
+    /// A link that is up, in a session of its own; nothing of it was read behind the Welcome.
+    async fn linked(&self, world: &World, session: u8) -> TlsStream<TcpStream> {
+        let mut stream = self.dial(world).await;
+        let hello = Hello {
+            versions: (1, record::VERSION),
+            session: SessionId([session; 16]),
+            epoch: 0,
+            recv: 0,
+            program: "liar".into(),
+        };
+        stream.write_all(&record::plain(Kind::Hello, &hello.encode()).unwrap()).await.unwrap();
+        let mut head = [0; record::HEADER_LEN];
+        timeout(PATIENCE, stream.read_exact(&mut head)).await.unwrap().unwrap();
+        let head = record::Header::decode(&head).unwrap();
+        assert_eq!(head.kind, Kind::Welcome);
+        timeout(PATIENCE, stream.read_exact(&mut vec![0; head.length as usize])).await.unwrap().unwrap();
+        stream
+    }
+}
+
+/// The other side ends it, whatever it says before.
+async fn ends(mut stream: TlsStream<TcpStream>, case: &str) {
+    let mut room = vec![0; 64 << 10];
+    let end = async { while !matches!(stream.read(&mut room).await, Ok(0) | Err(_)) {} };
+    timeout(Duration::from_secs(8), end).await.unwrap_or_else(|_| panic!("{case}: the link stays up"));
+}
+
+fn line(text: &str) -> Vec<u8> {
+    Line { level: Level::Warn, lost: 0, uptime_ms: 7, target: "liar", text }.encode()
+}
+
+/// Records that break a rule each, behind a good handshake.
+fn bad_records() -> Vec<(&'static str, Vec<u8>)> {
+    let raw = |length: u32, kind: u8| {
+        let mut bytes = record::Header::new(Kind::Data, 0).encode().to_vec();
+        bytes[..4].copy_from_slice(&length.to_be_bytes());
+        bytes[4] = kind;
+        bytes.resize(bytes.len() + 4096, 0xa5);
+        bytes
+    };
+    let made = |kind, stream, seq, ack, payload: &[u8]| {
+        let header = record::Header { length: payload.len() as u32, kind, flags: 0, stream, seq, ack };
+        [&header.encode()[..], payload].concat()
+    };
+    vec![
+        ("4 GiB announced", raw(u32::MAX, Kind::Data as u8)),
+        ("a byte too much announced", raw(record::MAX_PAYLOAD as u32 + 1, Kind::Control as u8)),
+        ("a kind that is none", raw(16, 255)),
+        ("a number left out", made(Kind::Control, 0, 2, 0, b"x")),
+        ("an answer to what was never sent", made(Kind::Control, 0, 1, u64::MAX, b"x")),
+        ("data of a stream that nobody opened", made(Kind::Data, 77, 1, 0, b"x")),
+        ("data without bytes", made(Kind::Data, 1, 1, 0, b"")),
+        ("credit without measure", made(Kind::Credit, 1, 1, 0, &[0xff; 4])),
+        ("a stream of the relay's own numbers", made(Kind::Open, 3, 1, 0, &[1])),
+        ("a second handshake", made(Kind::Hello, 0, 0, 0, &[0; 36])),
+        ("a ticket in the middle", made(Kind::Claim, 0, 0, 0, &[0xff; 64])),
+        ("a line of the log that is none", made(Kind::Line, 0, 1, 0, &[9; 30])),
+        ("a line of a stream", made(Kind::Line, 1, 1, 0, &line("x"))),
+        ("half a line", made(Kind::Line, 0, 1, 0, &line("x")[..10])),
+        ("a line of 60 KiB", made(Kind::Line, 0, 1, 0, &[&line("")[..], &[b'x'; 60_000]].concat())),
+        ("a question with a load", made(Kind::Ping, 0, 0, 0, b"load")),
+    ]
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn bad_records_behind_a_good_certificate_end_their_link_and_nobody_else_s() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let other = Sandbox::start(&world, &daemons, "other").await.unwrap();
+    let waiting = tokio::spawn({
+        let agent = other.agent.clone();
+        async move { agent.wait_process(CONTAINER, "").await }
+    });
+    other.lives().await.unwrap();
+    let_vms_sleep(&mut daemons).await;
+    let pod = world.pod().unwrap();
+    let ours = Ours::join(&world, &daemons, &pod.namespace().path()).await;
+    let (relay, idle) = (daemons.relay_pid().unwrap(), resident(daemons.relay_pid().unwrap()).unwrap());
+
+    let cases = bad_records();
+    for (session, (case, bytes)) in (1..).zip(&cases) {
+        let mut stream = ours.linked(&world, session).await;
+        // It may be closed before all of it is written.
+        drop(stream.write_all(bytes).await);
+        ends(stream, case).await;
+    }
+    // Instead of a handshake, too.
+    for (case, bytes) in &cases[..3] {
+        let mut stream = ours.dial(&world).await;
+        drop(stream.write_all(bytes).await);
+        ends(stream, case).await;
+    }
+    // A control message that never ends: at most 1 MiB of it is kept.
+    let mut stream = ours.linked(&world, 200).await;
+    let part = vec![0x5a; record::MAX_PAYLOAD];
+    let endless = async {
+        for seq in 1.. {
+            let header = record::Header {
+                flags: record::MORE,
+                seq,
+                ..record::Header::new(Kind::Control, part.len() as u32)
+            };
+            if stream.write_all(&[&header.encode()[..], &part].concat()).await.is_err() {
+                return seq;
+            }
+        }
+        unreachable!("numbers do not end")
+    };
+    timeout(PATIENCE, endless).await.expect("the link ends");
+
+    // What is said in the end still counts: a good record is one.
+    let mut stream = ours.linked(&world, 201).await;
+    let ping = record::Header::new(Kind::Ping, 0).encode();
+    stream.write_all(&ping).await.unwrap();
+    let mut pong = false;
+    while !pong {
+        let mut head = [0; record::HEADER_LEN];
+        timeout(PATIENCE, stream.read_exact(&mut head)).await.unwrap().unwrap();
+        let head = record::Header::decode(&head).unwrap();
+        stream.read_exact(&mut vec![0; head.length as usize]).await.unwrap();
+        pong = head.kind == Kind::Pong;
+    }
+    unharmed(&daemons, relay, idle);
+    other.lives().await.unwrap();
+    assert!(!waiting.is_finished(), "what waited before still waits");
+    drop(stream);
+    let shim = daemons.shim().await.unwrap();
+    shim.stop_vm(&ours.id).await.unwrap();
+    daemons.gone(&ours.id, PATIENCE).await.unwrap();
+    other.stop(&daemons).await.unwrap();
+}
+
+/// The relay is the one it was, has not grown, and nothing in it panicked.
+fn unharmed(daemons: &Daemons, relay: u32, idle: u64) {
+    assert_eq!(daemons.relay_pid(), Some(relay));
+    for daemon in ["relay", "node"] {
+        let metrics = daemons.metrics(daemon).unwrap();
+        assert_eq!(sample(&metrics, &format!("peerpod_{daemon}_panics_total")).unwrap(), 0.0, "{daemon}");
+    }
+    let now = resident(relay).unwrap();
+    assert!(now < 2 * idle + (8 << 20), "{now} bytes, {idle} before");
+}
+
+/// The guest program: a link as it should be, an agent that writes what the request tells it to, and nonsense for an
+/// answer to whatever the node asks.
+///
+/// With the second field, it logs without end.
+struct Liar(Arc<OnceLock<EndpointHandle>>, bool);
+
+struct Through;
+
+impl Filter for Through {
+    fn from_local(&mut self, input: &[u8], peer: &mut bytes::BytesMut, _: &mut bytes::BytesMut) {
+        peer.extend_from_slice(input);
+    }
+    fn from_peer(&mut self, input: &[u8], _: &mut bytes::BytesMut, local: &mut bytes::BytesMut) {
+        local.extend_from_slice(input);
+    }
+    fn stream_lost(&mut self, _: &mut bytes::BytesMut) -> bool {
+        false
+    }
+}
+
+impl Handler for Liar {
+    fn filter(&mut self) -> Box<dyn Filter> {
+        Box::new(Through)
+    }
+    fn dial(&mut self) -> futures_util::future::BoxFuture<'static, io::Result<UnixStream>> {
+        Box::pin(async {
+            let (ours, theirs) = UnixStream::pair()?;
+            tokio::spawn(lying_agent(theirs));
+            Ok(ours)
+        })
+    }
+    fn on_control(&mut self, _: bytes::Bytes) {
+        let Some(handle) = self.0.get() else { return };
+        for nonsense in [vec![0xff; 4096], Vec::new(), vec![0x08; 100_000]] {
+            handle.control(nonsense.into()).ok();
+        }
+    }
+    fn poll_line(&mut self, _: &mut Context<'_>) -> Poll<Vec<u8>> {
+        if !self.1 {
+            return Poll::Pending;
+        }
+        let text = "x\n\u{1b}[31m".repeat(1000);
+        Poll::Ready(
+            Line { level: Level::Error, lost: u32::MAX, uptime_ms: 0, target: "\u{1b}", text: &text }
+                .encode(),
+        )
+    }
+    fn on_link(&mut self, _: LinkEvent) {}
+    fn on_connections(&mut self, _: usize) {}
+}
+
+/// Answers `Check` as it should be. Of any other request it writes the payload to its socket as it is; with `Die` it
+/// closes the socket then.
+async fn lying_agent(mut stream: UnixStream) {
+    loop {
+        let mut head = [0; HEADER_LEN];
+        if stream.read_exact(&mut head).await.is_err() {
+            return;
+        }
+        let head = Header::decode(&head);
+        let mut body = vec![0; head.length as usize];
+        stream.read_exact(&mut body).await.unwrap();
+        let request = ttrpc_frame::Request::parse_from_bytes(&body).unwrap();
+        let bytes = match request.method.as_str() {
+            "Check" => answer(head.stream, 0),
+            _ => request.payload,
+        };
+        stream.write_all(&bytes).await.unwrap();
+        if request.method == "Die" {
+            return;
+        }
+    }
+}
+
+fn frame(length: u32, stream: u32, kind: u8, body: &[u8]) -> Vec<u8> {
+    [&Header { length, stream, kind, flags: 0 }.encode()[..], body].concat()
+}
+
+/// A good answer with this many bytes in it.
+fn answer(stream: u32, bytes: usize) -> Vec<u8> {
+    let response = ttrpc_frame::Response { payload: vec![7; bytes], ..Default::default() };
+    let body = response.write_to_bytes().unwrap();
+    frame(body.len() as u32, stream, RESPONSE, &body)
+}
+
+/// A shim's connection that says exactly what it is told to.
+struct Shim(UnixStream);
+
+impl Shim {
+    async fn connect(socket: &Path) -> Shim {
+        Shim(UnixStream::connect(socket).await.unwrap())
+    }
+
+    async fn ask(&mut self, stream: u32, method: &str, payload: Vec<u8>) {
+        let request = ttrpc_frame::Request {
+            service: "grpc.AgentService".into(),
+            method: method.into(),
+            payload,
+            ..Default::default()
+        };
+        let body = request.write_to_bytes().unwrap();
+        self.0.write_all(&frame(body.len() as u32, stream, REQUEST, &body)).await.unwrap();
+    }
+
+    /// The next answer: stream and code; `None` when the connection is closed instead.
+    async fn answered(&mut self) -> Option<(u32, i32)> {
+        let next = async {
+            let mut head = [0; HEADER_LEN];
+            self.0.read_exact(&mut head).await.ok()?;
+            let head = Header::decode(&head);
+            assert!(head.kind == RESPONSE && head.length <= MOST, "{head:?}");
+            let mut body = vec![0; head.length as usize];
+            self.0.read_exact(&mut body).await.ok()?;
+            Some((head.stream, ttrpc_frame::Response::parse_from_bytes(&body).unwrap().status.code))
+        };
+        timeout(PATIENCE, next).await.expect("an answer or the end")
+    }
+
+    /// The connection is as good as new.
+    async fn goes_on(&mut self, stream: u32, case: &str) {
+        self.ask(stream, "Check", Vec::new()).await;
+        assert_eq!(self.answered().await, Some((stream, 0)), "{case}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_s_lies_are_errors_of_their_calls_and_no_other_connection_s() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let other = Sandbox::start(&world, &daemons, "other").await.unwrap();
+    let_vms_sleep(&mut daemons).await;
+    let pod = world.pod().unwrap();
+    let ours = Ours::join(&world, &daemons, &pod.namespace().path()).await;
+    let own_handle = Arc::new(OnceLock::new());
+    let (endpoint, handle) = Endpoint::new(Role::Guest, Liar(own_handle.clone(), false), Limits::default());
+    assert!(own_handle.set(handle.clone()).is_ok());
+    tokio::spawn(endpoint.run());
+    handle.attach(ours.dial(&world).await.into());
+    let socket = daemons.run_dir().join("pods").join(&ours.id).join("agent.ttrpc");
+    let mut beside = Shim::connect(&socket).await;
+    beside.goes_on(1, "the guest is there").await;
+    let (relay, idle) = (daemons.relay_pid().unwrap(), resident(daemons.relay_pid().unwrap()).unwrap());
+    let (internal, unavailable) = (Code::INTERNAL as i32, Code::UNAVAILABLE as i32);
+
+    // Too long by a byte, all of it sent: an error, and the connection goes on.
+    let mut shim = Shim::connect(&socket).await;
+    for length in [MOST + 1, u32::MAX] {
+        shim.ask(1, "Lie", frame(length, 1, RESPONSE, &[9; 1000])).await;
+        assert_eq!(shim.answered().await, Some((1, internal)), "{length} bytes announced");
+        if length == MOST + 1 {
+            let mut rest = length as usize - 1000;
+            while rest > 0 {
+                let part = rest.min(1 << 20);
+                shim.ask(3, "Lie", vec![9; part]).await;
+                rest -= part;
+            }
+            shim.ask(3, "Lie", answer(3, 10)).await;
+            assert_eq!(shim.answered().await, Some((3, 0)), "behind {length} bytes");
+        }
+    }
+    // 4 GiB are still due on that one. It is its own trouble.
+    beside.goes_on(3, "beside one that waits for 4 GiB").await;
+
+    // Answers nobody asked for, a second one, data and kinds that mean nothing: as if they had not been said.
+    let mut shim = Shim::connect(&socket).await;
+    let nobodys =
+        [answer(99, 10), frame(4, 3, DATA, b"data"), frame(4, 1, 77, b"kind"), answer(1, 10), answer(1, 10)];
+    shim.ask(1, "Lie", nobodys.concat()).await;
+    assert_eq!(shim.answered().await, Some((1, 0)));
+    shim.goes_on(3, "behind answers that nobody asked for").await;
+
+    // Half an answer and then nothing: its call waits, the others do not.
+    let mut half = Shim::connect(&socket).await;
+    half.ask(1, "Lie", answer(1, 1000)[..500].to_vec()).await;
+    beside.goes_on(5, "beside half an answer").await;
+    assert!(timeout(Duration::from_millis(50), half.0.readable()).await.is_err(), "a half is not handed on");
+
+    // Half an answer and then the end: a small one costs the call, a large one the connection, which it cannot heal.
+    for (bytes, sent, outcome) in [(1000, 500, Some((1, unavailable))), (100_000, 50_000, None)] {
+        let mut shim = Shim::connect(&socket).await;
+        shim.ask(1, "Die", answer(1, bytes)[..sent].to_vec()).await;
+        assert_eq!(shim.answered().await, outcome, "{sent} of {bytes} bytes");
+        if outcome.is_some() {
+            shim.goes_on(3, "with another connection to the agent behind it").await;
+        }
+    }
+
+    // Noise: whatever length it happens to announce.
+    for seed in 0..8u8 {
+        let mut shim = Shim::connect(&socket).await;
+        let noise = (0..4096u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8 ^ seed).collect();
+        shim.ask(1, "Lie", noise).await;
+        beside.goes_on(7 + 2 * u32::from(seed), "beside noise").await;
+    }
+
+    unharmed(&daemons, relay, idle);
+    other.lives().await.unwrap();
+    let shim = daemons.shim().await.unwrap();
+    shim.stop_vm(&ours.id).await.unwrap();
+    handle.close();
+    daemons.gone(&ours.id, PATIENCE).await.unwrap();
+    eventually("its socket is gone", PATIENCE, async || (!socket.exists()).then_some(())).await.unwrap();
+    other.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_that_logs_without_end_delays_nobody_not_even_its_own_health_checks() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
+    let other = Sandbox::start(&world, &daemons, "other").await.unwrap();
+    let_vms_sleep(&mut daemons).await;
+    let pod = world.pod().unwrap();
+    let ours = Ours::join(&world, &daemons, &pod.namespace().path()).await;
+    let (endpoint, handle) = Endpoint::new(Role::Guest, Liar(Arc::default(), true), Limits::default());
+    tokio::spawn(endpoint.run());
+    handle.attach(ours.dial(&world).await.into());
+    let socket = daemons.run_dir().join("pods").join(&ours.id).join("agent.ttrpc");
+    let mut shim = Shim::connect(&socket).await;
+    shim.goes_on(1, "the guest is there").await;
+    let (relay, idle) = (daemons.relay_pid().unwrap(), resident(daemons.relay_pid().unwrap()).unwrap());
+    let lines = |result: &str| {
+        let metrics = daemons.metrics("relay").unwrap();
+        sample(&metrics, &format!("peerpod_relay_guest_log_lines_total{{result=\"{result}\"}}")).unwrap()
+    };
+
+    let (mut times, mut stream) = (Vec::new(), 3);
+    while times.is_empty() || lines("left_out") < 20_000.0 {
+        let asked = Instant::now();
+        shim.goes_on(stream, "between lines").await;
+        times.push(asked.elapsed());
+        stream += 2;
+    }
+    times.sort_unstable();
+    // Not the worst: a busy machine may be late with any one of them.
+    let p90 = times[times.len() * 9 / 10];
+    println!("{} health checks, p90 {p90:?}, worst {:?}", times.len(), times[times.len() - 1]);
+    assert!(p90 < Duration::from_secs(1), "a tenth of the health checks took {p90:?} or more");
+    other.lives().await.unwrap();
+    unharmed(&daemons, relay, idle);
+    assert!(lines("written") < 2000.0, "{}", lines("written"));
+    let log = fs::read(daemons.log("relay")).unwrap();
+    assert!(log.len() < 40 << 20, "{} bytes of log", log.len());
+    let log = String::from_utf8(log).unwrap();
+    assert!(log.contains("the guest logs too much; lines were left out"));
+    assert!(!log.contains("\u{1b}[31m") && log.lines().all(|line| !line.starts_with("x")), "escaped");
+    handle.close();
+
+    // The same without any regard for what else waits: as fast as the connection takes it.
+    let mut raw = ours.linked(&world, 9).await;
+    let payload = line(&"y".repeat(record::MAX_TEXT));
+    let mut seq = 0;
+    let (before, began) = (lines("left_out"), Instant::now());
+    while lines("left_out") - before < 5000.0 && began.elapsed() < PATIENCE {
+        let mut bytes = Vec::new();
+        for _ in 0..100 {
+            seq += 1;
+            let header = record::Header { seq, ..record::Header::new(Kind::Line, payload.len() as u32) };
+            bytes.extend_from_slice(&[&header.encode()[..], &payload].concat());
+        }
+        timeout(PATIENCE, raw.write_all(&bytes)).await.unwrap().unwrap();
+        other.lives().await.unwrap();
+    }
+    assert!(lines("left_out") - before >= 5000.0);
+    unharmed(&daemons, relay, idle);
+    drop(raw);
+    daemons.shim().await.unwrap().stop_vm(&ours.id).await.unwrap();
+    daemons.gone(&ours.id, PATIENCE).await.unwrap();
+    other.stop(&daemons).await.unwrap();
+}

@@ -1,0 +1,4 @@
+//! Daemons that are killed, restarted and replaced under running pods.
+
+mod survive;
+mod takeover;
