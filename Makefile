@@ -9,6 +9,7 @@ AWS := --features peerpod-providers/aws,peerpod-provider-aws/sdk,peerpod-test-ec
 WITH := $(if $(CLOUDS),$(AWS))
 # The features of the tests with a real API server.
 KUBE := --features peerpod-test-kube/server
+DEMO := -p peerpod-demo -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-provider-local -p peerpod-test-agent
 BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-images -p peerpod-provider-local -p peerpod-test-agent
 
 # VM images. The programs in them are static builds of their own profile; the builder runs as any user.
@@ -23,11 +24,17 @@ IMAGE_PARTS = $(IMAGE_SOURCE) --guest $(IMAGE_BINS)/peerpod-guest --pull $(IMAGE
 	$(if $(KATA_AGENT),--kata-agent $(KATA_AGENT),--test-agent $(IMAGE_BINS)/peerpod-test-agent) \
 	$(if $(PAUSE_BUNDLE),--pause-bundle $(PAUSE_BUNDLE)) $(if $(GUEST_COMPONENTS),--guest-components $(GUEST_COMPONENTS))
 
-.PHONY: demo test test-bins test-csi test-kube test-long test-aws bench bench-aws bench-kube lint fuzz setup bins docs image image-minimal image-disk \
+.PHONY: demo setup-image setup-dist test test-bins test-csi test-kube test-long test-aws bench bench-aws bench-kube lint fuzz setup bins docs image image-minimal image-disk \
 	image-bins image-lock dist kustomize
 
 setup:
 	@scripts/setup
+
+setup-image:
+	@scripts/setup image
+
+setup-dist:
+	@scripts/setup dist
 
 bins: setup
 	$(CARGO) build --locked $(BINS)
@@ -42,7 +49,7 @@ image-disk: image-bins
 	$(IMAGE) disk $(IMAGE_PARTS) --initrd $(IMAGE_BINS)/peerpod-initrd --out $(TARGET)/image/disk \
 		$(if $(FORMATS),--formats $(FORMATS)) $(if $(filter off,$(VERITY)),--no-verity)
 
-image-bins: setup
+image-bins: setup-image
 	$(CARGO) build --locked --workspace --bin peerpod-image $(WITH)
 	$(CARGO) build --locked --profile image --target $(IMAGE_TARGET) -p peerpod-guest -p peerpod-images -p peerpod-initrd \
 		$(if $(KATA_AGENT),,-p peerpod-test-agent)
@@ -58,7 +65,7 @@ DIST_PACKAGES := peerpod-node peerpod-relay peerpod-cluster peerpod-csi peerpod
 DIST_WITH := $(if $(CLOUDS),--features peerpod-providers/aws)
 # Paths of this machine are not in what is built.
 DIST_FLAGS = --remap-path-prefix=$(CURDIR)=/src --remap-path-prefix=$(or $(CARGO_HOME),$(HOME)/.cargo)=/cargo
-dist: setup
+dist: setup-dist
 ifeq ($(PROFILE),dev)
 	$(CARGO) build --locked --workspace --bins $(KUBE) $(WITH)
 	$(TARGET)/debug/peerpod-dist --from $(TARGET)/debug --out $(TARGET)/dist $(DIST_PACKAGES:%=--program %)
@@ -75,8 +82,10 @@ kustomize: setup
 	tests/kube/build
 	deploy/kustomize/make
 
-demo: bins
-	$(TARGET)/debug/peerpod demo
+demo:
+	@scripts/setup demo
+	$(CARGO) build --locked $(DEMO) --bins
+	$(TARGET)/debug/peerpod-demo
 
 # The binaries first: the tests under tests/ drive them from outside. In one build with the tests, because a build of
 # some packages has other features than one of all, and would compile tokio, rustls and all of ours a second time.

@@ -45,13 +45,12 @@ pub fn of(target: &str) -> Vec<Seed> {
     }
 }
 
-/// What earlier runs of a target found, as it is kept in git.
+/// Inputs of earlier runs of a target, from its corpus in git.
 ///
 /// # Panics
-/// It cannot be read.
+/// The target has no corpus, or it cannot be read.
 pub fn kept(target: &str) -> Vec<Seed> {
-    let folder = format!("fuzz/corpus/{target}");
-    if repository().join(&folder).is_dir() { files(&folder) } else { Vec::new() }
+    files(&format!("fuzz/corpus/{target}"))
 }
 
 /// Writes the seeds of a target into a folder, for libFuzzer.

@@ -1,22 +1,19 @@
-//! The command line for people: `peerpod demo` shows one pod's whole road on this machine, `peerpod config` looks at
-//! the configuration that the node's programs share, `peerpod provider check` holds a provider to its promises.
+//! The command line for people: `peerpod config` looks at the configuration that the node's programs share,
+//! `peerpod provider check` holds a provider to its promises.
 
 mod config;
 mod convert;
-mod demo;
 mod provider;
 
 use std::process::ExitCode;
 
 const USAGE: &str = "usage: peerpod COMMAND
-  demo    runs one pod from CreateVM to a running exec and away again, in namespaces of this machine (needs root)
   config  looks at the configuration: check, print, schema; converts another system's: convert-caa
   provider check CONFIG  holds a provider to every promise of the interface, with real VMs";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let outcome = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        ["demo"] => demo::run(),
         ["config", ..] => config::run(&arguments[1..]),
         ["provider", ..] => provider::run(&arguments[1..]),
         ["help" | "--help" | "-h"] => {

@@ -1,7 +1,5 @@
 //! Pods that come together get their VMs by few calls, and each its own, whenever the node dies.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use std::{
     collections::BTreeSet,
     path::PathBuf,

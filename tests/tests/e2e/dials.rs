@@ -1,7 +1,5 @@
 //! The node dials (`node.link-dial: node`): no VM may open a connection to the node, and everything works all the same.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use super::guest_common;
 use std::{
     collections::VecDeque,

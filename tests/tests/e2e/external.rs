@@ -1,8 +1,6 @@
 //! A pod's way out of the cluster, with the real binaries and the local provider: by the node, or by the VM's own
 //! network (`tunnel.external`).
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use std::{
     io::{Read, Write},
     net::{IpAddr, SocketAddr, TcpListener, TcpStream},

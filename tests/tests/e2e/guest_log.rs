@@ -1,7 +1,5 @@
 //! What is said in a VM is read on its node: in the relay's log, with the sandbox it is about.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use super::guest_common;
 use std::{fs, time::Duration};
 

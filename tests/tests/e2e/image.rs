@@ -1,8 +1,6 @@
 //! The images that `make image` left, booted: in software emulation, as a machine without KVM does it. What a boot must
 //! come to is that the guest program looks for its user-data.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use std::{
     fs::{self, File},
     os::unix::fs::FileExt,

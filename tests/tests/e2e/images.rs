@@ -1,8 +1,6 @@
 //! Images in the VM: pulled from a real registry and from one that lies, killed in the middle, on a full disk; and a
 //! container that runs from one, over the whole road.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use super::images_common;
 use std::{
     fs,

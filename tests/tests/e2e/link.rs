@@ -1,7 +1,5 @@
 //! The link between relay and guest, broken in every way it can be.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use std::{
     net::SocketAddr,
     sync::{

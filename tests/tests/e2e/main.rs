@@ -1,5 +1,7 @@
 //! One pod and many, from CreateVM to their end, on one node with real daemons and guests.
 
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
 mod batches;
 mod dials;
 mod external;

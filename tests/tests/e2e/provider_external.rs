@@ -1,8 +1,6 @@
 //! Providers outside of the tree, with the real binaries: the one in Python under `peerpod provider check`, and a pod
 //! whose VM is made by a program of its own.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use std::{
     fs,
     os::unix::fs::PermissionsExt,

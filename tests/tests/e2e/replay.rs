@@ -1,8 +1,6 @@
 //! The frames of a real shim, byte for byte as they were recorded (`tests/transcripts/`), through the whole road: what
 //! comes back is what the real hypervisor service and the real agent answered.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use std::{collections::BTreeMap, path::Path, sync::Arc};
 
 use base64::{Engine, prelude::BASE64_STANDARD};

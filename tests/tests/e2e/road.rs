@@ -1,6 +1,4 @@
-//! The main road, as `peerpod demo` shows it, as tests.
-
-#![allow(clippy::unwrap_used)] // test code outside of test functions
+//! The main road, as `make demo` shows it, as tests.
 
 use std::{
     fs,
@@ -62,9 +60,9 @@ fn start(command: &mut Command) -> (Child, Lines<BufReader<ChildStdout>>) {
     (child, lines)
 }
 
-/// Starts `peerpod demo`; what it makes has names that begin with its number.
+/// Starts the demo; what it makes has names that begin with its number.
 fn demo() -> (Child, Lines<BufReader<ChildStdout>>) {
-    start(Command::new(binary("peerpod").unwrap()).arg("demo"))
+    start(&mut Command::new(binary("peerpod-demo").unwrap()))
 }
 
 /// Ctrl-C as a terminal does it: to the whole group.
@@ -118,7 +116,7 @@ fn assert_nothing_left(pid: u32, case: &str) {
 /// the next stage is under way.
 const HEAD: usize = 2;
 
-/// Interrupts `peerpod demo` after so many of its lines and a while more, once or twice, and waits until everything of
+/// Interrupts the demo after so many of its lines and a while more, once or twice, and waits until everything of
 /// it is gone.
 fn interrupted_after(lines: usize, more: Duration, again: Option<Duration>) {
     let (mut demo, mut output) = demo();
@@ -173,7 +171,7 @@ fn an_interrupt_in_the_middle_of_a_stage_leaves_nothing_either() {
 
 #[test]
 fn an_interrupt_of_make_demo_reaches_the_demo_and_leaves_nothing() {
-    let program = binary("peerpod").unwrap();
+    let program = binary("peerpod-demo").unwrap();
     let target = program.ancestors().nth(2).unwrap();
     let (mut make, lines) = start(
         // What there is to build was built before the tests.

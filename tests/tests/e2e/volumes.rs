@@ -1,8 +1,6 @@
 //! Persistent volumes from the wrapper's records to the containers, through the real daemons and guests of the local
 //! provider. Disks are loop devices.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use std::time::Duration;
 
 use futures_util::future::join_all;

@@ -1,7 +1,5 @@
 //! Where machines that boot keep containers' images: on a disk, if they have one. Needs root and `make image`.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use super::images_common;
 use std::time::Duration;
 

@@ -1,5 +1,7 @@
 //! Pods in virtual machines that boot, made by libvirt.
 
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
 mod images;
 #[path = "../images_common/mod.rs"]
 mod images_common;

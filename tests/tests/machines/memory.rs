@@ -1,8 +1,6 @@
 //! How much memory a pod's VM has, in real machines: what a pod may use is there besides its guest, each container ends at
 //! its own limit, and a VM with too little says so. Needs root and `make image`.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use std::{fs, time::Duration};
 
 use peerpod_client::{Annotations, ContainerSpec, exec_request};

@@ -2,8 +2,6 @@
 //! what its virtio card does for it, and an address that DHCP takes away. The machines boot in libvirtd and QEMU. Needs
 //! root and `make image`.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use std::{
     io::{Read, Write},
     net::{IpAddr, SocketAddr, TcpStream},

@@ -1,8 +1,6 @@
 //! The whole road with real machines: libvirtd, QEMU, a kernel, the minimal image; then relay, node and a pod's network as
 //! everywhere. KVM where it works, emulation where not. Needs root and `make image`.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use std::{
     fs,
     path::Path,

@@ -1,8 +1,6 @@
 //! The road with the disk image, through a real libvirtd: UEFI, a verified root, systemd, the guest program as its service.
 //! What else a machine must do `machines.rs` tries with the minimal image, which boots sooner. Needs root and `make image`.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use super::images_common;
 use std::{ffi::OsStr, fs, net::SocketAddr, time::Duration};
 

@@ -1,8 +1,6 @@
 //! Persistent volumes in machines that boot: virtio disks of files, iSCSI and NBD, and NFS and SMB from the VM's own
 //! uplink. Needs root and `make image`.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use std::{
     fs,
     os::unix::fs::MetadataExt,

@@ -1,7 +1,5 @@
 //! The main road with the pods' frames encrypted on their way: WireGuard below VXLAN.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use std::{
     path::PathBuf,
     sync::{

@@ -1,8 +1,6 @@
 //! Troubles of the pod's network: links that go, packets that are lost, namespaces that vanish, names that are taken,
 //! and a node that is killed wherever it stands. What can go on goes on; what is over leaves nothing.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use super::network_common;
 use std::{
     collections::BTreeSet,

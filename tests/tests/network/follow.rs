@@ -1,7 +1,5 @@
 //! What changes while the pod runs: by the CNI in the pod's namespace, around the node, at the VM.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use std::{net::SocketAddr, time::Duration};
 
 use peerpod_client::Annotations;

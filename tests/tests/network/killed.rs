@@ -1,7 +1,5 @@
 //! The guest program is killed while it changes the pod's network from one plan to another.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use super::network_common;
 use std::{
     collections::BTreeSet,

@@ -1,8 +1,6 @@
 //! The pod's localhost, through the whole road: connections from the node's side of a pod's namespace reach servers in
 //! its VM, whatever happens to the daemons meanwhile; a port without a listener resets its client; nothing stays.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use super::network_common;
 use std::{
     io::ErrorKind,

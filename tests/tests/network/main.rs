@@ -1,5 +1,7 @@
 //! Pods' traffic through the tunnel: what a CNI makes, faults, changes, kills, encryption, localhost.
 
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
 mod encrypted;
 mod faults;
 mod follow;

@@ -1,8 +1,6 @@
 //! The pod's network on both sides, for the shape that each CNI leaves: the pod in its VM looks the same, and holds the
 //! same conversations as it did in its namespace on the node; afterwards nothing is left.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use super::network_common;
 use std::net::SocketAddr;
 

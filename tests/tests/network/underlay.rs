@@ -1,7 +1,5 @@
 //! The network between node and VM: packets as large as it carries them, to the byte, over IPv4 and over IPv6 alone.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use super::network_common;
 use network_common::Vm;
 use peerpod_tests::{PATIENCE, vm};

@@ -1,7 +1,5 @@
 //! What a wrong or hostile caller can do to a node: nothing but hear why not.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use std::{
     fs,
     path::{Path, PathBuf},

@@ -1,8 +1,6 @@
 //! A guest whose certificate is good and who means ill: whatever it sends, on its link or as its agent, is an error of
 //! its own sandbox's, and nobody else notices.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use super::guest_common;
 use std::{
     fs, io,

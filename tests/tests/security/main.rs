@@ -1,5 +1,7 @@
 //! Hostile shims, guests and files; who trusts whom.
 
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
 #[path = "../guest_common/mod.rs"]
 mod guest_common;
 mod hostile;

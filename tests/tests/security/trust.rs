@@ -1,7 +1,5 @@
 //! Who may be a guest: the VM that shows a ticket first, with the key it then shows, and nobody else.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use super::guest_common;
 use std::{
     collections::BTreeMap, fs, os::unix::fs::PermissionsExt, path::PathBuf, sync::Arc, time::Duration,

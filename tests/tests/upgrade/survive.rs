@@ -1,7 +1,5 @@
 //! The promises of a node that may die at any time: nothing is lost, and the pods do not notice.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use std::{
     path::PathBuf,
     sync::{

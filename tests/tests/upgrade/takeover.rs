@@ -1,8 +1,6 @@
 //! One relay takes the place of another: no pod notices, whatever its shim and its guest are doing, and whoever dies
 //! meanwhile.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use std::{
     io::{IoSlice, IoSliceMut},
     mem::MaybeUninit,

@@ -6,7 +6,7 @@
 //! * [`ping`], [`page`], [`proxy`], [`traffic`]: traffic and troubles; [`spy`]: which way it took.
 //! * [`stop`]: StopVM as shims ask for it, and whether it was answered in time.
 //! * [`Sight`]: what `ip`, `tc`, `nft` and `/proc` see, so that "nothing is left" is said by somebody else than us.
-//! * [`road`]: one pod from CreateVM to a running exec and away again, as `peerpod demo` shows it and the tests check it.
+//! * [`road`]: one pod from CreateVM to a running exec and away again, as `make demo` shows it and the tests check it.
 //!
 //! Needs root. Everything is named after the process and a counter, so any number of worlds live side by side, and is
 //! taken away when the world is dropped, and when the process dies without dropping anything.

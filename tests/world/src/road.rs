@@ -1,4 +1,4 @@
-//! One pod from CreateVM to a running exec, and away again: every stage checks what it shows. `peerpod demo` prints it,
+//! One pod from CreateVM to a running exec, and away again: every stage checks what it shows. `make demo` prints it,
 //! the tests run it.
 
 mod steps;

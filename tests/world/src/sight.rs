@@ -131,12 +131,10 @@ impl Sight {
     fn mounts(&mut self, world: &World) -> anyhow::Result<()> {
         let folder = world.folder().to_string_lossy().into_owned();
         for line in fs::read_to_string("/proc/self/mountinfo")?.lines() {
-            if line.contains(&folder) || line.contains(world.prefix()) {
-                let point = line.split(' ').nth(4).unwrap_or_default();
-                // The world's own, as a node's is shared.
-                if point == format!("{folder}/kubelet") {
-                    continue;
-                }
+            let point = line.split(' ').nth(4).unwrap_or_default();
+            // The kubelet's folder is the world's own, shared as on a node.
+            if (names(line, &folder) || line.contains(world.prefix())) && point != format!("{folder}/kubelet")
+            {
                 self.lines.insert(format!("mount {point}"));
             }
         }
@@ -148,6 +146,7 @@ impl Sight {
     fn processes(&mut self, world: &World, namespaces: &[&Namespace]) -> anyhow::Result<()> {
         let us = fs::metadata("/proc/self/ns/mnt")?.ino();
         let folder = world.folder().to_string_lossy().into_owned();
+        let kubelet = world.folder().join("kubelet");
         let networks: BTreeSet<u64> = [world.node()]
             .into_iter()
             .chain(namespaces.iter().copied())
@@ -163,9 +162,13 @@ impl Sight {
             let Some(process) = read_process(pid) else { continue };
             let at = |name: &str| format!("/proc/{pid}/{name}");
             let inode = |name: &str| fs::metadata(at(name)).map(|metadata| metadata.ino()).unwrap_or(0);
-            let mentions = |name: &str| {
-                let text = fs::read(at(name)).unwrap_or_default();
-                text.windows(folder.len()).any(|window| window == folder.as_bytes())
+            // Mount namespaces that others make meanwhile have a copy of what is shared with the kubelet.
+            let has_mounts = || {
+                let list = fs::read_to_string(at("mountinfo")).unwrap_or_default();
+                list.lines().any(|line| {
+                    let point = line.split(' ').nth(4).unwrap_or_default();
+                    names(line, &folder) && !Path::new(point).starts_with(&kubelet)
+                })
             };
             let holds = || {
                 let open = fs::read_dir(at("fd")).into_iter().flatten().flatten();
@@ -174,10 +177,13 @@ impl Sight {
             };
             let in_network = networks.contains(&inode("ns/net"));
             let elsewhere = inode("ns/mnt");
-            let own_mounts = elsewhere != 0 && elsewhere != us && mentions("mountinfo");
+            let own_mounts = elsewhere != 0 && elsewhere != us && has_mounts();
             if pid != std::process::id()
                 && !is_janitor(pid)
-                && (in_network || own_mounts || mentions("cmdline") || holds())
+                && (in_network
+                    || own_mounts
+                    || arguments(pid).iter().any(|word| names(word, &folder))
+                    || holds())
             {
                 ours.insert(pid);
             }
@@ -204,6 +210,12 @@ impl fmt::Display for Sight {
         self.lines.iter().try_for_each(|line| writeln!(f, "{line}"))?;
         self.processes.iter().try_for_each(|(pid, process)| writeln!(f, "process {pid} {}", process.name))
     }
+}
+
+/// Whether a text names this folder, and not one whose name only begins alike (`n1`, `n14`).
+fn names(text: &str, folder: &str) -> bool {
+    text.match_indices(folder)
+        .any(|(at, _)| !text[at + folder.len()..].starts_with(|next: char| next.is_ascii_digit()))
 }
 
 fn is_janitor(pid: u32) -> bool {

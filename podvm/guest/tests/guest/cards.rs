@@ -3,8 +3,6 @@
 //!
 //! Each test starts itself again in fresh namespaces (`inner`), so that nothing of it can stay behind. Needs root.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use std::{
     fs,
     net::UdpSocket,
@@ -64,7 +62,7 @@ fn in_namespaces(case: &str) {
     let output = Command::new("unshare")
         .args(["--net", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc"])
         .arg(std::env::current_exe().unwrap())
-        .args(["inner", "--exact", "--ignored", "--nocapture"])
+        .args(["cards::inner", "--exact", "--ignored", "--nocapture"])
         .env(INNER, case)
         .stdin(Stdio::null())
         .output()

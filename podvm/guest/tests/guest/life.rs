@@ -4,8 +4,6 @@
 //! The test starts itself again in fresh namespaces (`inner`), so that nothing of it can stay behind, whatever
 //! happens: when that process ends the kernel ends all others. Needs root.
 
-#![allow(clippy::unwrap_used)]
-
 use super::relay;
 use std::{
     io::{Read, Write},
@@ -56,7 +54,7 @@ fn in_namespaces(mode: &str) {
     let output = Command::new("unshare")
         .args(["--net", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc"])
         .arg(std::env::current_exe().unwrap())
-        .args(["inner", "--exact", "--ignored", "--nocapture"])
+        .args(["life::inner", "--exact", "--ignored", "--nocapture"])
         .env(INNER, mode)
         .stdin(Stdio::null())
         .output()
@@ -130,7 +128,7 @@ fn start_guest(birth: &BirthData, mode: &str) -> Child {
     let test = std::env::current_exe().unwrap();
     let settings = serde_json::json!({
         "version": 1,
-        "agent": ["/usr/bin/env", format!("{AGENT}=/run/peerpod/agent.sock"), test, "be_an_agent", "--exact", "--ignored"],
+        "agent": ["/usr/bin/env", format!("{AGENT}=/run/peerpod/agent.sock"), test, "life::be_an_agent", "--exact", "--ignored"],
         "log": "info",
     });
     let script = format!(

@@ -1,7 +1,5 @@
 //! The unit file for images that boot with systemd: what systemd itself says of it, and what must never be lost from it.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use std::{
     fs,
     path::{Path, PathBuf},

@@ -1,8 +1,6 @@
 //! The guest as pid 1 of real machines: QEMU boots the image's kernel and initramfs (`make image`), with a relay in this
 //! test as its home. Emulated in software where there is no KVM.
 
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use super::machine;
 use super::relay;
 use std::{

@@ -1,7 +1,5 @@
 //! Tunnel packets do not fill the node's conntrack table.
 
-#![allow(clippy::unwrap_used)] // its helpers fail the test
-
 use super::world;
 use std::{collections::BTreeSet, os::fd::AsRawFd};
 

@@ -1,8 +1,6 @@
 //! Whatever a pod's namespace holds: seen, planned and made in another namespace, it is seen there as it was. The
 //! shapes are random and made by `ip`, which leaves out what the kernel refuses; PEERPOD_TEST_LONG tries many more.
 
-#![allow(clippy::unwrap_used)] // its helpers fail the test
-
 use super::world;
 use std::cell::RefCell;
 

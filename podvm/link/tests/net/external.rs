@@ -1,8 +1,6 @@
 //! The external network through the VM, with real namespaces: who sees whom under which address, what is out of reach,
 //! and what is left.
 
-#![allow(clippy::unwrap_used)] // its helpers fail the test
-
 use super::world;
 use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};

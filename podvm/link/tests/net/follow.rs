@@ -1,8 +1,6 @@
 //! A plan that changed while the pod runs: the guest adds what is new and removes what an older plan brought, and
 //! nothing that is somebody else's.
 
-#![allow(clippy::unwrap_used)] // its helpers fail the test
-
 use super::world;
 use std::time::Instant;
 

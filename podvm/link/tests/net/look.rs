@@ -1,7 +1,5 @@
 //! Looking at a pod's network, compared with what `ip` put there.
 
-#![allow(clippy::unwrap_used)] // its helpers fail the test
-
 use super::world;
 use std::net::IpAddr;
 

@@ -1,5 +1,7 @@
 //! Pods' networks in real namespaces.
 
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
 mod conntrack;
 mod copy;
 mod external;
@@ -8,6 +10,5 @@ mod look;
 mod messages;
 mod path;
 mod shapes;
-mod threads;
 mod tunnel;
 mod world;

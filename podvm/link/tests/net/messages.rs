@@ -1,7 +1,5 @@
 //! How many messages the kernel gets, however much there is. Alone in its process, whose messages it counts.
 
-#![allow(clippy::unwrap_used)] // its helpers fail the test
-
 use super::world;
 use std::time::{Duration, Instant};
 

@@ -1,8 +1,6 @@
 //! How large a packet may be, on paths that lie about it: two routers between node and VM, a narrow link between them,
 //! and nobody says so (ICMP is dropped). Real namespaces, real traffic.
 
-#![allow(clippy::unwrap_used)] // its helpers fail the test
-
 use super::world;
 use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};

@@ -1,8 +1,6 @@
 //! The shapes that CNI plugins leave in a pod's namespace: seen as they are, and made the same in the VM. The witness
 //! for both ends is `ip -j`.
 
-#![allow(clippy::unwrap_used)] // its helpers fail the test
-
 use super::world;
 use peerpod_link::net::look::{Seen, look};
 use serde_json::Value;

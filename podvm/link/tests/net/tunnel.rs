@@ -1,7 +1,5 @@
 //! The whole tunnel with real namespaces: node, pod, other pod, VM.
 
-#![allow(clippy::unwrap_used)] // its helpers fail the test
-
 use super::world;
 use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};

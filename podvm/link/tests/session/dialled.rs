@@ -1,7 +1,5 @@
 //! Dialled streams, with a real server behind the guest and a real client before the relay.
 
-#![allow(clippy::unwrap_used)] // only functions marked as tests are exempt by themselves
-
 use super::support;
 use std::{
     io,

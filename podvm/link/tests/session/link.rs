@@ -1,7 +1,5 @@
 //! Relay's and guest's endpoint together, over real sockets: what a shim and an agent see of the link.
 
-#![allow(clippy::unwrap_used)] // only functions marked as tests are exempt by themselves
-
 use super::support;
 use std::{
     sync::atomic::Ordering::SeqCst,

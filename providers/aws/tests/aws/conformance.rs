@@ -1,7 +1,5 @@
 //! The suite that every provider passes, against moto behind the fault proxy.
 
-#![allow(clippy::unwrap_used)]
-
 use super::common;
 use std::sync::Arc;
 

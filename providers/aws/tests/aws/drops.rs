@@ -1,8 +1,6 @@
 //! A create whose caller dies at any instant, and that is repeated by another process, makes one VM. (The same with the real
 //! node: `node.rs`.)
 
-#![allow(clippy::unwrap_used)]
-
 use super::common;
 use std::time::Duration;
 

@@ -1,5 +1,7 @@
 //! The AWS provider against a simulated EC2.
 
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
 mod common;
 mod conformance;
 mod drops;

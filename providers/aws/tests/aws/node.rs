@@ -4,8 +4,6 @@
 //! With `PEERPOD_TEST_BENCH=<file>` the figures are added to that summary; with it or with `PEERPOD_TEST_LONG` the counts are the
 //! issue's: 500 pods, 100 kills.
 
-#![allow(clippy::unwrap_used)]
-
 use super::common;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{Ipv4Addr, TcpListener};

@@ -1,7 +1,5 @@
 //! The policy in `iam-policy.json` allows what a whole life of VMs asks for, and nothing that it does not.
 
-#![allow(clippy::unwrap_used)]
-
 use super::common;
 use std::collections::BTreeSet;
 

@@ -1,8 +1,6 @@
 //! Whatever EC2 refuses ends in an error that names the cause and what to do; whatever goes wrong on the way makes
 //! neither two VMs nor a lost one.
 
-#![allow(clippy::unwrap_used)]
-
 use super::common;
 use std::time::{Duration, Instant};
 

@@ -1,7 +1,5 @@
 //! What a create made, as boto3 sees it, equals what was asked.
 
-#![allow(clippy::unwrap_used)]
-
 use super::common;
 use base64::{Engine, engine::general_purpose::STANDARD};
 use common::{ARM_IMAGE, Cloud, IMAGE, OTHER_IMAGE, key, placed, request, until};

@@ -1,8 +1,6 @@
 //! What goes wrong with a plugin, and what becomes of it: crash, hang, garbage, lies. The plugin is the one in Python,
 //! with one fault.
 
-#![allow(clippy::unwrap_used)]
-
 use super::common;
 use std::fs;
 use std::os::unix::net::{UnixListener, UnixStream};

@@ -1,5 +1,7 @@
 //! Providers of other programs, over their socket.
 
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
 mod common;
 mod faults;
 mod pki;

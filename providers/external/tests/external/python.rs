@@ -1,7 +1,5 @@
 //! The suite that every provider passes, with the provider in Python: the proof that another language works.
 
-#![allow(clippy::unwrap_used)]
-
 use super::common;
 use std::fs;
 use std::sync::Arc;

@@ -1,8 +1,6 @@
 //! The suite again, with a provider in Rust that the library's other half serves over mutual TLS: what goes through
 //! both halves is what went in.
 
-#![allow(clippy::unwrap_used)]
-
 use super::common;
 use super::pki;
 use std::collections::HashMap;

@@ -1,7 +1,5 @@
 //! Over mutual TLS: who has the wrong certificate, or none, gets nowhere, and is told why.
 
-#![allow(clippy::unwrap_used)]
-
 use super::common;
 use super::pki;
 use std::fs;

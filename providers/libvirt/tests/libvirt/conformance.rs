@@ -2,8 +2,6 @@
 //!
 //! A machine that halts gives no disk back, so there is no disk here: `faults.rs` attaches them.
 
-#![allow(clippy::unwrap_used)]
-
 use super::common;
 use std::fs;
 use std::sync::Arc;

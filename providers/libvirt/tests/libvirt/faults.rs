@@ -1,7 +1,5 @@
 //! What goes wrong, and what is said of it; deaths, restarts, disks. A real libvirtd and QEMU. Needs root.
 
-#![allow(clippy::unwrap_used)]
-
 use super::common;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -351,7 +349,7 @@ fn a_node_killed_at_any_time_leaves_nothing_that_its_successor_does_not_find() {
         }
         let said = place.world.folder().join("said");
         let mut node = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "the_node_that_works", "--ignored", "--nocapture"])
+            .args(["--exact", "faults::the_node_that_works", "--ignored", "--nocapture"])
             .env("PEERPOD_TEST_SETTINGS", &settings)
             .stdout(fs::File::create(&said).unwrap())
             .spawn()

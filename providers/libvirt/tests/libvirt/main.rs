@@ -1,5 +1,7 @@
 //! The libvirt provider against a real libvirtd.
 
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
 mod common;
 mod conformance;
 mod faults;

@@ -1,8 +1,6 @@
 //! Addresses that are reserved for VMs in their network, so that libvirt's DHCP server does not ping them first. A real
 //! libvirtd, QEMU and dnsmasq; `virsh` shows what the network has. Needs root.
 
-#![allow(clippy::unwrap_used)]
-
 use super::common;
 use std::collections::BTreeSet;
 use std::fs;

@@ -1,7 +1,5 @@
 //! The suite that every provider passes, with VMs of real namespaces. Needs root.
 
-#![allow(clippy::unwrap_used)]
-
 use super::common;
 use std::fs;
 use std::sync::Arc;

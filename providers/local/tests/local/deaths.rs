@@ -1,8 +1,6 @@
 //! How local VMs live through the death of their node, their hypervisor process, themselves, and a deletion cut short.
 //! Real namespaces; needs root.
 
-#![allow(clippy::unwrap_used)]
-
 use super::common;
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
@@ -59,7 +57,7 @@ fn the_node_that_dies() {
 fn a_vm_survives_the_death_of_its_node() {
     let place = Place::new(IDLE);
     let mut node = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "the_node_that_dies", "--ignored", "--nocapture"])
+        .args(["--exact", "deaths::the_node_that_dies", "--ignored", "--nocapture"])
         .env("PEERPOD_TEST_PLACE", &place.dir)
         .stdout(Stdio::null())
         .spawn()
@@ -102,7 +100,7 @@ fn a_node_killed_at_any_time_leaves_nothing_that_its_successor_does_not_find() {
     let place = Place::new(IDLE);
     for round in 0..25u64 {
         let mut node = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "the_node_that_works", "--ignored", "--nocapture"])
+            .args(["--exact", "deaths::the_node_that_works", "--ignored", "--nocapture"])
             .env("PEERPOD_TEST_PLACE", &place.dir)
             .stdout(Stdio::null())
             .spawn()

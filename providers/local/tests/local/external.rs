@@ -1,8 +1,6 @@
 //! The suite with the local provider behind the wire of `providers/external`: real VMs, made by somebody else. Needs
 //! root.
 
-#![allow(clippy::unwrap_used)]
-
 use super::common;
 use std::fs;
 use std::sync::Arc;

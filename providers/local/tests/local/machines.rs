@@ -1,7 +1,5 @@
 //! What a local VM is. Real namespaces; needs root.
 
-#![allow(clippy::unwrap_used)]
-
 use super::common;
 use std::fs;
 use std::net::IpAddr;

@@ -1,7 +1,5 @@
 //! The relay dials: what answers at a VM's address must be the guest of the sandbox that is dialled for.
 
-#![allow(clippy::unwrap_used)] // Also helpers of tests may.
-
 use super::common;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 

@@ -1,7 +1,5 @@
 //! `hypervisor.sock` with the node there, away, slow and back; and with shims that misbehave.
 
-#![allow(clippy::unwrap_used)] // Also helpers of tests may.
-
 use super::common;
 use std::{
     sync::Arc,

@@ -1,7 +1,5 @@
 //! The TCP port that guests dial: tickets, certificates, and those who have neither.
 
-#![allow(clippy::unwrap_used)] // Also helpers of tests may.
-
 use super::common;
 use std::{
     sync::Arc,

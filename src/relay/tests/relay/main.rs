@@ -1,5 +1,7 @@
 //! The relay's program from outside.
 
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
 mod common;
 mod dials;
 mod door;

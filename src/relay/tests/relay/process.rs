@@ -1,7 +1,5 @@
 //! The program itself: starts from its settings, gives up its rights, stops on a signal, and replaces one that died.
 
-#![allow(clippy::unwrap_used)] // Also helpers of tests may.
-
 use super::common;
 use std::{
     path::{Path, PathBuf},

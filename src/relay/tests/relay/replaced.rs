@@ -1,8 +1,6 @@
 //! The real program in a container's place: one whose place was taken stays until it is told to end, and every other end
 //! is passed on.
 
-#![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
-
 use std::{
     fs::{self, File},
     os::unix::net::UnixStream,

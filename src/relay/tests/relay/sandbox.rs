@@ -1,7 +1,5 @@
 //! One sandbox from its agent socket to the agent behind the link, through losses and restarts.
 
-#![allow(clippy::unwrap_used)] // Also helpers of tests may.
-
 use super::common;
 use std::{
     sync::atomic::Ordering,

@@ -1,5 +1,7 @@
 //! peerpod-csi before a real CSI driver.
 
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
 mod cluster;
 mod crash;
 mod peer_pods;

@@ -1,7 +1,5 @@
 //! The chart: what it renders, for every provider, and what a real API server says of it.
 
-#![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
-
 use std::{
     collections::BTreeSet,
     fs,

@@ -3,8 +3,6 @@
 //! Counts are small; with `PEERPOD_TEST_LONG=1`, or `PEERPOD_BENCH=<file>` to which the figures are added, they are those
 //! that the project promises.
 
-#![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
-
 use super::controller_world;
 use std::{
     collections::BTreeMap,

@@ -1,7 +1,5 @@
 //! The custom resources' definitions, as deployed, on a real API server.
 
-#![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
-
 use std::{
     io::{Read, Write},
     net::TcpStream,

@@ -1,5 +1,7 @@
 //! Controller, webhook, pull secrets, nodes and the chart against a real API server.
 
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
 mod chart;
 mod controller;
 mod controller_world;

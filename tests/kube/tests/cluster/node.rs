@@ -1,8 +1,6 @@
 //! The node in a cluster: the real daemons, with VMs out of namespaces, against a real API server. A pod is applied with
 //! `kubectl`; its kubelet and its shim are ours.
 
-#![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
-
 use super::node_common;
 use std::{
     path::Path,

@@ -1,8 +1,6 @@
 //! The chart's rights: each role, as its own service account with a token as a kubelet gives it, does all that it does, by
 //! the real programs; and may no more.
 
-#![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
-
 use std::{
     net::SocketAddr,
     path::{Path, PathBuf},

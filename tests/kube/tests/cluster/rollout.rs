@@ -1,8 +1,6 @@
 //! PeerPodConfig: the real controller, with the chart's own account and manifests, on a real API server with the real
 //! controllers of DaemonSets and Deployments. The kubelet is the test.
 
-#![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
-
 use std::{path::Path, time::Duration};
 
 use k8s_openapi::api::core::v1::{Binding, Pod};

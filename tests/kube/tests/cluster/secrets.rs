@@ -1,8 +1,6 @@
 //! The service that gives nodes their pods' pull secrets, on a real API server with real bound tokens: what may be had,
 //! and every refusal.
 
-#![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
-
 use super::secrets_common;
 use std::{
     collections::BTreeSet,

@@ -1,8 +1,6 @@
 //! The whole road of a pull secret: from the API server by the service, the node and the link into a VM, which pulls a
 //! private image with it; also when the service is away while the pod starts.
 
-#![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
-
 use super::images_common;
 use super::node_common;
 use super::secrets_common;

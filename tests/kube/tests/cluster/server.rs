@@ -1,8 +1,6 @@
 //! The test server is a real one: rights, custom resources, admission, leases, nodes, tokens and the garbage collector do
 //! what the rest of our tests rely on.
 
-#![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
-
 use std::time::Duration;
 
 use k8s_openapi::{

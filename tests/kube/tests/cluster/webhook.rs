@@ -2,8 +2,6 @@
 //!
 //! With `PEERPOD_BENCH=<file>` the figures are added to that summary.
 
-#![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
-
 use std::{
     collections::BTreeMap,
     fs,

@@ -1,8 +1,6 @@
 //! `webhook.certificates: self-managed` behind a real API server: two replicas that begin at once have one CA, the
 //! registration gets it, and CAs and certificates change under load without an admission that fails.
 
-#![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
-
 use std::{
     collections::BTreeSet,
     net::SocketAddr,

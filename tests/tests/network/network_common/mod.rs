@@ -2,8 +2,6 @@
 //! must be able to hold, whether it is in its VM or not.
 
 #![allow(unreachable_pub)] // a module of tests
-#![allow(clippy::unwrap_used)] // test code outside of test functions
-
 use std::{
     fs,
     net::{IpAddr, SocketAddr},

@@ -53,7 +53,7 @@ pub(crate) fn image(name: &str) -> PathBuf {
 /// The program of `probe.rs`, static.
 fn probe(folder: &Path) -> Vec<u8> {
     let out = folder.join("probe");
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/machine/probe.rs");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/guest/machine/probe.rs");
     let (source, to) = (source.to_str().unwrap(), out.to_str().unwrap());
     run("rustc", &["--edition", "2024", "--target", "x86_64-unknown-linux-musl", "-O", "-o", to, source]);
     fs::read(out).unwrap()

@@ -2,7 +2,7 @@
 //! at with `ip` and `tc`: witnesses that share no code with what is tested. Names carry the process id and a counter;
 //! everything goes on drop. No packet leaves these namespaces.
 
-#![allow(dead_code, unreachable_pub)] // each test file uses its part
+#![allow(dead_code, unreachable_pub)] // each program of tests uses its part
 #![allow(clippy::unwrap_used)] // a test whose world cannot be made fails
 
 use std::net::IpAddr;

@@ -1,8 +1,6 @@
 //! A folder, a provider in Python that serves in it, and how to open it.
 
 #![allow(unreachable_pub, missing_docs)] // a module of tests
-#![allow(clippy::unwrap_used)] // these are tests, which the lint does not see in a module
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};

@@ -1,8 +1,6 @@
 //! A real libvirtd, and providers that use it. Its VMs boot a disk of 512 bytes that halts the CPU.
 
 #![allow(unreachable_pub, missing_docs)] // a module of tests
-#![allow(clippy::unwrap_used)] // these are tests, which the lint does not see in a module
-
 use std::collections::BTreeMap;
 use std::fs;
 use std::net::Ipv4Addr;

@@ -1,8 +1,6 @@
 //! A local provider in a network namespace and a directory of its own.
 
 #![allow(unreachable_pub, missing_docs)] // a module of tests
-#![allow(clippy::unwrap_used)] // these are tests, which the lint does not see in a module
-
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::unix::fs::PermissionsExt;

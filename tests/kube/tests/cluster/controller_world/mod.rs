@@ -1,8 +1,6 @@
 //! What the controller's tests stand on: a cluster, a cloud, the program itself with the rights that it says it needs.
 
 #![allow(unreachable_pub, missing_docs)] // a module of tests
-#![allow(clippy::unwrap_used)] // these are tests, which the lint does not see in a module
-
 pub mod cloud;
 
 use std::{

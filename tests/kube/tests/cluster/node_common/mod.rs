@@ -1,7 +1,5 @@
 //! A cluster whose one node runs the real daemons, and a stand-in for its kubelet and shims.
 
-#![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
-
 use std::{
     ffi::OsStr,
     net::SocketAddr,

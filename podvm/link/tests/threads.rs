@@ -1,6 +1,8 @@
 //! No thread is left in a foreign namespace. A test binary of its own: other tests have threads on the way.
 
-use super::world;
+#[path = "net/world/mod.rs"]
+mod world;
+
 use world::{SHAPE4, World, threads};
 
 #[test]

@@ -1,4 +1,4 @@
-//! `peerpod demo`: the road of one pod, a line for each stage as it happens and a table at the end. The stages are those
+//! `make demo`: the road of one pod, a line for each stage as it happens and a table at the end. The stages are those
 //! of `peerpod_world::road`, which the tests walk too. It makes everything it needs, under names of its own, and takes
 //! all of it away again, also when a check fails and at Ctrl-C.
 
@@ -14,7 +14,7 @@ use peerpod_world::{
 };
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// A line to whoever listens. Nobody may: `peerpod demo | head` is no reason to stop in the middle.
+/// Prints a line. A closed output, as with `peerpod-demo | head`, is no reason to stop in the middle.
 macro_rules! say {
     ($($words:tt)*) => { writeln!(std::io::stdout(), $($words)*).ok() };
 }
@@ -26,11 +26,8 @@ const INTERRUPTED: u8 = 130;
 const NAME_WIDTH: usize = 46;
 
 /// Runs the demo. A stage that does not hold is an error.
-pub(crate) fn run() -> anyhow::Result<ExitCode> {
-    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(demo())
-}
-
-async fn demo() -> anyhow::Result<ExitCode> {
+#[tokio::main]
+async fn main() -> anyhow::Result<ExitCode> {
     // First of all, and kept for as long as the clean-up takes: a second Ctrl-C does not leave half of it undone.
     let mut signals = Signals::new()?;
     say!("One pod's road: a VM beside its node, all in namespaces of this machine.\n");
