@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{
         Arc,
-        atomic::{AtomicU32, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU32, Ordering::Relaxed},
     },
     time::Duration,
 };
@@ -95,6 +95,8 @@ pub(crate) struct Network {
     file: PathBuf,
     /// What was made last: what a new plan has no more is removed.
     previous: tokio::sync::Mutex<Option<NetworkPlan>>,
+    /// Whether IPv4 and IPv6 left the cluster by a card of this VM when the network was made last.
+    left: [AtomicBool; 2],
 }
 
 impl Network {
@@ -113,6 +115,7 @@ impl Network {
             probe_seconds: AtomicU32::new(previous.as_ref().map_or(0, |plan| plan.underlay.probe_seconds)),
             told: watch::Sender::new(None),
             previous: tokio::sync::Mutex::new(previous),
+            left: Default::default(),
         }
     }
 
@@ -163,6 +166,22 @@ impl Network {
         }
     }
 
+    /// Whether the cards of this VM carry out of the cluster what they did not when the network was made last, or the other
+    /// way round. A network that is being made is waited for.
+    pub(crate) async fn leaves_otherwise(&self) -> bool {
+        let previous = self.previous.lock().await;
+        let Some(plan) = previous.clone() else { return false };
+        let look = move || match external::read(&plan)? {
+            Some(external) => external::leaves(&external),
+            None => Ok((false, false)),
+        };
+        match tokio::task::spawn_blocking(look).await {
+            Ok(Ok((v4, v6))) => [v4, v6] != [self.left[0].load(Relaxed), self.left[1].load(Relaxed)],
+            // The next event, or the attempt that it causes, says what is wrong.
+            Ok(Err(_)) | Err(_) => false,
+        }
+    }
+
     /// What passes between VM and node; true when it is another figure than before.
     pub(crate) fn set_path(&self, bytes: u32) -> bool {
         self.path.swap(bytes, Relaxed) != bytes
@@ -210,8 +229,11 @@ impl Network {
         let made = tokio::task::spawn_blocking(move || {
             make(plan, path, before.as_ref(), &podns, &encrypted, &Metadata::look())
         });
-        let Made { plan, applied, path_note, external_note, metadata_note } =
+        let Made { plan, applied, left, path_note, external_note, metadata_note } =
             made.await.map_err(|_| Error::Ending)??;
+        for (kept, leaves) in self.left.iter().zip(left) {
+            kept.store(leaves, Relaxed);
+        }
         // After it was made: until then the one before says more of what is there.
         if previous.as_ref() != Some(&plan) {
             let kept = plan.write_to_bytes().map_err(std::io::Error::other);
@@ -244,6 +266,8 @@ struct Made {
     /// As it was carried out.
     plan: NetworkPlan,
     applied: Applied,
+    /// Whether IPv4 and IPv6 leave the cluster by a card of this VM.
+    left: [bool; 2],
     path_note: Option<String>,
     external_note: Option<String>,
     metadata_note: Option<String>,
@@ -264,11 +288,12 @@ fn make(
         // The wall around the VM's network is not to close what the cloud's author opened.
         external.allow.extend(metadata.open.iter().map(|address| (*address, bits(*address))));
     }
-    let mut external_note = None;
+    let (mut external_note, mut left) = (None, [false; 2]);
     match &external {
         None => external::undo()?,
         Some(external) => {
             let (v4, v6) = external::leaves(external)?;
+            left = [v4, v6];
             external::split(&mut plan, external, |is_v6| if is_v6 { v6 } else { v4 });
             let stays = |v6: bool| external.pod.iter().any(|address| address.is_ipv6() == v6);
             let staying = [(v4, false, "IPv4"), (v6, true, "IPv6")];
@@ -302,7 +327,7 @@ fn make(
     let metadata_note = net::metadata::close(podns, &closed)
         .err()
         .map(|error| format!("the cloud's metadata service is not closed to the pod: {error}"));
-    Ok(Made { plan, applied, path_note, external_note, metadata_note })
+    Ok(Made { plan, applied, left, path_note, external_note, metadata_note })
 }
 
 fn bits(address: IpAddr) -> u8 {

@@ -203,6 +203,10 @@ impl Watcher {
                 self.status.uplinks(addresses(&seen));
                 (probe, again) = (true, true);
             }
+            // A plan that came meanwhile was made with what was there for a moment.
+            if looked && !again && self.network.leaves_otherwise().await {
+                again = true;
+            }
             let (link, target) = (linked.borrow().clone(), self.target(&linked));
             if let (Some(link), Some(target)) = (link, target)
                 && (probe || looked)
