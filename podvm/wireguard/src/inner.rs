@@ -69,16 +69,19 @@ pub struct Mended {
 impl Inner {
     /// Makes namespace and device at `path`, or finds them; `address` is ours, `mtu` the device's. `carried` is the device
     /// of the process that carries its packets: its namespace gets the name where the name leads to none, as in
-    /// another container's mount namespace.
+    /// another container's mount namespace. Where the kernel does not name that namespace (before 5.7, or the device was
+    /// deleted), another one is made.
     ///
     /// # Errors
     /// [`Error::Netns`], [`Error::Kernel`]: no right to it, or a kernel without TUN devices.
     pub fn open(path: &Path, carried: Option<&Tun>, address: Ipv4Addr, mtu: u32) -> Result<Opened, Error> {
         if let Some(carried) = carried.filter(|_| NetnsId::of(path).is_none()) {
-            let attempt =
-                format!("find the namespace of the TUN device {DEVICE} that another process carries");
-            let found = carried.netns().map_err(|e| Error::Kernel { attempt, source: e.into() })?;
-            name_again(found.as_fd(), path)?;
+            match carried.netns() {
+                Ok(found) => name_again(found.as_fd(), path)?,
+                Err(error) => {
+                    tracing::warn!(%error, device = DEVICE, "the kernel does not name the namespace of the carried device; another is made")
+                }
+            }
         }
         let inner = Inner { netns: create_named(path)?, address, mtu, index: Arc::default() };
         let tun = inner.prepare(&mut inner.netns.netlink()?)?;

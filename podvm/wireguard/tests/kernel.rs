@@ -3,9 +3,11 @@
 
 #![allow(clippy::unwrap_used)] // a test whose world cannot be made fails
 
+use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
@@ -19,7 +21,7 @@ use nix::sys::time::TimeVal;
 use peerpod_link::net::netns::Netns;
 use peerpod_wireguard::inner::{self, Inner};
 use peerpod_wireguard::{
-    DataPlane, Engine, Lane, NODE_INNER, PeerConfig, PrivateKey, Reason, bind, inner_of, port_of,
+    DataPlane, Engine, Lane, NODE_INNER, PeerConfig, PrivateKey, Reason, Tun, bind, inner_of, port_of,
 };
 
 static COUNTER: AtomicU32 = AtomicU32::new(0);
@@ -349,6 +351,30 @@ fn a_node_whose_data_plane_is_another_process_hears_its_guest_again() {
     let took = tunnel.world.ping_within("pod", "10.244.1.1", Duration::from_secs(15));
     println!("healed by silence after {took:?}");
     tunnel.guest.as_ref().unwrap().begin();
+}
+
+#[test]
+fn the_namespace_of_a_carried_device_gets_its_name_in_another_container() {
+    let folder = std::env::temp_dir().join(format!("peerpod-carried-{}", std::process::id()));
+    fs::create_dir_all(&folder).unwrap();
+    let [first, second, third] = ["first", "second", "third"].map(|name| folder.join(name));
+    let opened = Inner::open(&first, None, NODE_INNER, 9000).unwrap();
+    let tun = opened.tun.unwrap();
+    // Another container finds the plain file, on which the first one's mount namespace may have the name.
+    fs::write(&second, "").unwrap();
+    let file = fs::metadata(&second).unwrap().ino();
+    let again = Inner::open(&second, Some(&tun), NODE_INNER, 9000).unwrap();
+    assert_eq!(again.inner.netns().id(), opened.inner.netns().id());
+    nix::mount::umount2(&second, nix::mount::MntFlags::MNT_DETACH).unwrap();
+    assert_eq!(fs::metadata(&second).unwrap().ino(), file, "the file is the same");
+    // No TUN device: there is nothing to find, and the tunnel is made anew.
+    let other = Tun::from(OwnedFd::from(File::open("/dev/null").unwrap()));
+    let made = Inner::open(&third, Some(&other), NODE_INNER, 9000).unwrap();
+    assert_ne!(made.inner.netns().id(), opened.inner.netns().id());
+    for path in [&first, &second, &third] {
+        inner::remove(path).unwrap();
+    }
+    fs::remove_dir_all(folder).unwrap();
 }
 
 #[test]

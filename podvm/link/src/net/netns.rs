@@ -255,21 +255,36 @@ pub fn create_named(path: impl AsRef<Path>) -> Result<Netns, Error> {
     Netns::open(path)
 }
 
-/// Gives an open namespace of [`create_named`] its name `path` again. Whatever else is there by now is unmounted and
-/// removed: the name is ours.
+/// Gives an open namespace of [`create_named`] its name `path` again. Other mounts there are unmounted in this mount
+/// namespace. A plain file is used and not replaced: another container's mount namespace may have the name on it, and
+/// would lose it with the file.
 ///
 /// # Errors
 /// [`Error::Netns`] when the path cannot be freed, or the file or the mount cannot be made.
 pub fn name_again(netns: BorrowedFd<'_>, path: &Path) -> Result<(), Error> {
     let failed = |source: io::Error| Error::Netns { attempt: "name again", path: path.to_owned(), source };
-    delete_named(path)?;
-    if let Some(parent) = path.parent() {
-        fs::create_dir_all(parent).map_err(failed)?;
+    unmount_all(path).map_err(failed)?;
+    if !path.symlink_metadata().is_ok_and(|found| found.is_file()) {
+        delete_named(path)?;
+        if let Some(parent) = path.parent() {
+            fs::create_dir_all(parent).map_err(failed)?;
+        }
+        File::create_new(path).map_err(failed)?;
     }
-    File::create_new(path).map_err(failed)?;
     let open = format!("/proc/self/fd/{}", netns.as_raw_fd());
     mount(Some(open.as_str()), path, None::<&str>, MsFlags::MS_BIND, None::<&str>)
         .map_err(|e| failed(e.into()))
+}
+
+/// Unmounts every mount at the path. No mount, or no such path, is fine.
+fn unmount_all(path: &Path) -> io::Result<()> {
+    loop {
+        match umount2(path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
+            Ok(()) => {} // a name can be mounted over twice
+            Err(Errno::EINVAL | Errno::ENOENT) => return Ok(()),
+            Err(e) => return Err(e.into()),
+        }
+    }
 }
 
 /// Removes a named network namespace: what is mounted at the path, then the file. Nothing there is fine. Devices in
@@ -280,13 +295,7 @@ pub fn name_again(netns: BorrowedFd<'_>, path: &Path) -> Result<(), Error> {
 pub fn delete_named(path: impl AsRef<Path>) -> Result<(), Error> {
     let path = path.as_ref();
     let failed = |source: io::Error| Error::Netns { attempt: "remove", path: path.to_owned(), source };
-    loop {
-        match umount2(path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
-            Ok(()) => {} // a name can be mounted over twice
-            Err(Errno::EINVAL | Errno::ENOENT) => break,
-            Err(e) => return Err(failed(e.into())),
-        }
-    }
+    unmount_all(path).map_err(failed)?;
     match fs::remove_file(path) {
         Ok(()) => Ok(()),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
