@@ -166,8 +166,8 @@ impl Network {
         }
     }
 
-    /// Whether the cards of this VM carry out of the cluster what they did not when the network was made last, or the other
-    /// way round. A network that is being made is waited for.
+    /// Whether an IP family leaves the cluster by other means than when the network was made last: the VM's cards changed.
+    /// Waits for a network that is being made.
     pub(crate) async fn leaves_otherwise(&self) -> bool {
         let previous = self.previous.lock().await;
         let Some(plan) = previous.clone() else { return false };
@@ -177,7 +177,7 @@ impl Network {
         };
         match tokio::task::spawn_blocking(look).await {
             Ok(Ok((v4, v6))) => [v4, v6] != [self.left[0].load(Relaxed), self.left[1].load(Relaxed)],
-            // The next event, or the attempt that it causes, says what is wrong.
+            // The next event brings another look.
             Ok(Err(_)) | Err(_) => false,
         }
     }

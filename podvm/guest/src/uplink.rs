@@ -203,7 +203,7 @@ impl Watcher {
                 self.status.uplinks(addresses(&seen));
                 (probe, again) = (true, true);
             }
-            // A plan that came meanwhile was made with what was there for a moment.
+            // The node's plan may have been carried out between two looks, with a card that was down for a moment.
             if looked && !again && self.network.leaves_otherwise().await {
                 again = true;
             }
