@@ -5,8 +5,8 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use anyhow::Context;
 use base64::{Engine as _, prelude::BASE64_STANDARD};
-use peerpod_link::net::guest;
 use peerpod_node::tunnel::{HandIn, Kind, Netns, Tunnel, TunnelConfig, WireguardConfig};
+use peerpod_podnet::guest;
 use peerpod_proto::guest::NetworkPlan;
 use peerpod_wireguard::{
     DataPlane, Engine, Lane, NODE_INNER, OVERHEAD_V4, PeerConfig, PrivateKey, bind, inner::Inner, inner_of,

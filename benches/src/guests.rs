@@ -20,9 +20,9 @@ use peerpod_link::{
     birth::BirthData,
     claim,
     endpoint::{Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role, Transport, tune},
-    net::netns::Netns,
     tls,
 };
+use peerpod_podnet::netns::Netns;
 use peerpod_proto::guest::{Claim, Reply, Request, Status};
 use peerpod_provider_drill::Drilled;
 use protobuf::Message;

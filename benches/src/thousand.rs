@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::Context;
 use peerpod_client::{Annotations, ShimClient};
-use peerpod_link::net::netns::{self, Netns};
+use peerpod_podnet::netns::{self, Netns};
 use peerpod_world::{Daemons, Settings, World, many};
 
 use crate::{

@@ -1,6 +1,6 @@
 //! Packets that any host may send: a probe of the path on the relay's UDP port.
 
-use peerpod_link::net::probe::{Datagram, HEADER};
+use peerpod_link::path_mtu::{Datagram, HEADER};
 
 pub(crate) fn run(input: &[u8]) {
     if let Some(datagram) = Datagram::read(input) {

@@ -1,7 +1,7 @@
 //! A network plan as whoever speaks for the node may send it: refused with a reason, or one that makes sense; and what
 //! makes sense is written and read as the same again.
 
-use peerpod_link::net::plan::{self, Tunnel};
+use peerpod_podnet::plan::{self, Tunnel};
 use peerpod_proto::guest::NetworkPlan;
 use protobuf::Message;
 

@@ -9,7 +9,7 @@ use std::{
 use base64::{Engine, prelude::BASE64_STANDARD};
 use peerpod_link::{
     frame::Header,
-    net::probe::{Datagram, Kind as ProbeKind, Token},
+    path_mtu::{Datagram, Kind as ProbeKind, Token},
     record::{self, Hello, Kind, SessionId, StreamKind, Target, Welcome},
 };
 use peerpod_proto::guest::{self, Claim, ClaimReply, NetworkPlan};
@@ -275,7 +275,7 @@ mod tests {
     fn every_plan_is_one() {
         for (name, bytes) in plans() {
             let message = NetworkPlan::parse_from_bytes(&bytes).unwrap();
-            let planned = peerpod_link::net::plan::read(&message);
+            let planned = peerpod_podnet::plan::read(&message);
             assert!(planned.is_ok(), "{name}: {planned:?}");
         }
     }

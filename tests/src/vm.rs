@@ -3,7 +3,7 @@
 use std::{fs, path::Path, process::Command};
 
 use anyhow::{Context, ensure};
-use peerpod_link::net::netns::Netns;
+use peerpod_podnet::netns::Netns;
 use peerpod_world::{Daemons, World};
 
 /// The network namespace of the world's only VM.

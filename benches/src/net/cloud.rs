@@ -2,8 +2,8 @@
 
 use std::net::{IpAddr, Ipv4Addr};
 
-use peerpod_link::net::guest::{self, Applied};
 use peerpod_node::tunnel::{Netns, Tunnel};
+use peerpod_podnet::guest::{self, Applied};
 use peerpod_world::{Namespace, World};
 
 use super::traffic::Road;

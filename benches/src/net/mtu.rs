@@ -1,8 +1,8 @@
 //! What MTU the pod in the VM has over underlays of several clouds, and that a packet of that size goes whole.
 
 use anyhow::{Context, ensure};
-use peerpod_link::net::netns::Netns;
 use peerpod_node::tunnel::{Tunnel, TunnelConfig};
+use peerpod_podnet::netns::Netns;
 use peerpod_world::traffic;
 
 use super::cloud::Cloud;

@@ -4,8 +4,8 @@
 use std::time::Instant;
 
 use anyhow::Context;
-use peerpod_link::net::netlink::messages_sent;
 use peerpod_node::tunnel::{Netns, Reserved, Tunnel, TunnelConfig};
+use peerpod_podnet::netlink::messages_sent;
 use peerpod_world::{World, many};
 
 use super::cloud::{Cloud, VM};

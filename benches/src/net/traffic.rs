@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::{Context, ensure};
 use nix::sys::socket::{setsockopt, sockopt};
-use peerpod_link::net::netns::Netns;
+use peerpod_podnet::netns::Netns;
 
 use crate::load::median;
 

@@ -24,7 +24,7 @@ use netlink_packet_route::{
     AddressFamily, RouteNetlinkMessage,
     link::{AfSpecInet6, AfSpecUnspec, Inet6IfaceFlags, LinkAttribute, LinkFlags, LinkMessage},
 };
-use peerpod_link::net::{events::Events, netlink::Client, netns::Netns, uplink};
+use peerpod_podnet::{events::Events, netlink::Client, netns::Netns, uplink};
 use tokio::{
     task::{AbortHandle, JoinSet},
     time::{sleep, timeout},

@@ -12,7 +12,8 @@ use std::{
     time::Duration,
 };
 
-use peerpod_link::{endpoint, net::uplink::reaches_far, tls};
+use peerpod_link::{endpoint, tls};
+use peerpod_podnet::uplink::reaches_far;
 use tokio::{
     net::TcpStream,
     sync::Notify,

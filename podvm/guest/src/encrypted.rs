@@ -12,11 +12,10 @@ use std::{
     time::Duration,
 };
 
-use peerpod_link::net::{self, netns::Netns, probe::ask::figures};
+use peerpod_podnet::{netns::Netns, uplink::mtus, wireguard::Inner};
 use peerpod_proto::guest::{NetworkPlan, WireGuard};
 use peerpod_wireguard::{
     BadKey, DataPlane, Engine, Lane, OVERHEAD_V4, OVERHEAD_V6, PeerConfig, PrivateKey, PublicKey, bind,
-    inner::Inner,
 };
 use tokio::sync::watch;
 
@@ -48,7 +47,7 @@ pub(crate) enum Error {
     #[error("the encrypted tunnel's peer: {0}")]
     Peer(#[from] peerpod_wireguard::Error),
     #[error("{0}")]
-    Network(#[from] net::Error),
+    Network(#[from] peerpod_podnet::Error),
     #[error("starting the encrypted tunnel: {0}")]
     Start(io::Error),
     #[error(
@@ -200,7 +199,7 @@ fn room(endpoint: SocketAddr) -> u32 {
         IpAddr::V4(_) => OVERHEAD_V4,
         IpAddr::V6(_) => OVERHEAD_V6,
     };
-    let path = figures(endpoint.ip()).map_or(LEAST_PATH, |figures| figures.route);
+    let path = mtus(endpoint.ip()).map_or(LEAST_PATH, |figures| figures.route);
     path.max(LEAST_PATH).saturating_sub(overhead)
 }
 

@@ -405,7 +405,7 @@ fn flush() {
 fn loopback_up() -> Result<(), String> {
     let mut link = LinkMessage::default();
     link.header = LinkHeader { index: 1, flags: LinkFlags::Up, change_mask: LinkFlags::Up, ..link.header };
-    let mut netlink = peerpod_link::net::netlink::Client::route().map_err(|error| error.to_string())?;
+    let mut netlink = peerpod_podnet::netlink::Client::route().map_err(|error| error.to_string())?;
     netlink.tell(0, RouteNetlinkMessage::SetLink(link)).map_err(|error| error.to_string())
 }
 

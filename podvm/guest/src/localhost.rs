@@ -10,7 +10,8 @@ use std::{
 };
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
-use peerpod_link::{endpoint::Target, net::netns::Netns};
+use peerpod_link::endpoint::Target;
+use peerpod_podnet::netns::Netns;
 use tokio::{
     net::{TcpSocket, TcpStream},
     task::spawn_blocking,
@@ -59,7 +60,7 @@ impl Localhost {
 mod tests {
     use std::{io::ErrorKind, net::TcpListener};
 
-    use peerpod_link::net::netns::{create_named, delete_named};
+    use peerpod_podnet::netns::{create_named, delete_named};
 
     use super::*;
 

@@ -11,9 +11,7 @@ use std::{
     time::Duration,
 };
 
-use peerpod_link::net::{
-    self, events::Events, external, guest::Applied, netlink::Client, netns::Netns, room,
-};
+use peerpod_podnet::{events::Events, external, guest::Applied, netlink::Client, netns::Netns, room};
 use peerpod_proto::guest::NetworkPlan;
 use protobuf::Message;
 use tokio::{
@@ -47,7 +45,7 @@ const LOOK: Duration = Duration::from_millis(100);
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error("making the pod's network: {0}")]
-    Network(#[from] net::Error),
+    Network(#[from] peerpod_podnet::Error),
     #[error("{0}")]
     Encrypted(#[from] encrypted::Error),
     #[error("the guest ends")]
@@ -159,7 +157,7 @@ impl Network {
         let previous = self.previous.lock().await;
         let Some(plan) = previous.clone() else { return Vec::new() };
         let podns = self.podns.clone();
-        match tokio::task::spawn_blocking(move || net::drift::drift(&plan, &podns)).await {
+        match tokio::task::spawn_blocking(move || peerpod_podnet::drift::drift(&plan, &podns)).await {
             Ok(Ok(lacks)) => lacks,
             Ok(Err(error)) => vec![error.to_string()],
             Err(_) => Vec::new(),
@@ -257,9 +255,9 @@ impl Network {
 async fn lacks_way(node: IpAddr) -> bool {
     let look = move || {
         let mut client = Client::route().ok()?;
-        net::uplink::towards(&mut client, node).err()
+        peerpod_podnet::uplink::towards(&mut client, node).err()
     };
-    matches!(tokio::task::spawn_blocking(look).await, Ok(Some(net::Error::Path { .. })))
+    matches!(tokio::task::spawn_blocking(look).await, Ok(Some(peerpod_podnet::Error::Path { .. })))
 }
 
 struct Made {
@@ -282,7 +280,7 @@ fn make(
     encrypted: &Encrypted,
     metadata: &Metadata,
 ) -> Result<Made, Error> {
-    net::netns::create_named(podns)?;
+    peerpod_podnet::netns::create_named(podns)?;
     let mut external = external::read(&plan)?;
     if let Some(external) = &mut external {
         // The wall around the VM's network is not to close what the cloud's author opened.
@@ -323,8 +321,8 @@ fn make(
     // Last: while the pod's network was being made there was no pod.
     let allowed = external.as_ref().map(|external| external.allow.as_slice()).unwrap_or_default();
     let open: Vec<_> = allowed.iter().copied().chain(metadata.open.iter().map(|a| (*a, bits(*a)))).collect();
-    let closed = net::metadata::closed(&metadata.closed, &open);
-    let metadata_note = net::metadata::close(podns, &closed)
+    let closed = peerpod_podnet::metadata::closed(&metadata.closed, &open);
+    let metadata_note = peerpod_podnet::metadata::close(podns, &closed)
         .err()
         .map(|error| format!("the cloud's metadata service is not closed to the pod: {error}"));
     Ok(Made { plan, applied, left, path_note, external_note, metadata_note })
@@ -360,9 +358,9 @@ fn tunnel(
     encrypted: &Encrypted,
 ) -> Result<Applied, Error> {
     if plan.underlay.kind != encrypted::KIND {
-        return Ok(net::guest::apply(plan, previous, podns)?);
+        return Ok(peerpod_podnet::guest::apply(plan, previous, podns)?);
     }
     let mut host = encrypted.make(plan)?.netlink()?;
     let (inside, before) = (encrypted::inside(plan), previous.map(encrypted::inside));
-    Ok(net::guest::apply_from(&mut host, &inside, before.as_ref(), podns)?)
+    Ok(peerpod_podnet::guest::apply_from(&mut host, &inside, before.as_ref(), podns)?)
 }

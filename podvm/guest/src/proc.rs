@@ -3,7 +3,7 @@
 use std::{io, os::fd::OwnedFd, time::Duration};
 
 use nix::unistd::{SysconfVar, sysconf};
-use peerpod_link::reactor;
+use peerpod_common::reactor;
 use rustix::{
     io::Errno,
     process::{Pid, PidfdFlags, pidfd_open},

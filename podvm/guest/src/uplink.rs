@@ -10,17 +10,16 @@ use std::{
 
 use peerpod_link::{
     endpoint::EndpointHandle,
-    net::{
-        self,
-        events::Events,
-        netlink,
-        netns::Netns,
-        probe::{
-            Token,
-            ask::{self, Figures, Outcome},
-        },
-        uplink::{self, Uplink},
+    path_mtu::{
+        Token,
+        ask::{self, Outcome},
     },
+};
+use peerpod_podnet::{
+    events::Events,
+    netlink,
+    netns::Netns,
+    uplink::{self, Mtus, Uplink},
 };
 use peerpod_proto::guest;
 use tokio::{
@@ -287,7 +286,7 @@ impl Watcher {
     }
 
     /// Tries the path to `target`; whether what counts changed, and whether there was no answer.
-    async fn probe(&self, link: &Linked, target: IpAddr, figures: Figures) -> (bool, bool) {
+    async fn probe(&self, link: &Linked, target: IpAddr, figures: Mtus) -> (bool, bool) {
         let device = figures.device;
         let mut path = guest::Path::new();
         path.peer = target.to_string();
@@ -341,8 +340,8 @@ async fn when(due: Option<Instant>) {
     }
 }
 
-async fn figures(target: IpAddr) -> Option<Figures> {
-    match tokio::task::spawn_blocking(move || ask::figures(target)).await {
+async fn figures(target: IpAddr) -> Option<Mtus> {
+    match tokio::task::spawn_blocking(move || uplink::mtus(target)).await {
         Ok(Ok(figures)) => Some(figures),
         Ok(Err(error)) => {
             tracing::warn!(%error, "cannot try the path to the node");

@@ -10,7 +10,6 @@
 
 mod driver;
 mod engine;
-pub mod inner;
 mod key;
 mod lane;
 mod merge;

@@ -18,8 +18,8 @@ use nix::sys::socket::{
     AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, setsockopt, socket, sockopt,
 };
 use nix::sys::time::TimeVal;
-use peerpod_link::net::netns::Netns;
-use peerpod_wireguard::inner::{self, Inner};
+use peerpod_podnet::netns::Netns;
+use peerpod_podnet::wireguard::{self, Inner};
 use peerpod_wireguard::{
     DataPlane, Engine, Lane, NODE_INNER, PeerConfig, PrivateKey, Reason, Tun, bind, inner_of, port_of,
 };

@@ -8,7 +8,7 @@ use std::time::Duration;
 use peerpod_base::config::{Reader, Section};
 
 /// What clouds have and the path's probe tries, in bytes; the least is IPv6's.
-const MTUS: std::ops::RangeInclusive<u32> = 1280..=peerpod_link::net::probe::LARGEST;
+const MTUS: std::ops::RangeInclusive<u32> = 1280..=peerpod_link::path_mtu::LARGEST;
 
 /// A segment of the "cloud": a bridge in the node's network namespace, and the addresses there.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -15,7 +15,7 @@ use netlink_packet_route::route::{
 };
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use nix::errno::Errno;
-use peerpod_link::net::netlink::{Client, Error as NetlinkError};
+use peerpod_podnet::netlink::{Client, Error as NetlinkError};
 use sha2::{Digest, Sha256};
 
 use crate::config::{Family, LocalConfig, Network, Subnet};

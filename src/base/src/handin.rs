@@ -33,6 +33,8 @@ pub const VERSION: u32 = 1;
 pub const MAX_MESSAGE: usize = 16 << 10;
 /// The most descriptors of one message.
 pub const MAX_DESCRIPTORS: usize = 32;
+/// Names of the descriptors of a pod's localhost listeners: IPv4, IPv6.
+pub const LOCALHOST_LISTENERS: [&str; 2] = ["listen4", "listen6"];
 
 /// Room for [`MAX_DESCRIPTORS`]; the kernel cuts what is beyond, and says so.
 const ROOM: usize = rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS));

@@ -5,7 +5,7 @@
 
 use std::{net::SocketAddr, time::Duration};
 
-use peerpod_link::net::events::Events;
+use peerpod_podnet::events::Events;
 use tokio::{
     sync::watch,
     task::spawn_blocking,

@@ -12,7 +12,7 @@ use std::{
 
 use async_trait::async_trait;
 use futures_util::stream::{self, BoxStream, StreamExt};
-use peerpod_link::net::{Error as NetError, carrier, uplink};
+use peerpod_podnet::{Error as NetError, carrier, uplink};
 use peerpod_proto::{
     guest::{Images, NetworkPlan, Reply, Request},
     relay::{PutSandboxRequest, TunnelPeer},

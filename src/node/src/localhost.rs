@@ -1,9 +1,10 @@
 //! The pod's `localhost`: opens the listeners in the node's side of a pod's namespace, hands them to the relay, and makes
-//! the rules that lead connections there ([`peerpod_link::net::localhost`]). Nothing of it is recorded: the relay reports
+//! the rules that lead connections there ([`peerpod_podnet::localhost`]). Nothing of it is recorded: the relay reports
 //! the listeners that it holds, and the rules can always be made again.
 
 use nix::errno::Errno;
-use peerpod_link::net::{localhost, netns::Netns};
+use peerpod_base::handin::LOCALHOST_LISTENERS;
+use peerpod_podnet::{localhost, netns::Netns};
 use tokio::task::spawn_blocking;
 use tracing::warn;
 
@@ -51,6 +52,9 @@ impl Localhost {
                 let inside = netns.clone();
                 let (ports, listeners) = blocking(move || localhost::open(&inside)).await?;
                 let detail = serde_json::to_value(ports).map_err(|error| failed(error.to_string()))?;
+                let named = LOCALHOST_LISTENERS.into_iter().zip(listeners);
+                let listeners =
+                    named.filter_map(|(name, listener)| Some((name.to_owned(), listener?))).collect();
                 relay.hand_in(KIND, Some(id), detail, listeners).await.map_err(|error| failed(error.text))?;
                 ports
             }
@@ -71,7 +75,7 @@ impl Localhost {
 }
 
 /// The step that lets the kernel carry localhost, as far as its answer tells.
-fn remedy(error: &peerpod_link::net::Error) -> &'static str {
+fn remedy(error: &peerpod_podnet::Error) -> &'static str {
     match error.errno() {
         Some(Errno::ENOENT | Errno::EOPNOTSUPP | Errno::EPROTONOSUPPORT) => {
             "load the kernel modules nft_tproxy and nft_socket, or set tunnel.localhost: false"
@@ -84,7 +88,7 @@ fn remedy(error: &peerpod_link::net::Error) -> &'static str {
 }
 
 async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, peerpod_link::net::Error> + Send + 'static,
+    work: impl FnOnce() -> Result<T, peerpod_podnet::Error> + Send + 'static,
 ) -> Result<T, NetworkError> {
     match spawn_blocking(work).await {
         Ok(done) => done.map_err(NetworkError::from),

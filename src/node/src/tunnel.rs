@@ -1,7 +1,7 @@
 //! The node's half of a pod's network: look at the pod's namespace, reserve its tunnels, connect them to the VM, undo.
 //!
 //! Each step is "make it so": called again after a crash it finds what is there and completes it. The work is
-//! netlink, done by `peerpod_link::net` on blocking threads; this room only puts the steps together and owns the
+//! netlink, done by `peerpod_podnet` on blocking threads; this room only puts the steps together and owns the
 //! node's own sockets. It touches the pods' network namespaces, the node's VXLAN sockets and this daemon's own
 //! nftables tables, nothing else; what it makes says whose it is, so that several daemons can share a machine.
 
@@ -10,13 +10,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use peerpod_link::net::Error;
-pub use peerpod_link::net::look::Seen;
-pub use peerpod_link::net::mark::Owner;
-pub use peerpod_link::net::netns::{Netns, NetnsId};
-pub use peerpod_link::net::redirect::Classifier;
-pub use peerpod_link::net::vxlan::Vnis;
-use peerpod_link::net::{look, redirect};
+pub use peerpod_podnet::Error;
+pub use peerpod_podnet::look::Seen;
+pub use peerpod_podnet::mark::Owner;
+pub use peerpod_podnet::netns::{Netns, NetnsId};
+pub use peerpod_podnet::redirect::Classifier;
+pub use peerpod_podnet::vxlan::Vnis;
+use peerpod_podnet::{look, redirect};
 use peerpod_proto::guest::NetworkPlan;
 use peerpod_proto::relay::TunnelPeer;
 use tokio::sync::watch;
@@ -114,13 +114,13 @@ impl Tunnel {
     /// Copies the pod's network.
     ///
     /// # Errors
-    /// See [`peerpod_link::net::look::look`].
+    /// See [`peerpod_podnet::look::look`].
     pub async fn look(&self, netns: &Netns) -> Result<Seen, Error> {
         let netns = netns.clone();
         blocking(move || Steps::look(&netns)).await
     }
 
-    /// The pod's sysctls that are not carried into the VM, in words; see [`peerpod_link::net::look::unlisted`]. Takes a
+    /// The pod's sysctls that are not carried into the VM, in words; see [`peerpod_podnet::look::unlisted`]. Takes a
     /// while. Nothing where they cannot be read.
     pub async fn unlisted(&self, netns: &Netns, seen: &Seen) -> Vec<String> {
         let (netns, seen) = (netns.clone(), seen.clone());

@@ -12,7 +12,7 @@ use std::{
 use peerpod_link::{
     claim::{self, FIRST_RECORD_DEADLINE, First},
     endpoint,
-    net::probe::{Token, echo::Known},
+    path_mtu::{Token, echo::Known},
     tls,
 };
 use peerpod_proto::{

@@ -16,7 +16,7 @@ use std::{
 
 use async_trait::async_trait;
 use peerpod_base::handin::{Answer, Error, Header, VERSION, accept, check_peer, listen, receive, send};
-use peerpod_link::reactor;
+use peerpod_common::reactor;
 use rustix::net::{AddressFamily, SocketType, sockopt};
 use serde_json::Value;
 use tokio::{

@@ -2,7 +2,7 @@
 //! are carried to the same port in the VM. A listener accepts them, the guest dials, and where nothing listens in the VM
 //! the client's connection is reset.
 //!
-//! [`peerpod_link::net::localhost`] has the rules that lead connections here. The node hands the listeners in; they go
+//! `peerpod_podnet::localhost` has the rules that lead connections here. The node hands the listeners in; they go
 //! with the sandbox. May touch: these listeners, and the sandbox's link.
 
 use std::{
@@ -14,10 +14,8 @@ use std::{
 };
 
 use async_trait::async_trait;
-use peerpod_link::{
-    endpoint::{Connected, DialError, EndpointHandle, Target},
-    net::localhost::{LISTEN, Ports},
-};
+use peerpod_base::handin::LOCALHOST_LISTENERS as LISTEN;
+use peerpod_link::endpoint::{Connected, DialError, EndpointHandle, Target};
 use rustix::net::{AddressFamily, SocketType, sockopt::set_socket_linger};
 use serde_json::Value;
 use tokio::{
@@ -32,6 +30,9 @@ use crate::{
     metrics::Metrics,
     sandboxes::Sandboxes,
 };
+
+/// Ports of the listeners, IPv4 and IPv6, as the node's redirect rules have them. The relay keeps them for the next node.
+pub(crate) type Ports = [Option<u16>; 2];
 
 /// The word in a hand-in's header.
 const KIND: &str = "localhost";

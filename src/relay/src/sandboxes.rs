@@ -12,10 +12,7 @@ use std::{
     time::Duration,
 };
 
-use peerpod_link::{
-    endpoint::{self, Endpoint, EndpointHandle, Role},
-    net::localhost::Ports,
-};
+use peerpod_link::endpoint::{self, Endpoint, EndpointHandle, Role};
 use thiserror::Error;
 use tokio::{
     sync::mpsc,
@@ -31,7 +28,7 @@ use crate::{
     agent::{AgentSocket, CONNECTIONS},
     dials::Order,
     id::SandboxId,
-    localhost::Serving,
+    localhost::{Ports, Serving},
     metrics::Metrics,
     store::{Record, Store, StoreError},
 };

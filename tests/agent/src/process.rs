@@ -13,7 +13,7 @@ use nix::{
     sys::signal::{Signal, killpg},
     unistd::Pid,
 };
-use peerpod_link::net::netns::Netns;
+use peerpod_podnet::netns::Netns;
 use peerpod_proto::agent::{Mount, Process as Specification};
 use tokio::{
     fs::File,
@@ -342,8 +342,8 @@ fn attach_terminal(command: &mut Command) -> ttrpc::Result<(File, File)> {
     Ok((File::from_std(master), File::from_std(other)))
 }
 
-fn namespace(failed: peerpod_link::net::Error) -> ttrpc::Error {
-    use peerpod_link::net::Error;
+fn namespace(failed: peerpod_podnet::Error) -> ttrpc::Error {
+    use peerpod_podnet::Error;
     match failed {
         Error::Netns { source, .. } => error::io(source),
         other => error::invalid(other),

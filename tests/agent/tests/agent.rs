@@ -9,7 +9,7 @@ use std::{
 };
 
 use peerpod_client::{AgentClient, ContainerSpec, copy_file, exec_request};
-use peerpod_link::net::netns;
+use peerpod_podnet::netns;
 use peerpod_proto::agent::{CreateSandboxRequest, PauseContainerRequest};
 use ttrpc::Code;
 

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use peerpod_link::net::netns::Netns;
+use peerpod_podnet::netns::Netns;
 use peerpod_tests::{PATIENCE, Sandbox, vm};
 use peerpod_world::{Daemons, Settings, Sight, World, eventually, ip, picture::Picture};
 

@@ -10,7 +10,7 @@ use std::{
 };
 
 use peerpod_client::Annotations;
-use peerpod_link::net::netns::{Netns, NetnsId};
+use peerpod_podnet::netns::{Netns, NetnsId};
 use peerpod_tests::{PATIENCE, Sandbox, fresh_id, long, stop_in_time, vm};
 use peerpod_world::{Daemons, Namespace, Settings, World, eventually, ping::ping, road, spy::Spy};
 

@@ -14,7 +14,7 @@ use std::{
 
 use network_common::Vm;
 use peerpod_client::{Annotations, ShimClient};
-use peerpod_link::net::netns::Netns;
+use peerpod_podnet::netns::Netns;
 use peerpod_tests::{Dice, PATIENCE, fresh_id, long, nothing_beyond, stop_in_time};
 use peerpod_world::{
     Daemons, Namespace, Pod, Settings, Sight, World, eventually,

@@ -3,7 +3,7 @@
 use std::{net::SocketAddr, time::Duration};
 
 use peerpod_client::Annotations;
-use peerpod_link::net::netns::Netns;
+use peerpod_podnet::netns::Netns;
 use peerpod_tests::{PATIENCE, Sandbox, fresh_id, sample, stop_in_time, vm};
 use peerpod_world::{
     Daemons, Pod, Settings, World, eventually,

@@ -8,7 +8,7 @@ use std::{
 };
 
 use network_common::Vm;
-use peerpod_link::net::netns::Netns;
+use peerpod_podnet::netns::Netns;
 use peerpod_tests::{PATIENCE, nothing_beyond, sample, stop_in_time};
 use peerpod_world::{
     Daemons, Settings, Sight, World, eventually,

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::World;
-use peerpod_link::net::netns;
+use peerpod_podnet::netns;
 
 /// The namespace of pod `number` (below 60,000); its name says that it is this world's, which takes it away.
 ///

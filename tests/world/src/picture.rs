@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, fs, io};
 
 use anyhow::Context;
-use peerpod_link::net::netns::Netns;
+use peerpod_podnet::netns::Netns;
 use serde_json::{Map, Value};
 
 use crate::command::run;

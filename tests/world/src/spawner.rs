@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::Context;
 use nix::sched::{CloneFlags, setns, unshare};
-use peerpod_link::net::netns::Netns;
+use peerpod_podnet::netns::Netns;
 
 type Job = Box<dyn FnOnce() + Send>;
 

@@ -17,7 +17,7 @@ use std::{
 
 use anyhow::{Context, ensure};
 use nix::unistd::Uid;
-use peerpod_link::net::netns::Netns;
+use peerpod_podnet::netns::Netns;
 
 use crate::{
     command::{ip, run},

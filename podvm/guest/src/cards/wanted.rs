@@ -14,7 +14,7 @@ use netlink_packet_route::{
         RouteType,
     },
 };
-use peerpod_link::net::netlink::{Client, Error};
+use peerpod_podnet::netlink::{Client, Error};
 
 /// The kernel marks as permanent what never ends, and by that we know what is not ours.
 const LONGEST: u32 = 10 * 365 * 24 * 3600;
@@ -316,7 +316,7 @@ fn family(address: IpAddr) -> AddressFamily {
 mod tests {
     use std::process::Command;
 
-    use peerpod_link::net::netns::Netns;
+    use peerpod_podnet::netns::Netns;
 
     use super::*;
 

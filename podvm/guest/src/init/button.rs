@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use peerpod_link::reactor;
+use peerpod_common::reactor;
 use tokio::{
     io::{Interest, unix::AsyncFd},
     task::JoinSet,

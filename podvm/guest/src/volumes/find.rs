@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use peerpod_link::reactor;
+use peerpod_common::reactor;
 use peerpod_volume::Identity;
 use tokio::{
     io::{Interest, unix::AsyncFd},

@@ -18,8 +18,8 @@ use peerpod_link::{
     birth::{BirthData, BirthNode, BirthTicket, TicketSecret},
     endpoint::LinkEvent,
     frame::{HEADER_LEN, Header, REQUEST, RESPONSE},
-    net::{look, netns::Netns},
 };
+use peerpod_podnet::{look, netns::Netns};
 use peerpod_proto::{
     agent,
     guest::{self, Flush, Personalise, request::Body},

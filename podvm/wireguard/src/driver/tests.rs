@@ -1,6 +1,6 @@
 //! Halves that fail, between a real TUN device and a real socket. Needs root.
 
-use peerpod_link::net::netns::Netns;
+use peerpod_podnet::netns::Netns;
 
 use super::*;
 use crate::key::PrivateKey;

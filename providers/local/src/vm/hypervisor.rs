@@ -15,7 +15,7 @@ use nix::errno::Errno;
 use nix::fcntl::Flock;
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::stat::Mode;
-use peerpod_link::net::netlink::Client;
+use peerpod_podnet::netlink::Client;
 
 use super::{Answer, Description, console, inside, leave_the_session, read};
 use crate::network;

@@ -85,7 +85,7 @@ fn node_and_vms_reach_each_other_in_both_families() {
     assert!(routes.contains("default via 10.99.0.1 dev eth0"), "{routes}");
     let routes = run("nsenter", &[&format!("--net={namespace}"), "ip", "-6", "route"]);
     assert!(routes.contains("default via fd99::1 dev eth0"), "{routes}");
-    peerpod_link::net::netns::Netns::open(&namespace)
+    peerpod_podnet::netns::Netns::open(&namespace)
         .unwrap()
         .run(|| targets.iter().for_each(|target| reaches(*target)))
         .unwrap();
@@ -178,7 +178,7 @@ fn a_vm_has_a_second_card_when_it_is_asked_for() {
     let inside = |id| {
         let namespace = format!("/proc/{}/ns/net", place.pids(id).1);
         let ip = |what| run("nsenter", &[&format!("--net={namespace}"), "ip", "-o", what, "show"]);
-        (ip("link"), ip("route"), peerpod_link::net::netns::Netns::open(&namespace).unwrap())
+        (ip("link"), ip("route"), peerpod_podnet::netns::Netns::open(&namespace).unwrap())
     };
     assert!(!inside(&plain).0.contains("eth1"), "nobody asked for one");
     let (_, routes, netns) = inside(&made);

@@ -3,7 +3,7 @@
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
-use peerpod_link::net::events::Events;
+use peerpod_podnet::events::Events;
 use tokio::{
     sync::{Semaphore, watch},
     time::{Instant, sleep},

@@ -3,7 +3,7 @@
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
-use peerpod_link::net::{events::Events, netns::Netns};
+use peerpod_podnet::{events::Events, netns::Netns};
 use tokio::{
     sync::{Semaphore, watch},
     time::sleep,

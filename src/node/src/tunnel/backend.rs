@@ -7,11 +7,11 @@ use std::fmt::Debug;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use peerpod_link::net::netlink::{self, Client};
-use peerpod_link::net::netns::Netns;
-use peerpod_link::net::plan::Underlay;
-use peerpod_link::net::vxlan::Shape;
-use peerpod_link::net::{Error, nft::Peer};
+use peerpod_podnet::netlink::{self, Client};
+use peerpod_podnet::netns::Netns;
+use peerpod_podnet::plan::Underlay;
+use peerpod_podnet::vxlan::Shape;
+use peerpod_podnet::{Error, nft::Peer};
 use peerpod_proto::guest::NetworkPlan;
 
 use super::vxlan::Vxlan;

@@ -3,9 +3,9 @@
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex};
 
-use peerpod_link::net::Error;
-use peerpod_link::net::netns::Netns;
-use peerpod_link::net::uplink::network;
+use peerpod_podnet::Error;
+use peerpod_podnet::netns::Netns;
+use peerpod_podnet::uplink::network;
 use peerpod_proto::guest;
 
 use super::backend::lock;

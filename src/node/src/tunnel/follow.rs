@@ -7,7 +7,7 @@
 
 use std::fmt;
 
-use peerpod_link::net::look::{Address, Interface, Neighbour, Route, Seen};
+use peerpod_podnet::look::{Address, Interface, Neighbour, Route, Seen};
 
 /// More changes are counted, not listed.
 const LISTED: usize = 8;

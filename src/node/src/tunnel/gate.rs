@@ -5,11 +5,11 @@ use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
 use std::sync::Mutex;
 
-use peerpod_link::net::Error;
-use peerpod_link::net::mark::Owner;
-use peerpod_link::net::netlink::Client;
-use peerpod_link::net::netns::Netns;
-use peerpod_link::net::nft::{Filter, Peer};
+use peerpod_podnet::Error;
+use peerpod_podnet::mark::Owner;
+use peerpod_podnet::netlink::Client;
+use peerpod_podnet::netns::Netns;
+use peerpod_podnet::nft::{Filter, Peer};
 
 use super::backend::{is_broken, lock};
 

@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use peerpod_link::net::Error;
-use peerpod_link::net::leftover::{Swept, namespaces, sweep};
-use peerpod_link::net::netns::{Netns, NetnsId};
-use peerpod_link::net::nft::Peer;
+use peerpod_podnet::Error;
+use peerpod_podnet::leftover::{Swept, namespaces, sweep};
+use peerpod_podnet::netns::{Netns, NetnsId};
+use peerpod_podnet::nft::Peer;
 
 use super::backend::{Connected, lock};
 use super::steps::Steps;

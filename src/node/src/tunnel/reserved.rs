@@ -1,8 +1,8 @@
 //! What a reservation is, as the ledger keeps it: version 2, one entry per carried interface. Version 1, of one device,
 //! is still read; it had neither the kind nor the interface.
 
-use peerpod_link::net::look::Seen;
-use peerpod_link::net::vxlan::Held;
+use peerpod_podnet::look::Seen;
+use peerpod_podnet::vxlan::Held;
 use serde::{Deserialize, Serialize};
 
 /// What carries a pod's frames to its VM.

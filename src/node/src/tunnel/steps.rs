@@ -1,16 +1,16 @@
-//! The steps themselves, synchronous: each puts the parts of `peerpod_link::net` in their order.
+//! The steps themselves, synchronous: each puts the parts of `peerpod_podnet` in their order.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
 
-use peerpod_link::net::Error;
-use peerpod_link::net::look::{Seen, look};
-use peerpod_link::net::mark::{Mark, Owner};
-use peerpod_link::net::netns::Netns;
-use peerpod_link::net::plan::{self, Carry};
-use peerpod_link::net::redirect::{self, Classifiers};
-use peerpod_link::net::tunnel::{self, Connection, Pair, Undo};
-use peerpod_link::net::vxlan::{self, Held, Slot, Vnis, Wanted};
+use peerpod_podnet::Error;
+use peerpod_podnet::look::{Seen, look};
+use peerpod_podnet::mark::{Mark, Owner};
+use peerpod_podnet::netns::Netns;
+use peerpod_podnet::plan::{self, Carry};
+use peerpod_podnet::redirect::{self, Classifiers};
+use peerpod_podnet::tunnel::{self, Connection, Pair, Undo};
+use peerpod_podnet::vxlan::{self, Held, Slot, Vnis, Wanted};
 use peerpod_proto::guest::NetworkPlan;
 
 use super::backend::{Backend, Backends, Connected};

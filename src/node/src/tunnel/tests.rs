@@ -1,13 +1,13 @@
 //! The node's tunnels with real namespaces: what the whole daemon relies on.
 
-#[path = "../../../../podvm/link/tests/net/world/mod.rs"]
+#[path = "../../../../crates/podnet/tests/podnet/world/mod.rs"]
 pub(crate) mod net_world;
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use net_world::{World, run};
-use peerpod_link::net::nft::Filter;
+use peerpod_podnet::nft::Filter;
 
 use super::*;
 

@@ -2,12 +2,12 @@
 
 use std::net::IpAddr;
 
-use peerpod_link::net::Error;
-use peerpod_link::net::netns::Netns;
-use peerpod_link::net::nft::Peer;
-use peerpod_link::net::plan::Underlay;
-use peerpod_link::net::tunnel;
-use peerpod_link::net::vxlan::{Shape, probe};
+use peerpod_podnet::Error;
+use peerpod_podnet::netns::Netns;
+use peerpod_podnet::nft::Peer;
+use peerpod_podnet::plan::Underlay;
+use peerpod_podnet::tunnel;
+use peerpod_podnet::vxlan::{Shape, probe};
 
 use super::backend::{Backend, Connected, Host, Way};
 use super::gate::Gate;

@@ -10,7 +10,7 @@ use std::{
 
 use nix::fcntl::Flock;
 use peerpod_base::{admin, listen::listen};
-use peerpod_link::net::probe::echo::{Echo, Known};
+use peerpod_link::path_mtu::echo::{Echo, Known};
 use tokio::net::{TcpListener, UnixListener};
 
 use super::{AppError, path_error};

@@ -11,10 +11,8 @@ use std::{
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
-use peerpod_link::{
-    endpoint::{Endpoint, Filter, Handler, Limits, LinkEvent, Role, Target, Transport},
-    net::{localhost, netns::Netns},
-};
+use peerpod_link::endpoint::{Endpoint, Filter, Handler, Limits, LinkEvent, Role, Target, Transport};
+use peerpod_podnet::{localhost, netns::Netns};
 use prometheus_client::registry::Registry;
 use tokio::net::{TcpSocket, UnixStream};
 
@@ -126,6 +124,8 @@ impl Pod {
         let endpoint = move || Some(relay.clone());
         let (ports, listeners) = localhost::open(&self.node).unwrap();
         let _entered = self.runtime.enter();
+        let named = LISTEN.into_iter().zip(listeners);
+        let listeners = named.filter_map(|(name, listener)| Some((name.to_owned(), listener?))).collect();
         let listeners = Listeners::take(&mut Handed::new(Value::Null, listeners)).unwrap();
         let id = SandboxId::parse("a").unwrap();
         let span = tracing::Span::none();

@@ -15,7 +15,7 @@ use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use peerpod_link::{
     endpoint::{Filter, Handler, Line, LinkEvent},
-    net::probe::echo::Pass,
+    path_mtu::echo::Pass,
 };
 use peerpod_proto::guest::Reply;
 use protobuf::Message;

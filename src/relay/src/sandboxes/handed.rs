@@ -3,10 +3,7 @@
 
 use std::{io, os::fd::OwnedFd, sync::Arc};
 
-use peerpod_link::{
-    endpoint::{Endpoint, EndpointHandle, EndpointState, Frozen, NotFrozen},
-    net::localhost::Ports,
-};
+use peerpod_link::endpoint::{Endpoint, EndpointHandle, EndpointState, Frozen, NotFrozen};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokio::{net::UnixListener, sync::OwnedMutexGuard};
@@ -27,7 +24,7 @@ pub(crate) struct Handed {
     endpoint: EndpointState,
     /// `localhost` of earlier versions described sockets that are no longer used; a new hand-in by the node replaces them.
     #[serde(default)]
-    localhost_ports: Option<Ports>,
+    localhost_ports: Option<localhost::Ports>,
     /// Names of the descriptors of its localhost. Before them there is the agent socket's listener, behind them come
     /// those of the endpoint's connections.
     names: Vec<String>,
@@ -55,7 +52,7 @@ pub(crate) struct Prepared {
     endpoint: Endpoint<GuestHandler>,
     handle: EndpointHandle,
     listener: UnixListener,
-    localhost: Option<(Ports, localhost::Listeners)>,
+    localhost: Option<(localhost::Ports, localhost::Listeners)>,
 }
 
 impl Prepared {

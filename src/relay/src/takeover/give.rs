@@ -8,7 +8,7 @@ use std::{
 };
 
 use peerpod_base::handin::{accept, check_peer};
-use peerpod_link::reactor;
+use peerpod_common::reactor;
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use tokio::{
     io::Interest,

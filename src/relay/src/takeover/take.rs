@@ -4,7 +4,7 @@
 use std::{io, net::SocketAddr, os::fd::OwnedFd, path::Path, time::Duration};
 
 use peerpod_base::handin::{check_peer, connect};
-use peerpod_link::reactor;
+use peerpod_common::reactor;
 use thiserror::Error;
 use tokio::{
     io::Interest,

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use peerpod_link::reactor;
+use peerpod_common::reactor;
 use rustix::{
     io::Errno,
     net::{

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use peerpod_link::net::netns::Netns;
+use peerpod_podnet::netns::Netns;
 use peerpod_wireguard::open_tun;
 
 use super::*;

@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::{Context, ensure};
 use peerpod_client::{AgentClient, Annotations, ContainerSpec, ShimClient, exec_request};
-use peerpod_link::net::netns::Netns;
+use peerpod_podnet::netns::Netns;
 use peerpod_proto::agent::CreateSandboxRequest;
 use peerpod_tests::{CONTAINER, PATIENCE, fresh_id, long, stop_in_time};
 use peerpod_world::{

@@ -3,7 +3,7 @@
 use std::net::{Ipv6Addr, UdpSocket};
 use std::path::PathBuf;
 
-use peerpod_link::net::netns;
+use peerpod_podnet::netns;
 use serde_json::{Value, json};
 
 use super::*;

@@ -1,6 +1,6 @@
 //! What goes wrong while pods are set up, run and are torn down.
 
-use peerpod_link::net::events::Events;
+use peerpod_podnet::events::Events;
 use tokio::time::timeout;
 
 use super::*;
@@ -144,7 +144,7 @@ fn a_namespace_that_goes_in_the_middle_is_an_error_and_no_hang() {
             scope.spawn(move || {
                 // At another point of the set-up each time.
                 std::thread::sleep(Duration::from_micros(100 * round as u64));
-                peerpod_link::net::netns::delete_named(path).unwrap();
+                peerpod_podnet::netns::delete_named(path).unwrap();
             });
             match runtime.block_on(steps) {
                 Ok(_) => outcomes[0] += 1,

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use base64::{Engine as _, prelude::BASE64_STANDARD};
-use peerpod_link::net::{Error, netlink};
+use peerpod_podnet::{Error, netlink};
 use peerpod_wireguard::PrivateKey;
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;

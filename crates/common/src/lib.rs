@@ -1,0 +1,3 @@
+//! Small parts that the programs of the node and of the VM share. Knows no pod and no protocol.
+
+pub mod reactor;

@@ -1,0 +1,224 @@
+//! Hears what changes in a network namespace: links, addresses, routes, rules and permanent neighbours, of both
+//! families, and in a pod's the qdiscs and filters. It says only that something changed; who hears it looks again (`look`), because a lost or merged event must
+//! not matter. Reads one multicast netlink socket, changes nothing.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::time::Duration;
+
+use netlink_sys::Socket;
+use netlink_sys::protocols::NETLINK_ROUTE;
+use nix::errno::Errno;
+use nix::sys::socket::{MsgFlags, recv};
+use tokio::io::{Interest, unix::AsyncFd};
+use tokio::time::{Instant, timeout_at};
+
+use super::Error;
+use super::netns::Netns;
+use peerpod_common::reactor;
+
+// rtnetlink's multicast groups (linux/rtnetlink.h).
+const LINK: u32 = 1;
+const NEIGHBOUR: u32 = 3;
+const TRAFFIC: u32 = 4;
+const V4_ADDRESS: u32 = 5;
+const V4_ROUTE: u32 = 7;
+const V4_RULE: u32 = 8;
+const V6_ADDRESS: u32 = 9;
+const V6_ROUTE: u32 = 11;
+/// What a router's advertisement says about a device.
+const V6_LINK: u32 = 12;
+const V6_RULE: u32 = 19;
+
+/// What decides how packets of a namespace travel.
+const ALL: &[u32] = &[LINK, NEIGHBOUR, TRAFFIC, V4_ADDRESS, V4_ROUTE, V4_RULE, V6_ADDRESS, V6_ROUTE, V6_RULE];
+/// The same for an underlay: its neighbours come and go with every conversation.
+const UNDERLAY: &[u32] = &[LINK, V4_ADDRESS, V4_ROUTE, V4_RULE, V6_ADDRESS, V6_ROUTE, V6_LINK, V6_RULE];
+
+/// What is longer is cut and still heard: nobody reads it.
+const ROOM: usize = 64;
+/// Datagrams read in one go; a flood beyond it is heard the next time.
+const AT_ONCE: usize = 256;
+
+/// An open ear in one namespace.
+#[derive(Debug)]
+pub struct Events {
+    socket: AsyncFd<OwnedFd>,
+    /// When the first and the last change were heard that nobody was told of yet.
+    heard: Option<(Instant, Instant)>,
+}
+
+impl Events {
+    /// Listens to everything in a pod's namespace. Must be called inside a tokio runtime.
+    ///
+    /// # Errors
+    /// [`Error::Netns`] where the namespace cannot be entered or has no room for a socket.
+    pub fn of_pod(netns: &Netns) -> Result<Events, Error> {
+        Events::open(netns, ALL)
+    }
+
+    /// Listens to what decides the way between node and VMs. Must be called inside a tokio runtime.
+    ///
+    /// # Errors
+    /// As [`Events::of_pod`].
+    pub fn of_underlay(netns: &Netns) -> Result<Events, Error> {
+        Events::open(netns, UNDERLAY)
+    }
+
+    fn open(netns: &Netns, groups: &[u32]) -> Result<Events, Error> {
+        let failed =
+            |source: io::Error| Error::Netns { attempt: "listen in", path: netns.path().to_owned(), source };
+        let socket = netns.run(|| socket(groups)).and_then(|made| made).map_err(failed)?;
+        Ok(Events { socket: reactor::register(socket, Interest::READABLE).map_err(failed)?, heard: None })
+    }
+
+    /// Waits until something happened, takes all of it, and goes on taking until nothing happened for `quiet`, or
+    /// `at_most` is over: a CNI writes its routes one by one.
+    ///
+    /// cancel safety: nothing is lost; what was taken counts for the next call.
+    ///
+    /// # Errors
+    /// When the socket fails; the namespace is then no longer heard.
+    pub async fn settled(&mut self, quiet: Duration, at_most: Duration) -> io::Result<()> {
+        let (first, mut last) = match self.heard {
+            Some(heard) => heard,
+            None => {
+                self.next().await?;
+                let now = Instant::now();
+                (now, now)
+            }
+        };
+        let end = first + at_most;
+        while last < end {
+            self.heard = Some((first, last));
+            match timeout_at((last + quiet).min(end), self.next()).await {
+                Ok(more) => more?,
+                Err(_) => break,
+            }
+            last = Instant::now();
+        }
+        self.heard = None;
+        Ok(())
+    }
+
+    async fn next(&mut self) -> io::Result<()> {
+        loop {
+            let mut ready = self.socket.readable().await?;
+            match ready.try_io(|ear| drain(ear.get_ref())) {
+                Ok(taken) => return taken,
+                Err(_would_block) => {}
+            }
+        }
+    }
+}
+
+fn socket(groups: &[u32]) -> io::Result<OwnedFd> {
+    let mut socket = Socket::new(NETLINK_ROUTE)?;
+    socket.bind_auto()?;
+    for group in groups {
+        // A kernel without IPv6 or without policy routing has no such group, and nothing to tell about it.
+        match socket.add_membership(*group) {
+            Err(e) if *group == LINK => return Err(e),
+            _ => {}
+        }
+    }
+    socket.set_non_blocking(true)?;
+    socket.as_fd().try_clone_to_owned()
+}
+
+/// Takes what is queued. "Would block" only where nothing was.
+fn drain(socket: &OwnedFd) -> io::Result<()> {
+    let mut buffer = [0; ROOM];
+    let mut any = false;
+    for _ in 0..AT_ONCE {
+        match recv(socket.as_raw_fd(), &mut buffer, MsgFlags::MSG_DONTWAIT) {
+            // The queue ran over: something happened, nobody knows what.
+            Ok(_) | Err(Errno::ENOBUFS) => any = true,
+            Err(Errno::EINTR) => {}
+            Err(Errno::EAGAIN) => break,
+            Err(e) => return Err(e.into()),
+        }
+    }
+    if any { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(10);
+    const QUIET: Duration = Duration::from_millis(30);
+
+    fn ip(netns: &Netns, arguments: &str) {
+        run(netns, "ip", arguments);
+    }
+
+    fn run(netns: &Netns, program: &str, arguments: &str) {
+        let run = || Command::new(program).args(arguments.split(' ')).status();
+        assert!(netns.run(run).unwrap().unwrap().success(), "{program} {arguments}");
+    }
+
+    #[tokio::test]
+    async fn each_kind_of_change_is_heard_and_quiet_is_quiet() {
+        let netns = Netns::scratch().unwrap();
+        ip(&netns, "link add a0 type veth peer name a1");
+        ip(&netns, "link set a0 up");
+        ip(&netns, "link set a1 up");
+        let mut events = Events::of_pod(&netns).unwrap();
+        for change in [
+            "addr add 10.1.0.1/24 dev a0",
+            "addr add fd00::1/64 dev a0",
+            "route add 10.2.0.0/16 via 10.1.0.9",
+            "-6 route add fd01::/64 via fd00::9",
+            "rule add from 10.1.0.1 lookup 7",
+            "neigh add 10.1.0.9 lladdr 02:00:00:00:00:09 dev a0 nud permanent",
+            "link set a0 mtu 1400",
+            "link set a0 down",
+            "tc qdisc add dev a0 ingress",
+            "tc filter add dev a0 ingress prio 9 protocol all u32 match u32 0 0",
+        ] {
+            match change.strip_prefix("tc ") {
+                Some(change) => run(&netns, "tc", change),
+                None => ip(&netns, change),
+            }
+            let heard = tokio::time::timeout(LONG, events.settled(QUIET, LONG)).await;
+            heard.unwrap_or_else(|_| panic!("not heard: {change}")).unwrap();
+        }
+        // What IPv6 does by itself (duplicate address detection) may still come.
+        while tokio::time::timeout(Duration::from_secs(3), events.next()).await.is_ok() {}
+    }
+
+    #[tokio::test]
+    async fn what_was_heard_before_a_cancelled_wait_is_told_by_the_next_one() {
+        let netns = Netns::scratch().unwrap();
+        ip(&netns, "link add a0 type veth peer name a1");
+        let mut events = Events::of_underlay(&netns).unwrap();
+        ip(&netns, "addr add 10.1.0.1/24 dev a0");
+        // Heard, and nobody was told: a `select!` took another way.
+        let cut = tokio::time::timeout(Duration::from_millis(200), events.settled(LONG, LONG)).await;
+        assert!(cut.is_err(), "it had to be in the middle of it");
+        tokio::time::timeout(LONG / 2, events.settled(QUIET, LONG)).await.unwrap().unwrap();
+        let more = tokio::time::timeout(Duration::from_millis(200), events.settled(QUIET, LONG)).await;
+        assert!(more.is_err(), "told once");
+    }
+
+    #[tokio::test]
+    async fn a_flood_of_changes_ends_in_one_answer_in_time() {
+        let netns = Netns::scratch().unwrap();
+        ip(&netns, "link add a0 type veth peer name a1");
+        let mut events = Events::of_underlay(&netns).unwrap();
+        let inside = netns.clone();
+        let noise = tokio::task::spawn_blocking(move || {
+            for i in 0..60 {
+                ip(&inside, &format!("addr add 10.1.{i}.1/24 dev a0"));
+            }
+        });
+        let at_most = Duration::from_millis(50);
+        let start = Instant::now();
+        tokio::time::timeout(LONG, events.settled(LONG, at_most)).await.unwrap().unwrap();
+        assert!(start.elapsed() < LONG / 2, "a quiet moment never came and it waited for one");
+        noise.await.unwrap();
+    }
+}

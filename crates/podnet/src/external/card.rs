@@ -1,0 +1,136 @@
+//! Which of the VM's network cards the pod leaves by. [`choose`] is pure; [`look`] reads over netlink.
+
+use std::net::IpAddr;
+
+use super::{External, detour};
+use crate::Error;
+use crate::link;
+use crate::netlink::Client;
+use crate::uplink::{self, Uplink};
+
+/// All of the VM's uplinks as they are now, and those the pod leaves by: none where there is no way.
+///
+/// # Errors
+/// [`Error::Kernel`].
+pub(super) fn look(client: &mut Client, external: &External) -> Result<(Vec<Uplink>, Vec<Uplink>), Error> {
+    let mut all = uplink::look(client)?;
+    if !external.second {
+        let out = all.iter().filter(|u| goes_out(u, false) || goes_out(u, true)).cloned().collect();
+        return Ok((all, out));
+    }
+    let first = match external.nodes.first().map(|node| uplink::towards(client, *node)) {
+        Some(Ok(name)) => name,
+        // Without a way home none can be told from the first.
+        None | Some(Err(Error::Path { .. })) => return Ok((all, Vec::new())),
+        Some(Err(e)) => return Err(e),
+    };
+    let mut others = all.clone();
+    for uplink in others.iter_mut().filter(|uplink| uplink.name != first) {
+        uplink.gateways = uplink::gateways(client, uplink.index, detour::TABLE)?;
+    }
+    let out: Vec<Uplink> = choose(&first, &others).into_iter().collect();
+    // What only the card's own table says is as near to the VM as what the main one says.
+    for uplink in &mut all {
+        let same = out.iter().filter(|card| card.index == uplink.index);
+        uplink
+            .near
+            .extend(same.flat_map(|card| &card.gateways).map(|gateway| (*gateway, link::bits(*gateway))));
+    }
+    Ok((all, out))
+}
+
+/// The second card: of those that are not `first`, the one with the lowest index that leads out. One without a gateway of
+/// its own that lies in a network of the first leads out by that one's.
+fn choose(first: &str, uplinks: &[Uplink]) -> Option<Uplink> {
+    let home = uplinks.iter().find(|uplink| uplink.name == first)?;
+    let mut others: Vec<Uplink> = uplinks.iter().filter(|uplink| uplink.name != first).cloned().collect();
+    others.sort_unstable_by_key(|uplink| uplink.index);
+    for uplink in &mut others {
+        for v6 in [false, true] {
+            let is_of = |address: &&IpAddr| address.is_ipv6() == v6;
+            if uplink.gateways.iter().any(|gateway| gateway.is_ipv6() == v6)
+                || !shares_network(uplink, home, v6)
+            {
+                continue;
+            }
+            uplink.gateways.extend(home.gateways.iter().find(is_of));
+        }
+        uplink.is_default = !uplink.gateways.is_empty();
+    }
+    others.into_iter().find(|uplink| goes_out(uplink, false) || goes_out(uplink, true))
+}
+
+fn shares_network(one: &Uplink, other: &Uplink, v6: bool) -> bool {
+    let networks = |uplink: &Uplink| {
+        let of = uplink.addresses.iter().filter(|(address, _)| address.is_ipv6() == v6);
+        of.map(|(address, prefix)| uplink::network(*address, *prefix)).collect::<Vec<_>>()
+    };
+    let others = networks(other);
+    networks(one).iter().any(|network| others.contains(network))
+}
+
+/// Whether the VM itself could send packets of this family out by it.
+pub(super) fn goes_out(uplink: &Uplink, v6: bool) -> bool {
+    let routed = uplink.gateways.iter().any(|gateway| gateway.is_ipv6() == v6);
+    uplink.up && uplink.is_default && routed && uplink.has(v6)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn uplink(name: &str, index: u32, addresses: &[&str], gateways: &[&str]) -> Uplink {
+        let address = |text: &&str| {
+            let (address, prefix) = text.split_once('/').unwrap();
+            (address.parse().unwrap(), prefix.parse().unwrap())
+        };
+        Uplink {
+            name: name.to_owned(),
+            index,
+            mac: [2, 0, 0, 0, 0, index as u8],
+            mtu: 1500,
+            up: true,
+            addresses: addresses.iter().map(address).collect(),
+            gateways: gateways.iter().map(|text| text.parse().unwrap()).collect(),
+            is_default: !gateways.is_empty(),
+            near: Vec::new(),
+        }
+    }
+
+    fn chosen(uplinks: &[Uplink]) -> Option<(String, Vec<String>)> {
+        let chosen = choose("eth0", uplinks)?;
+        Some((chosen.name, chosen.gateways.iter().map(ToString::to_string).collect()))
+    }
+
+    fn is(name: &str, gateways: &[&str]) -> Option<(String, Vec<String>)> {
+        Some((name.to_owned(), gateways.iter().map(|text| (*text).to_owned()).collect()))
+    }
+
+    #[test]
+    fn the_card_that_does_not_lead_home_is_the_way_out() {
+        let home = uplink("eth0", 2, &["10.9.0.5/24", "fd09::5/64"], &["10.9.0.1", "fd09::1"]);
+        let own = uplink("eth1", 3, &["10.8.0.5/24"], &["10.8.0.1"]);
+        let beside = uplink("eth1", 3, &["10.9.0.6/24", "fd09::6/64"], &[]);
+        let lost = uplink("eth1", 3, &["10.8.0.5/24"], &[]);
+        let bare = uplink("eth1", 3, &[], &["10.8.0.1"]);
+        let down = Uplink { up: false, ..own.clone() };
+        let third = uplink("eth2", 4, &["10.7.0.5/24"], &["10.7.0.1"]);
+        assert_eq!(chosen(&[home.clone(), own.clone()]), is("eth1", &["10.8.0.1"]));
+        assert_eq!(
+            chosen(&[home.clone(), beside]),
+            is("eth1", &["10.9.0.1", "fd09::1"]),
+            "the first one's gateway"
+        );
+        assert_eq!(
+            chosen(&[third.clone(), own.clone(), home.clone()]),
+            is("eth1", &["10.8.0.1"]),
+            "one, always the same"
+        );
+        for unfit in [lost, bare, down] {
+            assert_eq!(chosen(&[home.clone(), unfit.clone()]), None, "{unfit:?}");
+            assert_eq!(chosen(&[home.clone(), unfit, third.clone()]), is("eth2", &["10.7.0.1"]));
+        }
+        assert_eq!(chosen(std::slice::from_ref(&home)), None, "never the first");
+        assert_eq!(chosen(&[own]), None, "without a first there is no second");
+    }
+}

@@ -1,0 +1,258 @@
+//! What is in a namespace besides its devices: addresses, routes, rules, neighbours, each with its device's name. The
+//! difference between what is wanted, what is there, and what an older plan wanted. Pure.
+
+use std::collections::HashSet;
+use std::hash::Hash;
+use std::net::IpAddr;
+
+use crate::look::{Address, Neighbour, Picture, Route, Rule};
+use crate::plan::Planned;
+
+/// The metric of an IPv6 route that names none, and the protocol of one that names none.
+const USUAL_METRIC_V6: u32 = 1024;
+const RTPROT_BOOT: u8 = 3;
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Contents {
+    pub(super) addresses: Vec<(String, Address)>,
+    /// Without a device: of none or of several.
+    pub(super) routes: Vec<(Option<String>, Route)>,
+    pub(super) neighbours: Vec<(String, Neighbour)>,
+    pub(super) rules: Vec<Rule>,
+}
+
+/// What is to be done.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Change {
+    /// To be removed first: the kernel would take what is added for the same thing.
+    pub(super) swap: Contents,
+    pub(super) add: Contents,
+    pub(super) remove: Contents,
+}
+
+impl Contents {
+    /// What a plan wants.
+    pub(super) fn planned(plan: &Planned) -> Contents {
+        let mut all = Contents { rules: plan.rules.clone(), ..Contents::default() };
+        let lo = || "lo".to_owned();
+        all.addresses.extend(plan.loopback.iter().map(|address| (lo(), address.clone())));
+        for interface in &plan.interfaces {
+            let name = || interface.name.clone();
+            all.addresses.extend(interface.addresses.iter().map(|address| (name(), address.clone())));
+            all.neighbours.extend(interface.neighbours.iter().map(|neighbour| (name(), neighbour.clone())));
+            all.routes.extend(interface.routes.iter().map(|route| (Some(name()), as_kept(route))));
+        }
+        all.routes.extend(plan.routes.iter().map(|route| (None, as_kept(route))));
+        all
+    }
+
+    /// What is in a namespace.
+    pub(super) fn found(picture: &Picture) -> Contents {
+        let name = |index: &u32| picture.link(*index).map(|link| link.name.clone());
+        let addresses = picture.addresses.iter().filter_map(|(of, a)| Some((name(of)?, a.clone())));
+        let neighbours = picture.neighbours.iter().filter_map(|(of, n)| Some((name(of)?, n.clone())));
+        let routes = picture.routes.iter().filter_map(|found| {
+            let (device, route) = picture.named(found).ok()?;
+            Some((device.map(|link| link.name.clone()), route))
+        });
+        Contents {
+            addresses: addresses.collect(),
+            routes: routes.collect(),
+            neighbours: neighbours.collect(),
+            rules: picture.rules.clone(),
+        }
+    }
+
+    /// What makes `has` to this. What is there and neither here nor in what was wanted `before` is somebody else's.
+    pub(super) fn change(&self, has: &Contents, before: &Contents) -> Change {
+        let mut change = Change::default();
+        // What the kernel let expire meanwhile is not put back by the plan that brought it.
+        let expired = |(_, a): &&(String, Address)| a.valid.is_some();
+        difference(&self.addresses, &has.addresses, &before.addresses, address_exact, address_kind, expired)
+            .split(&mut change, |contents| &mut contents.addresses, address_kind);
+        let expired = |(_, r): &&(Option<String>, Route)| r.expires.is_some();
+        difference(&self.routes, &has.routes, &before.routes, route_exact, route_kind, expired).split(
+            &mut change,
+            |contents| &mut contents.routes,
+            route_kind,
+        );
+        // A neighbour is replaced in one step, and a rule is what it says.
+        let key = |(of, n): &(String, Neighbour)| (of.clone(), n.address, n.proxy);
+        let exact = |(of, n): &(String, Neighbour)| (of.clone(), Neighbour { protocol: 0, ..n.clone() });
+        let of_neighbours =
+            difference(&self.neighbours, &has.neighbours, &before.neighbours, exact, key, |_| false);
+        let added: HashSet<_> = of_neighbours.add.iter().map(key).collect();
+        change.remove.neighbours =
+            of_neighbours.remove.into_iter().filter(|n| !added.contains(&key(n))).collect();
+        change.add.neighbours = of_neighbours.add;
+        let of_rules =
+            difference(&self.rules, &has.rules, &before.rules, Rule::clone, Rule::clone, |_| false);
+        (change.add.rules, change.remove.rules) = (of_rules.add, of_rules.remove);
+        change
+    }
+
+    fn is_empty(&self) -> bool {
+        self.addresses.is_empty()
+            && self.routes.is_empty()
+            && self.neighbours.is_empty()
+            && self.rules.is_empty()
+    }
+}
+
+impl Change {
+    pub(super) fn is_empty(&self) -> bool {
+        self.swap.is_empty() && self.add.is_empty() && self.remove.is_empty()
+    }
+
+    /// What is taken away, if anything.
+    pub(super) fn removes(&self) -> bool {
+        !self.swap.is_empty() || !self.remove.is_empty()
+    }
+
+    pub(super) fn first_in_words(&self) -> String {
+        let Contents { addresses, routes, neighbours, rules } = &self.add;
+        if let Some((device, address)) = addresses.first() {
+            return format!("address {} of {device}", address.address);
+        }
+        if let Some((_, route)) = routes.first() {
+            return format!("the route to {}/{}", route.destination, route.prefix);
+        }
+        match (neighbours.first(), rules.first()) {
+            (Some((device, neighbour)), _) => format!("neighbour {} of {device}", neighbour.address),
+            (None, Some(rule)) => format!("the rule of priority {}", rule.priority),
+            (None, None) => "what was removed away".to_owned(),
+        }
+    }
+}
+
+/// A route as the kernel shows it again.
+fn as_kept(route: &Route) -> Route {
+    let mut route = route.clone();
+    if route.destination.is_ipv6() {
+        route.scope = 0;
+        route.metric = if route.metric == 0 { USUAL_METRIC_V6 } else { route.metric };
+        route.protocol = if route.protocol == 0 { RTPROT_BOOT } else { route.protocol };
+    }
+    route
+}
+
+/// Everything that counts; older kernels do not keep who put an address there.
+fn address_exact((device, a): &(String, Address)) -> (String, Address) {
+    let timeless =
+        Address { valid: a.valid.map(|_| 0), preferred: a.preferred.map(|_| 0), protocol: 0, ..a.clone() };
+    (device.clone(), timeless)
+}
+
+/// What the kernel takes for the same address.
+fn address_kind((device, a): &(String, Address)) -> (String, IpAddr, u8) {
+    (device.clone(), a.address, if a.address.is_ipv6() { 0 } else { a.prefix })
+}
+
+/// Everything that counts; a gateway the kernel would not believe otherwise was made "onlink" here.
+fn route_exact((device, r): &(Option<String>, Route)) -> (Option<String>, Route) {
+    let mut route = Route { expires: r.expires.map(|_| 0), onlink: false, ..r.clone() };
+    route.hops.iter_mut().for_each(|hop| hop.onlink = false);
+    (device.clone(), route)
+}
+
+/// Without what a path or a lifetime changes.
+fn route_kind(of: &(Option<String>, Route)) -> (Option<String>, Route) {
+    let (device, mut kind) = route_exact(of);
+    (kind.expires, kind.mtu, kind.advmss) = (None, 0, 0);
+    kind.metrics.clear();
+    (device, kind)
+}
+
+struct Difference<T> {
+    add: Vec<T>,
+    remove: Vec<T>,
+}
+
+fn difference<T: Clone, K: Hash + Eq, L: Hash + Eq>(
+    target: &[T],
+    has: &[T],
+    before: &[T],
+    exact: impl Fn(&T) -> K,
+    kind: impl Fn(&T) -> L,
+    expires: impl Fn(&&T) -> bool,
+) -> Difference<T> {
+    let (wanted, there): (HashSet<K>, HashSet<K>) =
+        (target.iter().map(&exact).collect(), has.iter().map(&exact).collect());
+    let old: HashSet<K> = before.iter().map(&exact).collect();
+    let ours: HashSet<L> = target.iter().chain(before).map(&kind).collect();
+    let gone_by_itself = |t: &&T| expires(t) && old.contains(&exact(t));
+    let missing = target.iter().filter(|t| !there.contains(&exact(t)) && !gone_by_itself(t));
+    let surplus = has.iter().filter(|h| !wanted.contains(&exact(h)) && ours.contains(&kind(h)));
+    Difference { add: missing.cloned().collect(), remove: surplus.cloned().collect() }
+}
+
+impl<T: Clone> Difference<T> {
+    /// What is removed to be added in another form goes first.
+    fn split<L: Hash + Eq>(
+        self,
+        change: &mut Change,
+        of: impl Fn(&mut Contents) -> &mut Vec<T>,
+        kind: impl Fn(&T) -> L,
+    ) {
+        let added: HashSet<L> = self.add.iter().map(&kind).collect();
+        let (swap, remove): (Vec<T>, Vec<T>) =
+            self.remove.into_iter().partition(|t| added.contains(&kind(t)));
+        *of(&mut change.swap) = swap;
+        *of(&mut change.add) = self.add;
+        *of(&mut change.remove) = remove;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ip(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    fn address(text: &str, prefix: u8) -> (String, Address) {
+        ("eth0".to_owned(), Address::new(ip(text), prefix, 0))
+    }
+
+    fn route(to: &str, gateway: &str, mtu: u32) -> (Option<String>, Route) {
+        (Some("eth0".to_owned()), Route { gateway: gateway.parse().ok(), mtu, ..Route::new(ip(to), 24) })
+    }
+
+    fn contents(addresses: &[(String, Address)], routes: &[(Option<String>, Route)]) -> Contents {
+        Contents { addresses: addresses.to_vec(), routes: routes.to_vec(), ..Contents::default() }
+    }
+
+    #[test]
+    fn what_others_added_stays_and_what_an_older_plan_added_goes() {
+        let (ours, old, theirs) = (address("10.0.0.1", 24), address("10.0.0.2", 24), address("10.0.0.3", 24));
+        let (near, far) = (route("10.1.0.0", "10.0.0.254", 0), route("10.2.0.0", "10.0.0.254", 0));
+        let has = contents(&[old.clone(), theirs], &[near.clone(), far.clone()]);
+        let before = contents(std::slice::from_ref(&old), std::slice::from_ref(&near));
+        let change = contents(std::slice::from_ref(&ours), &[]).change(&has, &before);
+        assert_eq!(change.add, contents(&[ours], &[]));
+        assert_eq!(change.remove, contents(&[old], &[near]));
+        assert!(change.swap.is_empty() && change.removes() && !change.is_empty());
+    }
+
+    #[test]
+    fn a_route_whose_mtu_is_another_now_is_swapped() {
+        let (then, now) = (route("10.1.0.0", "10.0.0.254", 1450), route("10.1.0.0", "10.0.0.254", 1400));
+        let change = contents(&[], std::slice::from_ref(&now))
+            .change(&contents(&[], std::slice::from_ref(&then)), &Contents::default());
+        assert_eq!((change.swap, change.add), (contents(&[], &[then]), contents(&[], &[now])));
+        assert!(change.remove.is_empty());
+    }
+
+    #[test]
+    fn what_expired_is_not_put_back_by_the_plan_that_brought_it() {
+        let mut brief = address("fd00::1", 64);
+        brief.1.valid = Some(60);
+        let target = contents(std::slice::from_ref(&brief), &[]);
+        assert_eq!(target.change(&Contents::default(), &Contents::default()).add, target);
+        assert!(target.change(&Contents::default(), &target).is_empty());
+        let mut older = target.clone();
+        older.addresses[0].1.valid = Some(9);
+        assert!(target.change(&older, &target).is_empty(), "it has less time left, and is the same");
+    }
+}

@@ -1,0 +1,345 @@
+//! One tc filter that redirects everything, in the three forms kernels have for it: how it is made, and how a filter
+//! that is there is read. Pure but for loading the program.
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+
+use netlink_packet_core::{NlasIterator, parse_string};
+use netlink_packet_route::RouteNetlinkMessage;
+use netlink_packet_route::tc::{
+    TcAction, TcActionAttribute, TcActionMirrorOption, TcActionOption, TcActionType, TcAttribute, TcBpfFlags,
+    TcFilterBpfOption, TcFilterMatchAllOption, TcFilterU32Option, TcHandle, TcMessage, TcMirror,
+    TcMirrorActionType, TcOption, TcU32Key, TcU32Selector, TcU32SelectorFlags,
+};
+
+use super::bpf::{self, Also};
+use crate::mark::Tag;
+use crate::netlink;
+
+/// `ffff:fff2`, the ingress side: the only parent that both `ingress` and `clsact` accept.
+pub(super) const INGRESS_SIDE: TcHandle = TcHandle { major: 0xffff, minor: 0xfff2 };
+/// Before every other filter.
+pub(super) const FIRST: u32 = 1;
+const ETH_P_ALL: u16 = 0x0003;
+const TCA_KIND: u16 = 1;
+const TC_HEADER: usize = 20;
+
+/// Which of the kernel's classifiers carries the redirect. All do the same; kernels lack one or the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Classifier {
+    /// `u32` with the action `mirred`: the fastest by a little, and nearly everywhere.
+    U32,
+    /// `matchall` with the action `mirred`.
+    Matchall,
+    /// `bpf`, a program of four instructions; needs no action, but CAP_BPF or CAP_SYS_ADMIN.
+    Bpf,
+}
+
+/// What carries the two redirects of a pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Classifiers {
+    /// From the pod's interface into the tunnel. With `bpf`, frames of the pod that a bridge reflects reach it.
+    pub into: Classifier,
+    /// Back.
+    pub back: Classifier,
+}
+
+impl Classifiers {
+    /// The same for both.
+    pub fn both(by: Classifier) -> Classifiers {
+        Classifiers { into: by, back: by }
+    }
+}
+
+/// One redirect: from which device to which, and whether it leads into the tunnel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Way {
+    pub(super) from: u32,
+    pub(super) to: u32,
+    pub(super) into: bool,
+}
+
+impl Classifier {
+    /// All, the best first.
+    pub const ALL: [Classifier; 3] = [Classifier::U32, Classifier::Matchall, Classifier::Bpf];
+
+    /// As `tc` calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Classifier::U32 => "u32",
+            Classifier::Matchall => "matchall",
+            Classifier::Bpf => "bpf",
+        }
+    }
+
+    /// The handle of the first filter of a preference. Given in full, a second one is refused instead of added.
+    pub(super) fn first_handle(self) -> u32 {
+        match self {
+            Classifier::U32 => 0x8000_0800,
+            Classifier::Matchall | Classifier::Bpf => 1,
+        }
+    }
+}
+
+/// A filter to be made. The program, where it has one, must stay open until the message is sent.
+pub(super) struct Made {
+    pub(super) message: TcMessage,
+    pub(super) program: Option<Arc<OwnedFd>>,
+}
+
+/// The filter that redirects what comes in on one device to the other.
+pub(super) fn make(
+    by: Classifier,
+    tag: Tag,
+    Way { from, to, into }: Way,
+    preference: u32,
+    handle: u32,
+) -> io::Result<Made> {
+    let mut program = None;
+    let options = match by {
+        Classifier::U32 => {
+            let mut selector = TcU32Selector::default();
+            selector.flags = TcU32SelectorFlags::Terminal;
+            selector.nkeys = 1;
+            selector.keys = vec![TcU32Key::default()];
+            vec![
+                TcOption::U32(TcFilterU32Option::Selector(selector)),
+                TcOption::U32(TcFilterU32Option::Action(vec![redirect_to(to, tag)])),
+            ]
+        }
+        Classifier::Matchall => {
+            vec![TcOption::MatchAll(TcFilterMatchAllOption::Action(vec![redirect_to(to, tag)]))]
+        }
+        Classifier::Bpf => {
+            let also = if into { Also::TellsReflectedApart } else { Also::Nothing };
+            let loaded = bpf::loaded(to, also)?;
+            let descriptor = loaded.as_raw_fd().cast_unsigned();
+            program = Some(loaded);
+            vec![
+                TcOption::Bpf(TcFilterBpfOption::ProgFd(descriptor)),
+                TcOption::Bpf(TcFilterBpfOption::ProgName(tag.program(to))),
+                TcOption::Bpf(TcFilterBpfOption::Flags(TcBpfFlags::DirectAction)),
+            ]
+        }
+    };
+    let mut message = TcMessage::with_index(from.cast_signed());
+    message.header.parent = INGRESS_SIDE;
+    message.header.handle = handle.into();
+    // The protocol half is in network order; in host order the filter is accepted and never matches.
+    message.header.info = (preference << 16) | every_protocol();
+    message.attributes = vec![TcAttribute::Kind(by.name().to_owned()), TcAttribute::Options(options)];
+    Ok(Made { message, program })
+}
+
+/// The protocol half of a filter's `info` when it looks at all protocols.
+fn every_protocol() -> u32 {
+    u32::from(ETH_P_ALL.to_be())
+}
+
+fn redirect_to(target: u32, tag: Tag) -> TcAction {
+    let mut mirror = TcMirror::default();
+    mirror.generic.action = TcActionType::Stolen;
+    mirror.eaction = TcMirrorActionType::EgressRedir;
+    mirror.ifindex = target;
+    let mut action = TcAction::default();
+    action.tab = 1;
+    action.attributes = vec![
+        TcActionAttribute::Kind("mirred".to_owned()),
+        TcActionAttribute::Options(vec![TcActionOption::Mirror(TcActionMirrorOption::Parms(mirror))]),
+        TcActionAttribute::Cookie(tag.cookie()),
+    ];
+    action
+}
+
+/// As `tc` names it.
+impl fmt::Display for Filter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let protocol = u16::from_be(self.info as u16); // the lower half
+        write!(f, "{} of preference {}, handle {:#x}", self.kind, self.preference(), self.handle)?;
+        if protocol == ETH_P_ALL { Ok(()) } else { write!(f, ", protocol {protocol:#06x}") }
+    }
+}
+
+/// A filter of a device's ingress side.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Filter {
+    pub(super) info: u32,
+    pub(super) handle: u32,
+    pub(super) kind: String,
+    /// Where it sends everything, if it does nothing else; 0 when that device was deleted.
+    pub(super) target: Option<u32>,
+    /// Whose it is, where it is one of ours that says so.
+    pub(super) tag: Option<Tag>,
+}
+
+impl Filter {
+    pub(super) fn preference(&self) -> u32 {
+        self.info >> 16
+    }
+
+    pub(super) fn classifier(&self) -> Option<Classifier> {
+        Classifier::ALL.into_iter().find(|by| by.name() == self.kind)
+    }
+
+    /// Whether a redirect of ours could be another filter of the same preference: the kernel keeps one kind and one
+    /// protocol in each.
+    pub(super) fn goes_with(&self, by: Classifier) -> bool {
+        self.kind == by.name() && self.info & 0xffff == every_protocol() && by != Classifier::Matchall
+    }
+
+    /// The part of a u32 filter's handle that says where in its table it is; the table is the rest.
+    const NODE: u32 = 0xfff;
+
+    /// A handle by which a redirect of ours comes before this one, where the kernel has such a place in the same
+    /// preference: it goes through a u32 table in the order of handles.
+    pub(super) fn handle_before(&self) -> Option<u32> {
+        let node = self.handle & Filter::NODE;
+        (self.goes_with(Classifier::U32) && node > 1).then(|| self.handle - 1)
+    }
+
+    /// Whether both are of one u32 table.
+    pub(super) fn is_beside(&self, other: &Filter) -> bool {
+        let table = |filter: &Filter| (filter.info, filter.handle & !Filter::NODE);
+        self.kind == "u32" && other.kind == "u32" && table(self) == table(other)
+    }
+
+    pub(super) fn deletion(&self, device: u32) -> TcMessage {
+        let mut message = TcMessage::with_index(device.cast_signed());
+        message.header.parent = INGRESS_SIDE;
+        message.header.handle = self.handle.into();
+        message.header.info = self.info;
+        message.attributes.push(TcAttribute::Kind(self.kind.clone()));
+        message
+    }
+
+    /// Reads one message of a dump. `None`: u32's own tables, and heads without a filter.
+    pub(super) fn read(kind: u16, payload: &[u8]) -> Option<Filter> {
+        let filter = match netlink::parse_route(kind, payload) {
+            Ok(RouteNetlinkMessage::NewTrafficFilter(message)) => Filter::of(message),
+            Ok(_) => return None,
+            // Somebody else's, of a form this program does not know; that it is there is what counts.
+            Err(_) => Filter::of_unknown(payload)?,
+        };
+        let part = if filter.kind == "u32" { filter.handle & Filter::NODE } else { filter.handle };
+        (part != 0).then_some(filter)
+    }
+
+    fn of(message: TcMessage) -> Filter {
+        let mut filter = Filter {
+            info: message.header.info,
+            handle: message.header.handle.into(),
+            kind: String::new(),
+            target: None,
+            tag: None,
+        };
+        let mut selective = false;
+        for attribute in message.attributes {
+            match attribute {
+                TcAttribute::Kind(kind) => filter.kind = kind,
+                TcAttribute::Options(options) => {
+                    for option in &options {
+                        selective |= filter.take(option);
+                    }
+                }
+                _ => {}
+            }
+        }
+        if selective {
+            filter.target = None;
+        }
+        filter
+    }
+
+    /// Notes what an option says; true where it makes the filter match a part only.
+    fn take(&mut self, option: &TcOption) -> bool {
+        match option {
+            TcOption::U32(TcFilterU32Option::Selector(selector)) => {
+                return selector.keys.iter().any(|key| key.mask != 0);
+            }
+            TcOption::U32(TcFilterU32Option::Action(actions))
+            | TcOption::MatchAll(TcFilterMatchAllOption::Action(actions)) => {
+                self.target = actions.iter().find_map(target);
+                self.tag = actions.iter().find_map(tag);
+            }
+            TcOption::Bpf(TcFilterBpfOption::ProgName(name)) => {
+                if let Some((tag, target)) = Tag::of_program(name) {
+                    (self.tag, self.target) = (Some(tag), Some(target));
+                }
+            }
+            _ => {}
+        }
+        false
+    }
+
+    fn of_unknown(payload: &[u8]) -> Option<Filter> {
+        let number = |at: usize| Some(u32::from_ne_bytes(*payload.get(at..)?.first_chunk()?));
+        let attributes = payload.get(TC_HEADER..)?;
+        let kind = NlasIterator::new(attributes)
+            .map_while(Result::ok)
+            .find(|nla| nla.kind() == TCA_KIND)
+            .and_then(|nla| parse_string(nla.value()).ok());
+        let kind = kind.unwrap_or_default();
+        Some(Filter { info: number(16)?, handle: number(8)?, kind, target: None, tag: None })
+    }
+}
+
+fn target(action: &TcAction) -> Option<u32> {
+    action.attributes.iter().find_map(|attribute| match attribute {
+        TcActionAttribute::Options(options) => options.iter().find_map(|option| match option {
+            TcActionOption::Mirror(TcActionMirrorOption::Parms(mirror))
+                if mirror.eaction == TcMirrorActionType::EgressRedir =>
+            {
+                Some(mirror.ifindex)
+            }
+            _ => None,
+        }),
+        _ => None,
+    })
+}
+
+fn tag(action: &TcAction) -> Option<Tag> {
+    action.attributes.iter().find_map(|attribute| match attribute {
+        TcActionAttribute::Cookie(cookie) => Tag::of_cookie(cookie),
+        _ => None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use netlink_packet_core::Emitable;
+
+    use super::*;
+    use crate::mark::{Mark, Owner};
+
+    const NEW_FILTER: u16 = 44;
+
+    #[test]
+    fn a_filter_is_read_as_it_is_made() {
+        let tag = Mark { owner: Owner::of(&["a"]), sandbox: "web-1" }.tag();
+        for by in [Classifier::U32, Classifier::Matchall] {
+            let made = make(by, tag, Way { from: 2, to: 1 << 20, into: true }, 1, by.first_handle()).unwrap();
+            let mut bytes = vec![0; made.message.buffer_len()];
+            made.message.emit(&mut bytes);
+            let read = Filter::read(NEW_FILTER, &bytes).unwrap();
+            assert_eq!((read.target, read.tag, read.preference()), (Some(1 << 20), Some(tag), 1), "{by:?}");
+            assert_eq!((read.classifier(), read.goes_with(by)), (Some(by), by == Classifier::U32));
+        }
+    }
+
+    #[test]
+    fn a_filter_of_a_form_we_do_not_know_is_still_seen() {
+        // A header, the kind "flower", and options that are cut off.
+        let mut bytes = vec![0; 8];
+        bytes.extend(7_u32.to_ne_bytes());
+        bytes.extend(0_u32.to_ne_bytes());
+        bytes.extend(((9_u32 << 16) | 8).to_ne_bytes());
+        bytes.extend([11, 0, 1, 0]);
+        bytes.extend(b"flower\0\0");
+        bytes.extend([5, 0, 2, 0, 9, 0, 0, 0]);
+        let read = Filter::read(NEW_FILTER, &bytes).unwrap();
+        assert_eq!((read.kind.as_str(), read.handle, read.preference(), read.target), ("flower", 7, 9, None));
+        assert_eq!(Filter::read(NEW_FILTER, b"short"), None);
+    }
+}

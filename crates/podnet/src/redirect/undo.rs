@@ -1,0 +1,90 @@
+//! Taking redirects back: ours and nothing else.
+
+use netlink_packet_route::RouteNetlinkMessage;
+use nix::errno::Errno;
+
+use super::filter::Filter;
+use super::{filters, patient, qdisc, qdiscs};
+use crate::Error;
+use crate::mark::{Owner, Tag};
+use crate::netlink::Client;
+
+/// Which redirects are to be taken back.
+pub(crate) struct Taken<'a> {
+    /// Those with this mark.
+    pub(crate) tag: Option<Tag>,
+    /// Of those, where this is given, only the ones to these devices.
+    pub(crate) only: Option<&'a [u32]>,
+    /// Those without a mark, as earlier versions left them, to one of these devices or to one that is gone.
+    pub(crate) unmarked: Option<&'a [u32]>,
+    /// Devices that are deleted anyway, with all that is on them.
+    pub(crate) doomed: &'a [u32],
+    /// Devices whose ingress qdisc was there before ours; it stays, even if it is empty.
+    pub(crate) shared: &'a [u32],
+}
+
+impl Taken<'_> {
+    fn is(&self, filter: &Filter) -> bool {
+        // What leads to a device that goes is of no use to anybody, whoever made it.
+        if filter.target.is_some_and(|target| self.doomed.contains(&target)) {
+            return true;
+        }
+        match filter.tag {
+            Some(tag) => {
+                let fits = |only: &[u32]| filter.target.is_some_and(|target| only.contains(&target));
+                self.tag == Some(tag) && self.only.is_none_or(fits)
+            }
+            None => self.unmarked.is_some_and(|targets| {
+                filter.is_unmarked_ours(|target| target == 0 || targets.contains(&target))
+            }),
+        }
+    }
+}
+
+/// Takes the redirects of the namespace back. What somebody else put there stays. Everything is tried.
+pub(crate) fn take_back(client: &mut Client, taken: &Taken<'_>, errors: &mut Vec<Error>) {
+    let all = match qdiscs(client) {
+        Ok(all) => all,
+        Err(e) => return errors.push(e),
+    };
+    for (device, kind) in all {
+        if !taken.doomed.contains(&device)
+            && let Err(e) = from_device(client, device, &kind, taken)
+        {
+            errors.push(e);
+        }
+    }
+}
+
+fn from_device(client: &mut Client, device: u32, kind: &str, taken: &Taken<'_>) -> Result<(), Error> {
+    let attempt = || format!("take back the redirect of device {device}");
+    let (ours, others): (Vec<Filter>, Vec<Filter>) =
+        filters(client, device)?.into_iter().partition(|filter| taken.is(filter));
+    if ours.is_empty() {
+        return Ok(());
+    }
+    let gone = &[Errno::ENOENT, Errno::ENODEV, Errno::EINVAL];
+    if others.is_empty() && kind == "ingress" && !taken.shared.contains(&device) {
+        // Its filters go with it.
+        return patient(client, 0, &RouteNetlinkMessage::DelQueueDiscipline(qdisc(device)), gone)
+            .map_err(Error::kernel(attempt()));
+    }
+    for mut filter in ours {
+        if others.iter().all(|other| other.info != filter.info) {
+            filter.handle = 0; // with the empty table that u32 would leave
+        }
+        patient(client, 0, &RouteNetlinkMessage::DelTrafficFilter(filter.deletion(device)), gone)
+            .map_err(Error::kernel(attempt()))?;
+    }
+    Ok(())
+}
+
+/// The marks of an owner's redirects in the namespace, with the device each is on.
+pub(crate) fn tagged(client: &mut Client, owner: Owner) -> Result<Vec<(u32, Tag)>, Error> {
+    let mut found = Vec::new();
+    for (device, _) in qdiscs(client)? {
+        let tags = filters(client, device)?.into_iter().filter_map(|filter| filter.tag);
+        found.extend(tags.filter(|tag| tag.owner == owner).map(|tag| (device, tag)));
+    }
+    Ok(found)
+}

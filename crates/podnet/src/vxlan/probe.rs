@@ -1,0 +1,91 @@
+//! Whether tunnels on a port work on this node, found out by trying.
+
+use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
+use netlink_packet_route::RouteNetlinkMessage;
+use netlink_packet_route::link::{LinkFlags, LinkMessage};
+use nix::errno::Errno;
+
+use super::{Shape, Vnis, creation, device, remove};
+use crate::Error;
+use crate::link::{self, Link};
+use crate::mark::{Mark, Owner};
+use crate::netlink::{self, Client};
+use crate::netns::Netns;
+
+/// VNIs to try with: one that is taken says nothing about the port.
+const TRIES: u32 = 16;
+/// The kernel asks for the device's name in its own namespace; any will do.
+const SLOT: u32 = 0;
+
+/// Makes sure that tunnels on this port work here: makes a device of each family in a throw-away namespace, takes it
+/// up, and deletes it again (some 40 ms). `host` is a socket of the node's namespace.
+///
+/// # Errors
+/// [`Error::Port`] naming the device that is in the way, where it is one; [`Error::Kernel`].
+pub fn probe(host: &mut Client, shape: Shape, source_ports: Option<(u16, u16)>) -> Result<(), Error> {
+    let scratch = Netns::scratch()?;
+    let mut inside = scratch.netlink()?;
+    for v6 in [false, true] {
+        let shape = Shape { v6, ..shape };
+        match make(host, &scratch, shape, source_ports) {
+            Err(e) if v6 && e.errno() == Some(Errno::EAFNOSUPPORT) => continue, // a kernel without IPv6
+            Err(e) if e.errno() == Some(Errno::EOPNOTSUPP) => {
+                let why = "the kernel has no VXLAN; load the module `vxlan`".to_owned();
+                return Err(Error::Port { port: shape.port, why });
+            }
+            made => made.map_err(Error::kernel("make a tunnel device to try the port"))?,
+        }
+        let link =
+            link::by_name(&mut inside, &device(SLOT)).map_err(Error::kernel("look at a tunnel device"))?;
+        let Some(link) = link else { continue };
+        let mut up = LinkMessage::default();
+        up.header.index = link.index;
+        up.header.flags = LinkFlags::Up;
+        up.header.change_mask = LinkFlags::Up;
+        let answer = inside.tell(0, RouteNetlinkMessage::SetLink(up));
+        remove(&mut inside, link.index)?;
+        match answer {
+            Err(e) if e.errno() == Some(Errno::EADDRINUSE) => {
+                return Err(Error::Port { port: shape.port, why: culprit(host, shape.port) });
+            }
+            Err(e) if v6 && e.errno() == Some(Errno::EAFNOSUPPORT) => {}
+            answer => answer.map_err(Error::kernel(format!("open UDP port {} for tunnels", shape.port)))?,
+        }
+    }
+    Ok(())
+}
+
+fn make(
+    host: &mut Client,
+    scratch: &Netns,
+    shape: Shape,
+    source_ports: Option<(u16, u16)>,
+) -> Result<(), netlink::Error> {
+    let mac = Mark { owner: Owner::of(&["probe"]), sandbox: "probe" }.mac();
+    let mut vnis = Vnis::default().draw();
+    let mut result = Ok(());
+    for _ in 0..TRIES {
+        let vni = vnis.next().unwrap_or(1);
+        let message = creation(scratch, (device(SLOT), 0), vni, mac, (shape, source_ports));
+        result = host.tell(NLM_F_CREATE | NLM_F_EXCL, message);
+        if !matches!(&result, Err(e) if e.errno() == Some(Errno::EEXIST)) {
+            break;
+        }
+    }
+    result
+}
+
+/// Who holds the port, in words.
+fn culprit(host: &mut Client, port: u16) -> String {
+    let holds = |link: &Link| link.up && link.vxlan.as_ref().is_some_and(|v| v.port == port);
+    let there = link::all_that(host, 64, holds).unwrap_or_default();
+    let greedy = |link: &&Link| link.vxlan.as_ref().is_some_and(|v| v.collect_metadata);
+    match (there.iter().find(greedy), there.first()) {
+        (Some(link), _) => format!(
+            "the device {} has it for all VNIs (collect-metadata, as Open vSwitch and Cilium do)",
+            link.name
+        ),
+        (None, Some(link)) => format!("the device {} has it with other settings", link.name),
+        (None, None) => "another program or a device of another namespace has it".to_owned(),
+    }
+}

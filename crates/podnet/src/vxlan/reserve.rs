@@ -1,0 +1,225 @@
+//! Reserving: all of a pod's tunnel devices, or none of them.
+
+use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
+use netlink_packet_route::RouteNetlinkMessage;
+use netlink_packet_route::link::{LinkAttribute, LinkMessage};
+use nix::errno::Errno;
+
+use super::vnis::Draw;
+use super::{Held, Shape, Vnis, creation, device, no_v6_address, remove};
+use crate::Error;
+use crate::link::{self, Link};
+use crate::mark::{Mark, holder};
+use crate::netlink::{self, Client, Refusal};
+use crate::netns::Netns;
+use crate::redirect::qdisc;
+
+/// The devices' indexes begin here, so that a new one need not be looked for. Namespaces count from 1 upwards.
+const FIRST_INDEX: u32 = 0x10_0000;
+/// More than a namespace that nobody else works on ever needs.
+const ROUNDS: u32 = 8192;
+
+/// Messages that name a device.
+const PER_DEVICE: usize = 3;
+
+/// What is to be reserved.
+#[derive(Clone, Copy, Debug)]
+pub struct Wanted<'a> {
+    /// For whom.
+    pub mark: Mark<'a>,
+    /// What cannot be changed later.
+    pub shape: Shape,
+    /// The range of UDP source ports, ends included, that flows are spread over; `None`: the kernel's own, all that
+    /// programs use. Many let a network card spread the load; few keep a tracked tunnel to few conntrack entries.
+    pub source_ports: Option<(u16, u16)>,
+    /// The VNIs to choose from.
+    pub vnis: Vnis,
+    /// The devices.
+    pub slots: &'a [Slot],
+}
+
+/// One device to reserve.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slot {
+    /// The number in its name.
+    pub number: u32,
+    /// The VNI of an earlier reservation; taken if the kernel still has it to give, whatever the range.
+    pub vni: Option<u32>,
+}
+
+/// Makes sure that the pod's namespace has this sandbox's devices, down and without a remote where they are new. `host`
+/// is a socket of the namespace the tunnels' packets go through. In the common case this is one exchange with the
+/// kernel for all devices and one for their names. When one cannot be made, those made here are removed again.
+///
+/// # Errors
+/// [`Error::Claimed`] when another sandbox's device is there, [`Error::NoVni`], [`Error::Kernel`], [`Error::Netns`].
+pub fn reserve(host: &mut Client, netns: &Netns, wanted: Wanted<'_>) -> Result<Vec<Held>, Error> {
+    let mut pod = netns.netlink()?;
+    let mut reserving = Reserving {
+        netns,
+        wanted,
+        draw: wanted.vnis.draw(),
+        slots: wanted.slots.iter().map(|slot| State::new(*slot)).collect(),
+    };
+    let done = reserving.make_all(host, &mut pod).and_then(|()| reserving.name_all(&mut pod));
+    match done {
+        Ok(held) => {
+            netns.keep(pod);
+            Ok(held)
+        }
+        Err(e) => {
+            for state in reserving.slots {
+                if let State { made: true, held: Some(held), .. } = state {
+                    // The first error is the one that counts; what stays has our mark and is found by it.
+                    drop(remove(&mut pod, held.ifindex));
+                }
+            }
+            Err(e)
+        }
+    }
+}
+
+struct State {
+    slot: Slot,
+    /// The VNI that is being tried.
+    trying: u32,
+    index: u32,
+    held: Option<Held>,
+    made: bool,
+}
+
+impl State {
+    fn new(slot: Slot) -> State {
+        let index = FIRST_INDEX + slot.number;
+        State { slot, trying: 0, index, held: None, made: false }
+    }
+}
+
+struct Reserving<'a> {
+    netns: &'a Netns,
+    wanted: Wanted<'a>,
+    draw: Draw,
+    slots: Vec<State>,
+}
+
+impl Reserving<'_> {
+    fn make_all(&mut self, host: &mut Client, pod: &mut Client) -> Result<(), Error> {
+        let (mac, shape) = (self.wanted.mark.mac(), (self.wanted.shape, self.wanted.source_ports));
+        let netns = self.netns;
+        let attempt = || format!("make the tunnel device in {}", netns.path().display());
+        for _ in 0..ROUNDS {
+            let mut messages = Vec::new();
+            for state in self.slots.iter_mut().filter(|state| state.held.is_none()) {
+                state.trying = match state.slot.vni {
+                    Some(vni) => vni,
+                    None => self.draw.next().ok_or_else(|| self.draw.exhausted(self.wanted.shape.port))?,
+                };
+                let name = (device(state.slot.number), state.index);
+                messages.push((NLM_F_CREATE | NLM_F_EXCL, creation(netns, name, state.trying, mac, shape)));
+            }
+            if messages.is_empty() {
+                return Ok(());
+            }
+            let answers = host.batch(&messages).map_err(Error::kernel(attempt()))?;
+            let mut failed = None;
+            for (state, answer) in self.slots.iter_mut().filter(|s| s.held.is_none()).zip(answers) {
+                // All answers are looked at, so that what was made is known when something failed.
+                let result = match answer {
+                    Ok(()) => state.found(pod, netns),
+                    Err(no) if no.errno == Errno::EEXIST => state.in_the_way(pod, netns, self.wanted, &no),
+                    Err(no) => Err(Error::kernel(attempt())(no.into())),
+                };
+                failed = failed.or(result.err());
+            }
+            if let Some(e) = failed {
+                return Err(e);
+            }
+        }
+        Err(self.draw.exhausted(self.wanted.shape.port))
+    }
+
+    /// The alias, no IPv6 address of its own (what the device itself said would only disturb the VM), and the qdisc that
+    /// its redirect will need: on a device that is up the kernel would wait for all processors before it has one.
+    fn name_all(&self, pod: &mut Client) -> Result<Vec<Held>, Error> {
+        let held: Vec<Held> = self.slots.iter().filter_map(|state| state.held).collect();
+        let mut messages = Vec::with_capacity(PER_DEVICE * held.len());
+        for held in &held {
+            let mut alias = LinkMessage::default();
+            alias.header.index = held.ifindex;
+            alias.attributes.push(LinkAttribute::IfAlias(self.wanted.mark.alias()));
+            messages.push((0, RouteNetlinkMessage::SetLink(alias)));
+            messages.push((0, RouteNetlinkMessage::SetLink(no_v6_address(held.ifindex))));
+            let new = NLM_F_CREATE | NLM_F_EXCL;
+            messages.push((new, RouteNetlinkMessage::NewQueueDiscipline(qdisc(held.ifindex))));
+        }
+        let attempt = || Error::kernel("name the tunnel's devices");
+        let answers = pod.batch(&messages).map_err(attempt())?;
+        // The second is refused where the kernel has no IPv6; then there is nothing to switch off. The third, where it is
+        // there already; whoever connects mends it.
+        match answers.into_iter().step_by(PER_DEVICE).find_map(Result::err) {
+            Some(no) => Err(attempt()(no.into())),
+            None => Ok(held),
+        }
+    }
+}
+
+impl State {
+    /// The device was made.
+    fn found(&mut self, pod: &mut Client, netns: &Netns) -> Result<(), Error> {
+        self.made = true;
+        let ifindex = match self.index {
+            0 => find(pod, netns, self.slot.number)?.map(|link| link.index),
+            chosen => Some(chosen),
+        };
+        let ifindex =
+            ifindex.ok_or_else(|| Error::Gone { netns: netns.path().to_owned(), vni: self.trying })?;
+        self.held = Some(Held { vni: self.trying, ifindex });
+        Ok(())
+    }
+
+    /// The kernel said "exists": the name, the index, or the VNI.
+    fn in_the_way(
+        &mut self,
+        pod: &mut Client,
+        netns: &Netns,
+        wanted: Wanted<'_>,
+        no: &Refusal,
+    ) -> Result<(), Error> {
+        if let Some(there) = find(pod, netns, self.slot.number)? {
+            return self.adopt(pod, netns, &there, wanted);
+        }
+        // No device of the name: with the kernel's words it was the VNI, without them the index.
+        if no.text.is_none() && self.index != 0 {
+            self.index = 0;
+        } else {
+            self.slot.vni = None;
+        }
+        Ok(())
+    }
+
+    /// A device of the name is there: takes it if it is what we would make, removes it if it is ours and different.
+    fn adopt(
+        &mut self,
+        pod: &mut Client,
+        netns: &Netns,
+        there: &Link,
+        wanted: Wanted<'_>,
+    ) -> Result<(), Error> {
+        if !wanted.mark.is_on(there) {
+            return Err(Error::Claimed { netns: netns.path().to_owned(), other: holder(there) });
+        }
+        match &there.vxlan {
+            Some(vxlan) if wanted.shape.fits(vxlan) && self.slot.vni.is_none_or(|vni| vni == vxlan.vni) => {
+                self.held = Some(Held { vni: vxlan.vni, ifindex: there.index });
+                Ok(())
+            }
+            _ => remove(pod, there.index),
+        }
+    }
+}
+
+fn find(pod: &mut Client, netns: &Netns, number: u32) -> Result<Option<Link>, Error> {
+    let name = device(number);
+    let found: Result<_, netlink::Error> = link::by_name(pod, &name);
+    found.map_err(Error::kernel(format!("look for {name} in {}", netns.path().display())))
+}

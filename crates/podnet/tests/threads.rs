@@ -1,0 +1,18 @@
+//! No thread is left in a foreign namespace. A test binary of its own: other tests have threads on the way.
+
+#[path = "podnet/world/mod.rs"]
+mod world;
+
+use world::{SHAPE4, World, threads};
+
+#[test]
+fn after_all_of_it_every_thread_is_where_it_was() {
+    let before = threads();
+    assert_eq!(before.len(), 1, "{before:?}");
+    let mut world = World::new();
+    let (pod, _seen, held, _plan) = world.whole(SHAPE4);
+    world.ping("other", "10.244.1.7", 56);
+    let errors = world.undo(&pod, "sandbox", Some(held));
+    assert!(errors.is_empty(), "{errors:?}");
+    assert_eq!(threads(), before);
+}
