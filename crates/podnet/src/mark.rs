@@ -43,7 +43,7 @@ impl Owner {
 
 impl fmt::Display for Owner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+        f.write_str(&hex::encode(self.0))
     }
 }
 
@@ -164,15 +164,9 @@ impl Tag {
     }
 }
 
-fn bytes(hex: &str) -> Option<[u8; 6]> {
-    let mut out = [0; 6];
-    if hex.len() != 12 || !hex.bytes().all(|b| b.is_ascii_hexdigit()) {
-        return None;
-    }
-    for (at, byte) in out.iter_mut().enumerate() {
-        *byte = u8::from_str_radix(hex.get(2 * at..2 * at + 2)?, 16).ok()?;
-    }
-    Some(out)
+fn bytes(digits: &str) -> Option<[u8; 6]> {
+    let mut bytes = [0; 6];
+    hex::decode_to_slice(digits, &mut bytes).ok().map(|()| bytes)
 }
 
 #[cfg(test)]

@@ -9,12 +9,13 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::CloneFlags;
 use nix::sys::statfs::{NSFS_MAGIC, fstatfs, statfs};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use super::Error;
@@ -153,7 +154,7 @@ impl Netns {
     /// # Errors
     /// [`Error::Netns`] where the namespace cannot be entered or has no room for a socket.
     pub fn netlink(&self) -> Result<Client, Error> {
-        let idle = self.0.idle.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let idle = self.0.idle.lock().take();
         match idle {
             Some(client) => Ok(client),
             None => self.socket(Client::route),
@@ -164,7 +165,7 @@ impl Netns {
     /// of a pod's set-up does not: for the pod's life one descriptor is enough.
     pub(crate) fn keep(&self, mut client: Client) {
         client.rest();
-        *self.0.idle.lock().unwrap_or_else(PoisonError::into_inner) = Some(client);
+        *self.0.idle.lock() = Some(client);
     }
 
     /// A netlink socket for nftables in this namespace.

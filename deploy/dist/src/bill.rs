@@ -50,7 +50,7 @@ pub(crate) fn bill(of: &Of<'_>) -> Result<Value> {
         programs.push(json!({
             "type": "application", "bom-ref": format!("file:/usr/bin/{program}"), "name": program,
             "version": about["version"],
-            "hashes": [{"alg": "SHA-256", "content": hex(&Sha256::digest(file))}],
+            "hashes": [{"alg": "SHA-256", "content": hex::encode(&Sha256::digest(file))}],
         }));
     }
     for (tool, package) in TOOLS {
@@ -58,7 +58,7 @@ pub(crate) fn bill(of: &Of<'_>) -> Result<Value> {
         programs.push(json!({
             "type": "application", "bom-ref": format!("file:/usr/sbin/{tool}"), "name": tool,
             "version": version_of(package)?, "group": package,
-            "hashes": [{"alg": "SHA-256", "content": hex(&Sha256::digest(file))}],
+            "hashes": [{"alg": "SHA-256", "content": hex::encode(&Sha256::digest(file))}],
         }));
     }
     let used = reach(roots, &edges);
@@ -180,10 +180,6 @@ fn component(about: &Value, checksums: &BTreeMap<String, String>) -> Value {
         one["hashes"] = json!([{"alg": "SHA-256", "content": checksum}]);
     }
     one
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]

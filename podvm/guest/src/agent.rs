@@ -114,7 +114,7 @@ impl Agent {
     /// A container is about to be made: from now on the agent's death is the pod's.
     pub(crate) fn has_containers(&self) {
         if !self.containers.swap(true, Relaxed)
-            && let Err(error) = files::write_private(&self.marker, b"")
+            && let Err(error) = files::write(&self.marker, b"")
         {
             // The worst case: after two deaths (ours, then the agent's) it is started in vain.
             tracing::warn!(path = %self.marker.display(), %error, "cannot note that there are containers");
@@ -338,7 +338,7 @@ impl Agent {
 
     /// What was recorded; none is what cannot be understood.
     fn read_record(&self) -> io::Result<Option<Record>> {
-        let content = match files::read_bounded(&self.record, 4096) {
+        let content = match files::read(&self.record, 4096) {
             Err(error) if says_nothing(&error) => return Err(error),
             read => read.ok().flatten().unwrap_or_default(),
         };
@@ -350,7 +350,7 @@ impl Agent {
         let record = Record { version: RECORD_VERSION, process, exits };
         let written = serde_json::to_vec(&record)
             .map_err(io::Error::from)
-            .and_then(|json| files::write_private(&self.record, &json));
+            .and_then(|json| files::write(&self.record, &json));
         if let Err(error) = written {
             tracing::warn!(path = %self.record.display(), %error, "cannot record the agent");
         }

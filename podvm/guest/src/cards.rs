@@ -11,7 +11,7 @@ use std::{
     net::{IpAddr, Ipv6Addr},
     path::Path,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
     time::{Duration, Instant},
@@ -24,6 +24,7 @@ use netlink_packet_route::{
     AddressFamily, RouteNetlinkMessage,
     link::{AfSpecInet6, AfSpecUnspec, Inet6IfaceFlags, LinkAttribute, LinkFlags, LinkMessage},
 };
+use parking_lot::Mutex;
 use peerpod_podnet::{events::Events, netlink::Client, netns::Netns, uplink};
 use tokio::{
     task::{AbortHandle, JoinSet},
@@ -272,7 +273,7 @@ struct Patience {
 
 impl Shared {
     fn begins(&self) {
-        let mut stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut stage = self.stage.lock();
         if stage.is_none() && !self.addressed.load(Relaxed) {
             *stage = Some(self.status.begin("uplink"));
         }
@@ -289,7 +290,7 @@ impl Shared {
         }
         self.names.tell(rank, given.address.is_ipv6(), &given.dns, &given.search);
         if !self.addressed.swap(true, Relaxed) {
-            let stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let stage = self.stage.lock().take();
             self.status.done(stage.unwrap_or_else(|| self.status.begin("uplink")));
         }
         self.status.note("uplink-address", None);

@@ -8,10 +8,11 @@ use std::{
     os::unix::process::CommandExt,
     path::{Path, PathBuf},
     process::{Command, Stdio},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
+use parking_lot::Mutex;
 use tokio::{
     net::UnixStream,
     sync::watch,
@@ -93,7 +94,7 @@ impl Components {
         for name in CONFIGURATIONS {
             let path = self.dir.join(name);
             if !path.exists() {
-                files::write_private(&path, b"")?;
+                files::write(&path, b"")?;
             }
         }
         self.keep_secret(pull_secret)
@@ -105,7 +106,7 @@ impl Components {
         if fs::read(&path).is_ok_and(|now| now == auth.as_bytes()) {
             return Ok(());
         }
-        files::write_private(&path, auth.as_bytes())
+        files::write(&path, auth.as_bytes())
     }
 
     async fn one(self: &Arc<Self>, name: &'static str, component: Component) -> Result<(), String> {
@@ -117,7 +118,7 @@ impl Components {
         if let Some(folder) = socket.parent() {
             fs::create_dir_all(folder).map_err(|error| format!("making {}: {error}", folder.display()))?;
         }
-        if self.kept.lock().unwrap_or_else(PoisonError::into_inner).insert(name) {
+        if self.kept.lock().insert(name) {
             let components = self.clone();
             tokio::spawn(async move { components.keep(name, &component).await });
         }
@@ -203,7 +204,7 @@ mod tests {
         };
         let components = Components::new(&settings, Arc::new(Status::new(Path::new("/nonexistent"), false)));
         assert!(timeout(Duration::from_millis(20), components.wait()).await.is_err(), "the agent waits");
-        files::write_private(&dir.path().join("aa.toml"), b"kbs").unwrap();
+        files::write(&dir.path().join("aa.toml"), b"kbs").unwrap();
         components.start("{\"auths\":{}}").await.unwrap();
         timeout(Duration::from_secs(5), components.wait()).await.unwrap();
         let log = fs::read_to_string(dir.path().join("log")).unwrap();

@@ -4,11 +4,12 @@
 //! what must not run twice at a time holds its own lock.
 
 use std::sync::{
-    Arc, Mutex, PoisonError,
+    Arc,
     atomic::{AtomicU32, Ordering::Relaxed},
 };
 
 use bytes::Bytes;
+use parking_lot::Mutex;
 use peerpod_link::endpoint::EndpointHandle;
 use peerpod_proto::guest::{Reply, Request, Rotate, VolumeFill, request::Body};
 use protobuf::Message;
@@ -113,8 +114,8 @@ impl Control {
         Ok(Vec::new())
     }
 
-    fn identity(&self) -> std::sync::MutexGuard<'_, Identity> {
-        self.identity.lock().unwrap_or_else(PoisonError::into_inner)
+    fn identity(&self) -> parking_lot::MutexGuard<'_, Identity> {
+        self.identity.lock()
     }
 }
 

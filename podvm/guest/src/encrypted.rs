@@ -8,10 +8,11 @@ use std::{
     io,
     net::{IpAddr, Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
+use parking_lot::Mutex;
 use peerpod_podnet::{netns::Netns, uplink::mtus, wireguard::Inner};
 use peerpod_proto::guest::{NetworkPlan, WireGuard};
 use peerpod_wireguard::{
@@ -79,7 +80,7 @@ impl Encrypted {
             let path = path.clone();
             move |source| Error::File { attempt, path, source }
         };
-        let stored = files::read_bounded(&path, 32).map_err(failed("reading"))?;
+        let stored = files::read(&path, 32).map_err(failed("reading"))?;
         let key = match stored.map(|bytes| PrivateKey::from_bytes(&bytes)) {
             Some(Ok(key)) => key,
             damaged => {
@@ -87,7 +88,7 @@ impl Encrypted {
                     tracing::warn!(path = %path.display(), "the stored tunnel key is damaged, making another one");
                 }
                 let key = PrivateKey::generate().map_err(Error::Random)?;
-                files::write_private(&path, key.expose().as_ref()).map_err(failed("writing"))?;
+                files::write(&path, key.expose().as_ref()).map_err(failed("writing"))?;
                 key
             }
         };
@@ -109,7 +110,7 @@ impl Encrypted {
     /// plan it changes nothing.
     pub(crate) fn make(&self, plan: &NetworkPlan) -> Result<Netns, Error> {
         let wanted = Wanted::of(plan)?;
-        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut running = self.running.lock();
         if running.as_ref().is_none_or(|running| running.ours != wanted.ours || !running.plane.is_running()) {
             *running = None; // lets go of the device
             *running = Some(self.start(&wanted)?);
@@ -137,7 +138,7 @@ impl Encrypted {
 
     /// The link was made anew: the relay may be another process, which knows no session.
     pub(crate) fn linked(&self) {
-        if let Some(running) = &*self.running.lock().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(running) = &*self.running.lock() {
             running.plane.begin();
         }
     }

@@ -63,9 +63,9 @@ pub(crate) struct Identity {
 impl Identity {
     /// Reads the identity from `dir` (made if need be). A key that is not there is made when it is needed.
     pub(crate) fn load(dir: &Path) -> Result<Identity, Error> {
-        files::make_private_dir(dir).map_err(failed("making", dir))?;
+        files::make_folder(dir).map_err(failed("making", dir))?;
         let path = dir.join(KEY);
-        let stored = files::read_bounded(&path, MAX_LEN).map_err(failed("reading", &path))?;
+        let stored = files::read(&path, MAX_LEN).map_err(failed("reading", &path))?;
         let key = match stored.map(KeyPair::try_from) {
             Some(Ok(key)) => OnceLock::from(key),
             Some(Err(error)) => {
@@ -160,7 +160,7 @@ impl Identity {
             return Ok(key);
         }
         let (key, path) = (KeyPair::generate()?, self.dir.join(KEY)); // P-256
-        files::write_private(&path, key.serialized_der()).map_err(failed("writing", &path))?;
+        files::write(&path, key.serialized_der()).map_err(failed("writing", &path))?;
         Ok(self.key.get_or_init(|| key))
     }
 
@@ -170,7 +170,7 @@ impl Identity {
 
     fn read_grant(&self) -> Option<Grant> {
         let path = self.dir.join(GRANT);
-        let content = files::read_bounded(&path, MAX_LEN).ok().flatten()?;
+        let content = files::read(&path, MAX_LEN).ok().flatten()?;
         match serde_json::from_slice::<Grant>(&content) {
             Ok(grant) if grant.version == VERSION => Some(grant),
             other => {
@@ -201,12 +201,12 @@ impl Identity {
         let grant = Grant {
             version: VERSION,
             sandbox_id: sandbox_id.to_owned(),
-            certificates: chain.iter().map(|der| birth::to_hex(der)).collect(),
-            ca_sha256: pins.iter().map(|pin| birth::to_hex(pin)).collect(),
+            certificates: chain.iter().map(|der| hex::encode(der)).collect(),
+            ca_sha256: pins.iter().map(|pin| hex::encode(pin)).collect(),
         };
         let path = self.dir.join(GRANT);
         let json = serde_json::to_vec(&grant).map_err(|error| failed("writing", &path)(error.into()))?;
-        files::write_private(&path, &json).map_err(failed("writing", &path))
+        files::write(&path, &json).map_err(failed("writing", &path))
     }
 }
 

@@ -7,11 +7,12 @@
 use std::{
     collections::HashMap,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
 use async_trait::async_trait;
+use parking_lot::{Mutex, MutexGuard};
 use peerpod_image_job::{Cause, Error, Job, Outcome};
 use peerpod_proto::{
     guest,
@@ -195,7 +196,7 @@ impl Images {
     }
 
     fn running(&self) -> MutexGuard<'_, Running> {
-        self.0.running.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.running.lock()
     }
 }
 

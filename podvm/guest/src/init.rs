@@ -94,8 +94,8 @@ pub(crate) fn run(settings: &Settings) -> anyhow::Result<ExitCode> {
         root::complete();
         settle::settle();
     }
-    if let Err(error) = files::make_private_dir(&settings.state_dir)
-        .and_then(|()| status::note_past(&settings.state_dir, &stages))
+    if let Err(error) =
+        files::make_folder(&settings.state_dir).and_then(|()| status::note_past(&settings.state_dir, &stages))
     {
         tracing::warn!(%error, "cannot note the times of the boot");
     }

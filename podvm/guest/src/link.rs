@@ -4,13 +4,14 @@
 use std::{
     io,
     net::SocketAddr,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     task::{Context, Poll},
     time::Duration,
 };
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
+use parking_lot::{Mutex, MutexGuard};
 use peerpod_link::{
     birth::BirthData,
     claim,
@@ -183,7 +184,7 @@ impl Keeper {
     ) {
         let (identity, pins) = (self.identity.clone(), self.birth.node.ca_sha256.clone());
         let greeting = move |with_certificate| {
-            let identity = identity.lock().unwrap_or_else(PoisonError::into_inner);
+            let identity = identity.lock();
             let config = identity.tls(&pins, with_certificate);
             config.inspect_err(|error| tracing::error!(%error, "cannot greet whoever dials")).ok()
         };
@@ -394,7 +395,7 @@ impl Keeper {
     }
 
     fn identity(&self) -> MutexGuard<'_, Identity> {
-        self.identity.lock().unwrap_or_else(PoisonError::into_inner)
+        self.identity.lock()
     }
 }
 

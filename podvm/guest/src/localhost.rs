@@ -1,15 +1,10 @@
 //! Connects to ports of the pod's localhost, for streams that the relay dialled: what kubelet and probes connect to in
 //! the node's side of the pod's namespace listens here, in the namespace that containers join.
 
-use std::{
-    io,
-    net::TcpStream as Unconnected,
-    os::fd::OwnedFd,
-    path::PathBuf,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{io, net::TcpStream as Unconnected, os::fd::OwnedFd, path::PathBuf, sync::Arc};
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
+use parking_lot::Mutex;
 use peerpod_link::endpoint::Target;
 use peerpod_podnet::netns::Netns;
 use tokio::{
@@ -45,7 +40,7 @@ impl Localhost {
     }
 
     fn netns(&self) -> io::Result<Netns> {
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = self.open.lock();
         match &*open {
             Some(netns) if netns.is_still_there() => Ok(netns.clone()),
             _ => {

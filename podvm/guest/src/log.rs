@@ -8,11 +8,12 @@
 use std::{
     collections::VecDeque,
     fmt::{self, Write},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     task::{Context, Poll, Waker},
     time::Duration,
 };
 
+use parking_lot::{Mutex, MutexGuard};
 use peerpod_link::record::{Level, Line, MAX_TARGET, MAX_TEXT, cut};
 use tracing::{Event, Metadata, Subscriber, field::Field};
 use tracing_subscriber::{
@@ -101,7 +102,7 @@ impl Ring {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock()
     }
 }
 

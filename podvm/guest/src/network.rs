@@ -101,7 +101,7 @@ impl Network {
     pub(crate) fn new(settings: &Settings, encrypted: Arc<Encrypted>, status: Arc<Status>) -> Network {
         let file = settings.state_dir.join(FILE);
         // One that cannot be read is as good as none: then nothing is removed.
-        let bytes = files::read_bounded(&file, MAX_LEN).ok().flatten();
+        let bytes = files::read(&file, MAX_LEN).ok().flatten();
         let previous = bytes.and_then(|bytes| NetworkPlan::parse_from_bytes(&bytes).ok());
         Network {
             podns: settings.podns.clone(),
@@ -135,7 +135,7 @@ impl Network {
     /// A container of the pod has the capability to change the pod's network.
     pub(crate) fn pod_may_change(&self) {
         if !self.is_pods_own()
-            && let Err(error) = files::write_private(&self.admin, &[])
+            && let Err(error) = files::write(&self.admin, &[])
         {
             tracing::warn!(%error, "cannot note that the pod may change its network");
         }
@@ -235,7 +235,7 @@ impl Network {
         // After it was made: until then the one before says more of what is there.
         if previous.as_ref() != Some(&plan) {
             let kept = plan.write_to_bytes().map_err(std::io::Error::other);
-            if let Err(error) = kept.and_then(|bytes| files::write_private(&self.file, &bytes)) {
+            if let Err(error) = kept.and_then(|bytes| files::write(&self.file, &bytes)) {
                 tracing::warn!(%error, "cannot keep what was made of the pod's network");
             }
         }

@@ -105,7 +105,7 @@ impl Person {
         encrypted: Arc<Encrypted>,
     ) -> Person {
         let file = settings.state_dir.join(FILE);
-        let current = files::read_bounded(&file, MAX_LEN)
+        let current = files::read(&file, MAX_LEN)
             .ok()
             .flatten()
             .and_then(|bytes| Personalise::parse_from_bytes(&bytes).ok());
@@ -189,7 +189,7 @@ impl Person {
             if !plan.initdata.is_empty() {
                 let path = self.file.with_file_name(INITDATA);
                 let keep = |source| Error::Keep { path: path.clone(), source };
-                files::write_private(&path, plan.initdata.as_bytes()).map_err(keep)?;
+                files::write(&path, plan.initdata.as_bytes()).map_err(keep)?;
             }
             self.keep(&plan)?;
             *current = Some(plan.clone());
@@ -209,7 +209,7 @@ impl Person {
     fn keep(&self, plan: &Personalise) -> Result<(), Error> {
         let keep = |source| Error::Keep { path: self.file.clone(), source };
         let bytes = plan.write_to_bytes().map_err(|error| keep(io::Error::other(error)))?;
-        files::write_private(&self.file, &bytes).map_err(keep)
+        files::write(&self.file, &bytes).map_err(keep)
     }
 
     async fn apply(&self, plan: &Personalise) -> Result<(), Error> {
@@ -252,7 +252,7 @@ impl Person {
         let write = |name: &str, content: &str| {
             let path = self.initdata_dir.join(name);
             let written = std::fs::create_dir_all(&self.initdata_dir)
-                .and_then(|()| files::write_private(&path, content.as_bytes()));
+                .and_then(|()| files::write(&path, content.as_bytes()));
             written.map_err(|source| Error::Keep { path, source })
         };
         for (name, content) in &initdata.files {

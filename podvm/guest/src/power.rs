@@ -3,7 +3,6 @@
 use std::{
     fs::File,
     path::{Path, PathBuf},
-    sync::{Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
@@ -16,6 +15,7 @@ use nix::{
     },
     unistd::{Pid, sync, syncfs},
 };
+use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use tokio::{sync::Notify, time::timeout};
 
@@ -134,19 +134,19 @@ impl Lease {
         };
         let written = serde_json::to_vec(&note)
             .map_err(std::io::Error::from)
-            .and_then(|json| files::write_private(&self.file, &json));
+            .and_then(|json| files::write(&self.file, &json));
         if let Err(error) = written {
             tracing::warn!(path = %self.file.display(), %error, "cannot note the lease");
         }
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock()
     }
 }
 
 fn read(file: &Path) -> Option<(Duration, Duration)> {
-    let content = files::read_bounded(file, 4096).ok().flatten()?;
+    let content = files::read(file, 4096).ok().flatten()?;
     let note: Note = serde_json::from_slice(&content).ok().filter(|note: &Note| note.version == 1)?;
     Some((Duration::from_micros(note.last_contact_us), Duration::from_micros(note.lease_us)))
 }

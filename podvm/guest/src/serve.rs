@@ -3,14 +3,10 @@
 //! Everything that does not need the other runs beside it: the agent starts while home answers. When this program
 //! dies, agent, containers and network stay; its next run reads back who it was, finds them and dials again.
 
-use std::{
-    path::Path,
-    process::ExitCode,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{path::Path, process::ExitCode, sync::Arc, time::Duration};
 
 use nix::sys::signal::SigSet;
+use parking_lot::Mutex;
 use peerpod_link::endpoint::{Endpoint, Limits, Role};
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -120,7 +116,7 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
             if !restarted {
                 status.called(FIRST_WORD).await;
                 // While the node works on its answer. Whoever asks for the key is told what is wrong.
-                drop(identity.lock().unwrap_or_else(PoisonError::into_inner).prepare());
+                drop(identity.lock().prepare());
                 init::go_on();
                 complete().await;
             }

@@ -242,8 +242,7 @@ impl Source {
 impl When {
     fn holds(&self) -> bool {
         self.dmi.iter().all(|(name, wanted)| {
-            let found =
-                files::read_bounded(&Path::new(DMI).join(name), 4096).ok().flatten().unwrap_or_default();
+            let found = files::read(&Path::new(DMI).join(name), 4096).ok().flatten().unwrap_or_default();
             fits(wanted, String::from_utf8_lossy(&found).trim())
         }) && self.exists.as_ref().is_none_or(|path| path.exists())
             && self.disk.as_ref().is_none_or(|label| disk::find(label).is_some())
@@ -318,7 +317,7 @@ async fn blocking<A: Send + 'static>(
 const LIMIT: u64 = (MAX_LEN as u64) * 3 / 2;
 
 fn read_file(path: &Path) -> Result<Option<Vec<u8>>, String> {
-    files::read_bounded(path, LIMIT).map_err(|error| error.to_string())
+    files::read(path, LIMIT).map_err(|error| error.to_string())
 }
 
 /// The lines of the image; the second part says which could not be used.
@@ -330,7 +329,7 @@ pub(crate) fn load(folder: &Path) -> (Vec<Source>, Vec<Error>) {
     paths.sort_unstable();
     let (mut sources, mut errors) = (Vec::new(), Vec::new());
     for path in paths.into_iter().take(MOST) {
-        let read = files::read_bounded(&path, MAX_FILE);
+        let read = files::read(&path, MAX_FILE);
         let read = read.map_err(|error| Error::Read { file: path.clone(), why: error.to_string() });
         match read.and_then(|text| Source::parse(&text.unwrap_or_default(), &path)) {
             Ok(source) => sources.push(source),

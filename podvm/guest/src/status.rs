@@ -3,14 +3,10 @@
 //! Times count from the start of the VM's kernel, or, where the "VM" is a set of namespaces, from the start of its
 //! pid 1, so that both kinds can be compared with the node's clock.
 
-use std::{
-    collections::BTreeMap,
-    path::Path,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{collections::BTreeMap, path::Path, sync::Arc, time::Duration};
 
 use nix::time::{ClockId, clock_gettime};
+use parking_lot::{Mutex, MutexGuard};
 use peerpod_proto::guest;
 
 use serde::{Deserialize, Serialize};
@@ -64,7 +60,7 @@ impl Past {
 
 /// Notes what is over, for the program that speaks with the node.
 pub(crate) fn note_past(state_dir: &Path, stages: &[Past]) -> std::io::Result<()> {
-    files::write_private(&state_dir.join(PAST), &serde_json::to_vec(stages)?)
+    files::write(&state_dir.join(PAST), &serde_json::to_vec(stages)?)
 }
 
 /// The guest's status; shared by all its parts.
@@ -159,7 +155,7 @@ impl Status {
             false => Stage { name: "boot", began: zero },
             true => Stage { name: "restart", began: own_start() },
         });
-        let noted = files::read_bounded(&state_dir.join(PAST), MAX_PAST).ok().flatten().unwrap_or_default();
+        let noted = files::read(&state_dir.join(PAST), MAX_PAST).ok().flatten().unwrap_or_default();
         let noted: Vec<Past> = serde_json::from_slice(&noted).unwrap_or_default();
         for past in noted.into_iter().filter(|_| !restarted).take(MAX_STAGES / 2) {
             let mut time = guest::StageTime::new();
@@ -245,7 +241,7 @@ impl Status {
 
     /// What is to be said about a subject now; `None` = nothing.
     pub(crate) fn note(&self, subject: &'static str, text: Option<String>) {
-        let mut notes = self.notes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut notes = self.notes.lock();
         match text {
             Some(text) => {
                 if notes.get(subject) != Some(&text) {
@@ -264,7 +260,7 @@ impl Status {
     }
 
     fn lock(&self) -> MutexGuard<'_, guest::Status> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock()
     }
 }
 

@@ -367,7 +367,7 @@ async fn heard(events: &mut Option<Events>) -> bool {
 
 async fn look() -> Option<Vec<Uplink>> {
     let look = || {
-        let failed = |e| net::Error::Kernel {
+        let failed = |e| peerpod_podnet::Error::Kernel {
             attempt: "open a netlink socket".to_owned(),
             source: netlink::Error::Socket(e),
         };

@@ -9,10 +9,11 @@
 use std::{
     collections::BTreeMap,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError, atomic::AtomicBool},
+    sync::{Arc, atomic::AtomicBool},
     time::Duration,
 };
 
+use parking_lot::Mutex;
 use peerpod_proto::guest::{Volume, VolumeFault};
 use peerpod_volume::{Credentials, FsGroup, GuestVolume, Identity, Mode, Source, VolumeId};
 use tokio::{task::spawn_blocking, time::timeout};
@@ -115,7 +116,7 @@ impl Volumes {
         if told.len() > MOST {
             return Err(format!("{} volumes are more than {MOST}", told.len()));
         }
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.known.lock();
         let mut now = BTreeMap::new();
         for one in told {
             let volume = GuestVolume::read(&one.descriptor).map_err(|error| error.to_string())?;
@@ -153,7 +154,7 @@ impl Volumes {
     }
 
     fn get(&self, id: &str) -> Result<Arc<Known>, Fault> {
-        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = self.known.lock();
         let found = id.parse::<VolumeId>().ok().and_then(|id| known.get(&id).cloned());
         found.ok_or_else(|| Fault {
             kind: VolumeFault::VOLUME_FAULT_UNKNOWN,

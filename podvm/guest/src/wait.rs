@@ -8,12 +8,13 @@ use std::{
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
     time::{Duration, Instant},
 };
 
+use parking_lot::Mutex;
 use peerpod_link::{endpoint, tls};
 use tokio::{
     net::{TcpListener, TcpStream},
@@ -70,7 +71,7 @@ impl Waiter {
     pub(crate) async fn next(&self, with_certificate: bool) -> TlsStream<TcpStream> {
         self.arrived.with_certificate.store(with_certificate, Relaxed);
         loop {
-            let newest = self.arrived.newest.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let newest = self.arrived.newest.lock().take();
             match newest {
                 Some((shown, stream)) if shown == with_certificate => return stream,
                 // Begun before we had one, or while we had one that nobody knew.
@@ -119,7 +120,7 @@ async fn accept(listener: &TcpListener, greeting: &Greeting, arrived: &Arc<Arriv
                     let arrived = arrived.clone();
                     crowd.add(peer.ip().to_canonical(), async move {
                         let stream = shake(stream, config).await.map_err(|error| (peer, error))?;
-                        *arrived.newest.lock().unwrap_or_else(PoisonError::into_inner) =
+                        *arrived.newest.lock() =
                             Some((with_certificate, stream));
                         arrived.changed.notify_one();
                         Ok(())

@@ -22,7 +22,6 @@ use sha2::{Digest, Sha256};
 use crate::{
     cause::Error,
     registry::{Image, Process},
-    stream::hex,
     unpack::remove_tree,
 };
 
@@ -78,7 +77,7 @@ impl Store {
 
     pub(crate) fn container(&self, bundle: &Path) -> PathBuf {
         let hash = Sha256::digest(bundle.as_os_str().as_encoded_bytes());
-        self.0.join("c").join(&hex(&hash)[..ID])
+        self.0.join("c").join(&hex::encode(&hash)[..ID])
     }
 
     /// Waits until nobody else makes the layer. Blocks.
@@ -178,7 +177,7 @@ impl Store {
     }
 
     fn record(&self, reference: &str) -> PathBuf {
-        self.0.join("i").join(hex(&Sha256::digest(reference.as_bytes())))
+        self.0.join("i").join(hex::encode(&Sha256::digest(reference.as_bytes())))
     }
 }
 
@@ -193,7 +192,9 @@ pub(crate) fn chain<'a>(diff_ids: impl Iterator<Item = &'a str>) -> Vec<String> 
         .map(|diff_id| {
             let id = match &above {
                 None => diff_id.to_owned(),
-                Some(below) => format!("sha256:{}", hex(&Sha256::digest(format!("{below} {diff_id}")))),
+                Some(below) => {
+                    format!("sha256:{}", hex::encode(&Sha256::digest(format!("{below} {diff_id}"))))
+                }
             };
             above = Some(id.clone());
             // 64 bits: nobody can make two images of one VM meet there, for whom that were worth anything.

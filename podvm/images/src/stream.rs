@@ -149,7 +149,7 @@ impl<'a, R: Read> Counted<'a, R> {
     /// Reads what is left, and says what the whole hashes to.
     pub(crate) fn finish(mut self) -> io::Result<String> {
         io::copy(&mut self, &mut io::sink())?;
-        Ok(format!("sha256:{}", hex(&self.hash.finalize())))
+        Ok(format!("sha256:{}", hex::encode(&self.hash.finalize())))
     }
 }
 
@@ -173,11 +173,6 @@ pub(crate) struct TooMuch;
 /// Whether the budget is what stopped a read.
 pub(crate) fn is_too_much(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::FileTooLarge
-}
-
-/// Lower-case hex.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]

@@ -67,7 +67,7 @@ impl Header {
         if !right || salt_len > MAX_SALT || blocks == 0 || blocks >> 40 != 0 {
             return None;
         }
-        let salt = bytes[88..88 + salt_len].iter().map(|byte| format!("{byte:02x}")).collect();
+        let salt = hex::encode(&bytes[88..88 + salt_len]);
         Some(Header { blocks, salt })
     }
 

@@ -77,7 +77,7 @@ impl fmt::Debug for TicketSecret {
 
 impl Serialize for TicketSecret {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(&to_hex(&self.0))
+        serializer.serialize_str(&hex::encode(&self.0))
     }
 }
 
@@ -192,30 +192,17 @@ fn malformed(error: serde_json::Error) -> BirthError {
     BirthError::Malformed { what, line: error.line(), column: error.column() }
 }
 
-/// Lower-case hex.
-pub fn to_hex(bytes: &[u8]) -> String {
-    bytes.iter().flat_map(|b| [b >> 4, b & 15]).map(|n| char::from(b"0123456789abcdef"[n as usize])).collect()
-}
-
 /// 64 hex digits of either case, or `None`.
 pub fn from_hex(text: &str) -> Option<[u8; 32]> {
-    let digits = text.as_bytes();
-    let mut out = [0; 32];
-    if digits.len() != 64 {
-        return None;
-    }
-    for (byte, pair) in out.iter_mut().zip(digits.chunks_exact(2)) {
-        let nibble = |d: u8| char::from(d).to_digit(16);
-        *byte = u8::try_from(nibble(pair[0])? << 4 | nibble(pair[1])?).ok()?;
-    }
-    Some(out)
+    let mut bytes = [0; 32];
+    hex::decode_to_slice(text, &mut bytes).ok().map(|()| bytes)
 }
 
 mod fingerprints {
     use super::*;
 
     pub(super) fn serialize<S: Serializer>(list: &[[u8; 32]], serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_seq(list.iter().map(|fingerprint| to_hex(fingerprint)))
+        serializer.collect_seq(list.iter().map(|fingerprint| hex::encode(fingerprint)))
     }
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<[u8; 32]>, D::Error> {
@@ -318,7 +305,7 @@ mod tests {
     #[test]
     fn hex_goes_both_ways() {
         let bytes: [u8; 32] = std::array::from_fn(|i| (i * 37) as u8);
-        assert_eq!(from_hex(&to_hex(&bytes)), Some(bytes));
+        assert_eq!(from_hex(&hex::encode(&bytes)), Some(bytes));
         assert_eq!(from_hex(&"0".repeat(63)), None);
         assert_eq!(from_hex(&"g".repeat(64)), None);
         assert_eq!(from_hex(&"é".repeat(32)), None);

@@ -81,9 +81,9 @@ impl Initdata {
             InitdataError::Malformed { what: error.message().chars().take(120).collect(), line }
         })?;
         let digest = match parsed.algorithm.as_str() {
-            "sha256" => to_hex(&Sha256::digest(text)),
-            "sha384" => to_hex(&Sha384::digest(text)),
-            "sha512" => to_hex(&Sha512::digest(text)),
+            "sha256" => hex::encode(&Sha256::digest(text)),
+            "sha384" => hex::encode(&Sha384::digest(text)),
+            "sha512" => hex::encode(&Sha512::digest(text)),
             other => return Err(InitdataError::Algorithm(other.chars().take(MAX_NAME).collect())),
         };
         if !parsed.version.starts_with("0.1.") {
@@ -130,10 +130,6 @@ fn check_name(name: &str) -> Result<(), &'static str> {
     Ok(())
 }
 
-fn to_hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -148,7 +144,7 @@ mod tests {
         assert_eq!(read.files["aa.toml"], "[token]\n");
         assert_eq!(read.files.len(), 2);
         // printf … | sha256sum
-        assert_eq!(read.digest, format!("sha256:{}", to_hex(&Sha256::digest(GOOD))));
+        assert_eq!(read.digest, format!("sha256:{}", hex::encode(&Sha256::digest(GOOD))));
         for (algorithm, digits) in [("sha384", 96), ("sha512", 128)] {
             let digest = Initdata::parse(&GOOD.replace("sha256", algorithm)).unwrap().digest;
             assert_eq!(digest.len(), algorithm.len() + 1 + digits);

@@ -44,7 +44,7 @@ impl VolumeId {
     /// Of this driver's volume.
     pub fn of(driver: &str, handle: &str) -> VolumeId {
         let digest = Sha256::new().chain_update(driver).chain_update([0]).chain_update(handle).finalize();
-        VolumeId(digest.iter().take(16).map(|byte| format!("{byte:02x}")).collect())
+        VolumeId(hex::encode(&digest[..16]))
     }
 
     /// The digits.

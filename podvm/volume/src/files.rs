@@ -2,12 +2,13 @@
 //! folders of 0700; read and written with a bound. May touch: what the caller names.
 
 use std::{
-    fs::{self, DirBuilder, File, OpenOptions},
-    io::{self, Read, Write},
-    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
+    fs::{self, DirBuilder, File},
+    io,
+    os::unix::fs::DirBuilderExt,
     path::Path,
 };
 
+use peerpod_common::files;
 use serde::{Serialize, de::DeserializeOwned};
 
 /// Makes a folder and those above it. There already is fine.
@@ -38,13 +39,7 @@ pub fn write_json(folder: &Path, name: &str, value: &impl Serialize, limit: u64)
 pub fn write(folder: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     let new = !folder.exists();
     make_dir(folder)?;
-    let temporary = folder.join(format!(".{name}.new"));
-    gone(fs::remove_file(&temporary))?;
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
-    file.write_all(bytes)?;
-    file.sync_all()?;
-    fs::rename(&temporary, folder.join(name))?;
-    sync_dir(folder)?;
+    files::write(&folder.join(name), bytes)?;
     match folder.parent().filter(|_| new) {
         Some(parent) => sync_dir(parent),
         None => Ok(()),
@@ -56,15 +51,13 @@ pub fn write(folder: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
 /// # Errors
 /// It cannot be read, has more than `limit` bytes or is no such value (both `InvalidData`).
 pub fn read_json<T: DeserializeOwned>(path: &Path, limit: u64) -> io::Result<Option<T>> {
-    let file = match File::open(path) {
-        Err(why) if why.kind() == io::ErrorKind::NotFound => return Ok(None),
-        file => file?,
+    let bytes = match files::read(path, limit) {
+        Err(why) if why.kind() == io::ErrorKind::FileTooLarge => {
+            return Err(unusable(path, &why.to_string()));
+        }
+        Ok(None) => return Ok(None),
+        read => read?.unwrap_or_default(),
     };
-    let mut bytes = Vec::new();
-    file.take(limit + 1).read_to_end(&mut bytes)?;
-    if bytes.len() as u64 > limit {
-        return Err(unusable(path, &format!("it has more than {limit} bytes")));
-    }
     serde_json::from_slice(&bytes).map(Some).map_err(|why| unusable(path, &why.to_string()))
 }
 
@@ -96,7 +89,7 @@ pub fn remove_emptied(folder: &Path) -> io::Result<()> {
     }
     for entry in fs::read_dir(folder)? {
         let name = entry?.file_name();
-        if name.to_str().is_some_and(|name| name.starts_with('.') && name.ends_with(".new")) {
+        if name.to_str().is_some_and(files::is_temporary) {
             gone(fs::remove_file(folder.join(name)))?;
         }
     }

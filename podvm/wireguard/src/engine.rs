@@ -4,13 +4,14 @@
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::Instant;
 
 use boringtun::noise::errors::WireGuardError;
 use boringtun::noise::handshake::parse_handshake_anon;
 use boringtun::noise::rate_limiter::RateLimiter;
 use boringtun::noise::{Packet, Tunn, TunnResult};
+use parking_lot::{RwLock, RwLockReadGuard};
 
 use crate::key::{PrivateKey, PublicKey};
 use crate::lane;
@@ -168,7 +169,7 @@ impl Engine {
     /// # Errors
     /// Key or address belong to another one, whose session is not touched.
     pub fn put_peer(&self, config: &PeerConfig) -> Result<(), Error> {
-        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let mut table = self.table.write();
         let name = || config.name.clone();
         if let Some(other) = table.by_key.get(&config.key).filter(|other| other.name != config.name) {
             return Err(Error::KeyTaken { name: name(), other: other.name.clone() });
@@ -199,7 +200,7 @@ impl Engine {
 
     /// Forgets a peer. Unknown is fine.
     pub fn remove_peer(&self, name: &str) {
-        self.table.write().unwrap_or_else(PoisonError::into_inner).remove(name);
+        self.table.write().remove(name);
     }
 
     /// How large `scratch` must be for packets and datagrams of this size.
@@ -322,8 +323,8 @@ impl Engine {
 
     const SCRATCH: usize = 256;
 
-    fn read(&self) -> std::sync::RwLockReadGuard<'_, Table> {
-        self.table.read().unwrap_or_else(PoisonError::into_inner)
+    fn read(&self) -> RwLockReadGuard<'_, Table> {
+        self.table.read()
     }
 
     fn all(&self) -> Vec<Arc<Peer>> {

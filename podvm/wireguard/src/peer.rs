@@ -1,11 +1,12 @@
 //! One peer: its session with us, where it is, and what it may send.
 
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use boringtun::noise::rate_limiter::RateLimiter;
 use boringtun::noise::{Tunn, TunnResult};
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::engine::Path;
 use crate::key::{PrivateKey, PublicKey};
@@ -88,7 +89,7 @@ impl Peer {
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -65,7 +65,7 @@ impl IdempotencyKey {
             hash.update((part.len() as u64).to_be_bytes());
             hash.update(part);
         }
-        IdempotencyKey(hex(&hash.finalize()))
+        IdempotencyKey(hex::encode(&hash.finalize()))
     }
 
     /// Checks and wraps a key read back from a cloud's tag or from disk.
@@ -93,16 +93,6 @@ impl IdempotencyKey {
     pub fn sha256(&self) -> [u8; 32] {
         Sha256::digest(self.0.as_bytes()).into()
     }
-}
-
-/// Lower-case hex, as all our names and digests are written.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    use fmt::Write as _;
-    let mut text = String::with_capacity(bytes.len() * 2);
-    for byte in bytes {
-        write!(text, "{byte:02x}").expect("a String takes everything");
-    }
-    text
 }
 
 /// Enough of a bad text to recognise it in a message.

@@ -9,7 +9,6 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::id::hex;
 use crate::{IdempotencyKey, InstanceId};
 
 /// One VM to make. A field that the provider's [`crate::Capabilities`] do not cover must be empty.
@@ -62,7 +61,7 @@ impl CreateRequest {
     /// another request, without keeping the request (and its ticket).
     pub fn digest(&self) -> String {
         let json = serde_json::to_vec(self).expect("strings and numbers always serialise");
-        hex(&Sha256::digest(&json))
+        hex::encode(&Sha256::digest(&json))
     }
 }
 
@@ -357,7 +356,7 @@ mod tests {
         let old = r#"{"name":"a","user_data":"u","size":{"vcpus":1,"memory_mib":2,"gpus":0,"gpu_model":null},"instance_type":null,"image":null,"disks":[{"volume":"v","read_only":true}],"labels":{}}"#;
         let read: CreateRequest = serde_json::from_str(old).unwrap();
         assert_eq!(serde_json::to_string(&read).unwrap(), old);
-        assert_eq!(read.digest(), hex(&Sha256::digest(old.as_bytes())));
+        assert_eq!(read.digest(), hex::encode(&Sha256::digest(old.as_bytes())));
     }
 
     #[test]

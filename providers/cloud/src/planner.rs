@@ -1,7 +1,8 @@
 //! The planner as a provider holds it: catalogue, policy and the memory of what was exhausted.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::Arc;
 
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use peerpod_provider_api::{CreateRequest, Error, Market, Placement, Rejected};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
@@ -45,12 +46,12 @@ impl Planner {
 
     /// What is on offer, as it was learned last.
     pub fn catalogue(&self) -> Arc<Catalogue> {
-        Arc::clone(&self.catalogue.read().unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&self.catalogue.read())
     }
 
     /// Learns what is on offer; plans that are being made go on with the old one.
     pub fn learn(&self, catalogue: Catalogue) {
-        *self.catalogue.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(catalogue);
+        *self.catalogue.write() = Arc::new(catalogue);
     }
 
     /// The best `at_most` offerings (at least one) that suit the need and are not known to be exhausted: what one call
@@ -119,7 +120,7 @@ impl Planner {
     }
 
     fn marks(&self) -> MutexGuard<'_, Marks> {
-        self.marks.lock().unwrap_or_else(PoisonError::into_inner)
+        self.marks.lock()
     }
 }
 

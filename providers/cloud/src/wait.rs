@@ -4,9 +4,9 @@
 //! Looks go through a [`crate::Batcher`], so that all who wait share a call.
 
 use std::future::Future;
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use peerpod_provider_api::{Error, Retry};
 use tokio::time::Instant;
 
@@ -43,7 +43,7 @@ impl Wait {
         F: Future<Output = Result<Option<T>, Error>>,
     {
         let start = Instant::now();
-        let usual = *self.usual.lock().unwrap_or_else(PoisonError::into_inner);
+        let usual = *self.usual.lock();
         let mut pause = usual.clamp(SHORTEST, LONGEST_FIRST);
         let mut next = (usual / 10).clamp(SHORTEST, LONGEST);
         loop {
@@ -66,7 +66,7 @@ impl Wait {
     /// A quarter of the new, three of the old. A little less than it took: whoever finds it there at the first look
     /// might have found it earlier.
     fn learn(&self, took: Duration) {
-        let mut usual = self.usual.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut usual = self.usual.lock();
         *usual = (*usual * 3 + took.mul_f64(0.9)) / 4;
     }
 }

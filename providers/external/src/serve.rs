@@ -19,10 +19,11 @@ mod listen;
 
 use std::collections::HashMap;
 use std::num::NonZeroU32;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use parking_lot::Mutex;
 use peerpod_proto::provider as proto;
 use peerpod_proto::provider_ttrpc::{Provider as Service, create_provider};
 use peerpod_provider_api::{Capabilities, Error, InstanceId, Provider, with_deadline};
@@ -83,7 +84,7 @@ impl Serving {
 
     /// Closes the listener and all connections.
     pub async fn stop(self) {
-        let mut server = self.server.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut server = self.server.into_inner();
         if let Err(error) = server.shutdown().await {
             tracing::debug!(%error, "a connection did not close");
         }
@@ -153,7 +154,7 @@ impl Served {
     }
 
     fn log_of(&self, owner: Owner, provider: &dyn Provider) -> Result<Arc<EventLog>, Error> {
-        let mut logs = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut logs = self.events.lock();
         if let Some(log) = logs.get(&owner) {
             return Ok(Arc::clone(log));
         }

@@ -13,7 +13,6 @@ use std::path::{Component, Path};
 use sha2::{Digest, Sha256};
 
 use crate::config::LibvirtConfig;
-use crate::marks::hex;
 
 /// Where a disk's bytes are.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,7 +31,7 @@ pub(crate) enum Place {
 
 /// The serial that the guest finds the disk by; virtio has room for 20 characters.
 pub(crate) fn serial(volume: &str) -> String {
-    format!("pp{}", hex(&Sha256::digest(volume.as_bytes())[..9]))
+    format!("pp{}", hex::encode(&Sha256::digest(volume.as_bytes())[..9]))
 }
 
 /// Reads a volume's name; the text of an error says what would do.

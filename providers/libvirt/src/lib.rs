@@ -27,11 +27,12 @@ mod xml;
 
 use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex as Lock, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use futures_util::stream::BoxStream;
+use parking_lot::Mutex as Lock;
 use peerpod_provider_api::{
     Capabilities, Console, CreateRequest, Created, Error, IdempotencyKey, InstanceId, Owned, Preflight,
     Provider, ProviderEvent, Volumes,
@@ -163,14 +164,13 @@ impl Console for LibvirtProvider {
 impl Shared {
     /// Waits until no other call works on this VM.
     async fn turn(&self, uuid: Uuid) -> Turn<'_> {
-        let mutex =
-            Arc::clone(self.turns.lock().unwrap_or_else(PoisonError::into_inner).entry(uuid).or_default());
+        let mutex = Arc::clone(self.turns.lock().entry(uuid).or_default());
         Turn { shared: self, uuid, guard: Some(mutex.lock_owned().await) }
     }
 
-    fn lives(&self) -> std::sync::MutexGuard<'_, Lives> {
+    fn lives(&self) -> parking_lot::MutexGuard<'_, Lives> {
         // Every step leaves it whole.
-        self.lives.lock().unwrap_or_else(PoisonError::into_inner)
+        self.lives.lock()
     }
 
     /// It is about to be started, for the first time or again.
@@ -243,7 +243,7 @@ struct Turn<'a> {
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
         self.guard = None;
-        let mut turns = self.shared.turns.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut turns = self.shared.turns.lock();
         // New users come only through the table, which we hold: 1 means the table's own.
         if turns.get(&self.uuid).is_some_and(|mutex| Arc::strong_count(mutex) == 1) {
             turns.remove(&self.uuid);

@@ -33,7 +33,7 @@ impl Owner {
             return NAMES.to_owned();
         }
         let hash = digest(&[&self.cluster, &self.node]);
-        format!("{NAMES}{}-", hex(&hash[..4]))
+        format!("{NAMES}{}-", hex::encode(&hash[..4]))
     }
 
     /// The name and UUID of the VM that is made with this key.
@@ -44,7 +44,7 @@ impl Owner {
         // Version 8 (our own), the usual variant.
         uuid[6] = uuid[6] & 0x0f | 0x80;
         uuid[8] = uuid[8] & 0x3f | 0x80;
-        Identity { name: format!("{}{}", self.prefix(), hex(&hash[16..28])), uuid }
+        Identity { name: format!("{}{}", self.prefix(), hex::encode(&hash[16..28])), uuid }
     }
 
     /// Whether these marks are of ours.
@@ -80,17 +80,9 @@ fn digest(parts: &[&str]) -> [u8; 32] {
     hash.finalize().into()
 }
 
-/// Lower-case hex.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        write!(text, "{byte:02x}").expect("a String takes everything");
-        text
-    })
-}
-
 /// A UUID as people and libvirt write it.
 pub(crate) fn words(uuid: &Uuid) -> String {
-    let text = hex(uuid);
+    let text = hex::encode(uuid);
     [&text[..8], &text[8..12], &text[12..16], &text[16..20], &text[20..]].join("-")
 }
 
@@ -107,10 +99,7 @@ pub(crate) fn uuid_of(id: &InstanceId) -> Option<Uuid> {
     }
     let digits: String = text.chars().filter(|c| *c != '-').collect();
     let mut uuid = [0; 16];
-    for (index, byte) in uuid.iter_mut().enumerate() {
-        *byte = u8::from_str_radix(digits.get(index * 2..index * 2 + 2)?, 16).ok()?;
-    }
-    Some(uuid)
+    hex::decode_to_slice(digits, &mut uuid).ok().map(|()| uuid)
 }
 
 /// What is written into a domain's metadata. Nothing secret.

@@ -12,7 +12,6 @@
 
 use std::collections::HashSet;
 use std::net::Ipv4Addr;
-use std::sync::PoisonError;
 
 use sha2::{Digest, Sha256};
 
@@ -88,7 +87,7 @@ impl Shared {
     }
 
     fn last_reservation(&self) -> Option<Result<(), String>> {
-        self.last_reservation.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.last_reservation.lock().clone()
     }
 
     /// Keeps the outcome; the text of a failure that is news.
@@ -100,7 +99,7 @@ impl Shared {
                 format!("network {network}: DHCP takes 3 s longer for each VM, as no address can be reserved: {why}")
             }),
         };
-        let mut last = self.last_reservation.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.last_reservation.lock();
         let before = last.replace(outcome.clone());
         outcome.err().filter(|wrong| before != Some(Err(wrong.clone())))
     }

@@ -14,7 +14,6 @@ use tokio::sync::Mutex;
 use tokio::time::{Instant, sleep};
 
 use crate::config::File;
-use crate::marks::hex;
 use crate::refusal::refuse;
 use crate::rpc::calls::Named;
 use crate::rpc::{Connection, code};
@@ -199,7 +198,7 @@ async fn read(path: &Path, what: Use) -> Result<Known, String> {
         ("qcow2", Some(size)) => u64::from_be_bytes(size),
         _ => bytes,
     };
-    Ok(Known { sha256: hex(&hash.finalize()), bytes, format, disk_bytes })
+    Ok(Known { sha256: hex::encode(&hash.finalize()), bytes, format, disk_bytes })
 }
 
 /// Which of the two formats it is, said by its first bytes.

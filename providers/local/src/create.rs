@@ -287,7 +287,7 @@ fn reap(mut child: Child) {
 
 /// The VM's id: the same for the same key, so that a repeated create finds what an earlier one began.
 pub(crate) fn instance_id(key: &IdempotencyKey) -> Result<InstanceId, Error> {
-    let hash: String = key.sha256().iter().take(16).map(|byte| format!("{byte:02x}")).collect();
+    let hash: String = hex::encode(&key.sha256()[..16]);
     InstanceId::new(format!("local-{hash}")).map_err(|error| Error::invalid(error.to_string()))
 }
 

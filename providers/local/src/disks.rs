@@ -280,7 +280,7 @@ fn name_of(volume: &str) -> String {
 }
 
 fn hash(volume: &str) -> String {
-    Sha256::digest(volume).iter().take(16).map(|byte| format!("{byte:02x}")).collect()
+    hex::encode(&Sha256::digest(volume)[..16])
 }
 
 /// The file's loop device, made if there is none.

@@ -26,11 +26,12 @@ use std::net::IpAddr;
 use std::num::NonZeroU32;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::sync::{Arc, Mutex as Lock, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use async_trait::async_trait;
 use nix::fcntl::Flock;
+use parking_lot::Mutex as Lock;
 use peerpod_provider_api::{
     Batch, Capabilities, Console, CreateRequest, Created, CreatedMany, Error, IdempotencyKey, InstanceId,
     Owned, OwnedState, Preflight, Provider, Volumes,
@@ -303,7 +304,7 @@ impl Shared {
     /// Waits until no other call works on this VM.
     async fn lock_id(&self, id: &InstanceId) -> IdGuard<'_> {
         let mutex = {
-            let mut ids = self.ids.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut ids = self.ids.lock();
             Arc::clone(ids.entry(id.clone()).or_default())
         };
         IdGuard { shared: self, id: id.clone(), guard: Some(mutex.lock_owned().await) }
@@ -334,7 +335,7 @@ struct IdGuard<'a> {
 impl Drop for IdGuard<'_> {
     fn drop(&mut self) {
         self.guard = None;
-        let mut ids = self.shared.ids.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut ids = self.shared.ids.lock();
         // New users come only through the table, which we hold: 1 means the table's own.
         if ids.get(&self.id).is_some_and(|mutex| Arc::strong_count(mutex) == 1) {
             ids.remove(&self.id);

@@ -15,13 +15,14 @@
 //! directory. User-data is not among the files: it reaches the VM through a pipe.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
+use peerpod_common::files;
 use peerpod_provider_api::{IdempotencyKey, InstanceId};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -239,17 +240,9 @@ fn try_lock(path: &Path, create: bool) -> io::Result<Option<Flock<File>>> {
     }
 }
 
-/// Writes a file whole: temporary file, fsync, rename, fsync of the directory.
+/// Writes a file durably, as JSON.
 pub(crate) fn write_json<T: Serialize>(path: &Path, value: &T) -> io::Result<()> {
-    let temporary = path.with_extension("tmp");
-    let mut file = File::options().create(true).truncate(true).write(true).mode(0o600).open(&temporary)?;
-    file.write_all(&serde_json::to_vec(value)?)?;
-    file.sync_data()?;
-    fs::rename(&temporary, path)?;
-    match path.parent() {
-        Some(dir) => File::open(dir)?.sync_all(),
-        None => Ok(()),
-    }
+    files::write(path, &serde_json::to_vec(value)?)
 }
 
 /// Reads a file of ours; `None` if it is not there, `InvalidData` if it is damaged or of another version.

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use http_body_util::Full;
@@ -14,6 +14,7 @@ use hyper::body::{Bytes, Incoming};
 use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
@@ -58,48 +59,39 @@ impl Ready {
 
     /// Not ready because of `why` until [`Ready::ready`] is called with the same name.
     pub fn not_ready(&self, name: &str, why: &str) {
-        self.lock().insert(name.to_owned(), why.to_owned());
+        self.waiting.lock().insert(name.to_owned(), why.to_owned());
     }
 
     /// What had this name is no reason any more.
     pub fn ready(&self, name: &str) {
-        self.lock().remove(name);
+        self.waiting.lock().remove(name);
     }
 
     /// Whether nothing is waited for.
     pub fn is_ready(&self) -> bool {
-        self.lock().is_empty()
+        self.waiting.lock().is_empty()
     }
 
     /// What is waited for, and why.
     pub fn waiting(&self) -> BTreeMap<String, String> {
-        self.lock().clone()
+        self.waiting.lock().clone()
     }
 
     /// Something is wrong that does not keep the process from its work: said, until [`Ready::settled`], and ready all the
     /// same.
     pub fn warn(&self, name: &str, why: &str) {
-        lock(&self.warnings).insert(name.to_owned(), why.to_owned());
+        self.warnings.lock().insert(name.to_owned(), why.to_owned());
     }
 
     /// What had this name is wrong no more.
     pub fn settled(&self, name: &str) {
-        lock(&self.warnings).remove(name);
+        self.warnings.lock().remove(name);
     }
 
     /// What is wrong, and how.
     pub fn warnings(&self) -> BTreeMap<String, String> {
-        lock(&self.warnings).clone()
+        self.warnings.lock().clone()
     }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, String>> {
-        lock(&self.waiting)
-    }
-}
-
-fn lock(map: &Mutex<BTreeMap<String, String>>) -> std::sync::MutexGuard<'_, BTreeMap<String, String>> {
-    // Every step leaves the map whole, so a panic elsewhere does not spoil it.
-    map.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl BlockReady {

@@ -5,9 +5,10 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
@@ -142,7 +143,7 @@ impl Drain {
 
     /// Counts one thing of this name as under way until the result is dropped.
     pub fn busy(&self, name: &'static str) -> Busy {
-        *lock(&self.shared).entry(name).or_default() += 1;
+        *self.shared.busy.lock().entry(name).or_default() += 1;
         self.shared.count.send_modify(|count| *count += 1);
         Busy { shared: self.shared.clone(), name }
     }
@@ -157,7 +158,7 @@ impl Drain {
         let done = count.wait_for(|count| *count == 0);
         match tokio::time::timeout(deadline, done).await {
             Ok(_) => Ok(()),
-            Err(_) => Err(StillBusy(lock(&self.shared).clone())),
+            Err(_) => Err(StillBusy(self.shared.busy.lock().clone())),
         }
     }
 }
@@ -175,7 +176,7 @@ impl Busy {
 
 impl Drop for Busy {
     fn drop(&mut self) {
-        let mut busy = lock(&self.shared);
+        let mut busy = self.shared.busy.lock();
         if let Some(count) = busy.get_mut(self.name) {
             *count -= 1;
             if *count == 0 {
@@ -185,11 +186,6 @@ impl Drop for Busy {
         drop(busy);
         self.shared.count.send_modify(|count| *count -= 1);
     }
-}
-
-/// The map is consistent after every step, so a panic elsewhere does not spoil it.
-fn lock(shared: &Shared) -> std::sync::MutexGuard<'_, BTreeMap<&'static str, usize>> {
-    shared.busy.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use std::{
     io,
     net::{IpAddr, SocketAddr},
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
@@ -23,6 +23,7 @@ use hyper::{
     service::service_fn,
 };
 use hyper_util::rt::{TokioIo, TokioTimer};
+use parking_lot::Mutex;
 use peerpod_base::{
     chain::chain,
     lifecycle::{Busy, Drain},
@@ -130,7 +131,7 @@ impl Callers {
     fn enter(&self, address: IpAddr, most: usize) -> Option<Counted> {
         // An IPv4 caller of a socket for both families.
         let address = address.to_canonical();
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.0.lock();
         let count = all.entry(address).or_default();
         if *count >= most {
             return None;
@@ -142,7 +143,7 @@ impl Callers {
 
 impl Drop for Counted {
     fn drop(&mut self) {
-        let mut all = self.callers.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.callers.0.lock();
         let left = all.get_mut(&self.address).map_or(0, |count| {
             *count = count.saturating_sub(1);
             *count

@@ -2,11 +2,7 @@
 //! PeerpodVolume object of each published volume. Every call has a deadline; none is made where nothing needs one. May
 //! touch: those objects.
 
-use std::{
-    collections::HashMap,
-    path::Path,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{collections::HashMap, path::Path, sync::Arc};
 
 use k8s_openapi::api::{
     coordination::v1::Lease,
@@ -14,6 +10,7 @@ use k8s_openapi::api::{
     storage::v1::CSIDriver,
 };
 use kube::{Api, Client, Resource};
+use parking_lot::Mutex;
 use peerpod_kube::{
     client::{self, Error, within},
     crds::PeerpodVolumeSpec,
@@ -125,9 +122,9 @@ impl NodeCluster {
         Ok(spec.and_then(|spec| spec.runtime_class_name))
     }
 
-    fn classes(&self) -> std::sync::MutexGuard<'_, HashMap<String, Option<String>>> {
+    fn classes(&self) -> parking_lot::MutexGuard<'_, HashMap<String, Option<String>>> {
         // Each step leaves the map whole.
-        self.classes.lock().unwrap_or_else(PoisonError::into_inner)
+        self.classes.lock()
     }
 
     async fn spec(&self, pod: &Pod) -> Result<Option<PodSpec>, Status> {

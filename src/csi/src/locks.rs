@@ -2,9 +2,10 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, PoisonError, Weak},
+    sync::{Arc, Weak},
 };
 
+use parking_lot::Mutex;
 use tokio::sync::{Mutex as Turn, OwnedMutexGuard};
 
 /// The turns under way.
@@ -15,7 +16,7 @@ impl Locks {
     /// Waits for this key's turn, which lasts until the result is dropped.
     pub async fn turn(&self, key: &str) -> OwnedMutexGuard<()> {
         let turn = {
-            let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut all = self.0.lock();
             all.retain(|_, turn| turn.strong_count() > 0);
             match all.get(key).and_then(Weak::upgrade) {
                 Some(turn) => turn,

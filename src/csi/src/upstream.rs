@@ -1,10 +1,6 @@
 //! The real driver: one HTTP/2 connection to its socket, made again when it is gone. May touch: that socket.
 
-use std::{
-    path::PathBuf,
-    sync::{Mutex, PoisonError},
-    time::Duration,
-};
+use std::{path::PathBuf, time::Duration};
 
 use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt;
@@ -16,6 +12,7 @@ use hyper::{
     http::{request, response},
 };
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use parking_lot::Mutex;
 use peerpod_base::chain::chain;
 use protobuf::Message;
 use tokio::{net::UnixStream, time::timeout};
@@ -161,9 +158,9 @@ impl Upstream {
         *self.slot() = None;
     }
 
-    fn slot(&self) -> std::sync::MutexGuard<'_, Option<SendRequest<Body>>> {
+    fn slot(&self) -> parking_lot::MutexGuard<'_, Option<SendRequest<Body>>> {
         // One assignment: whole after a panic elsewhere.
-        self.ready.lock().unwrap_or_else(PoisonError::into_inner)
+        self.ready.lock()
     }
 
     fn away(&self, what: &str, why: impl std::fmt::Display) -> Status {

@@ -1,10 +1,8 @@
 //! The node's own numbers. Names begin with `peerpod_node_` once registered under that prefix.
 
-use std::{
-    collections::BTreeSet,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{collections::BTreeSet, sync::Arc};
 
+use parking_lot::Mutex;
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
@@ -236,7 +234,7 @@ impl Metrics {
     }
 
     fn guest_stage_is_known(&self, stage: &str) -> bool {
-        let mut names = self.guest_stage_names.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut names = self.guest_stage_names.lock();
         names.contains(stage)
             || (names.len() < MAX_GUEST_STAGES && stage.len() <= 32 && names.insert(stage.to_owned()))
     }

@@ -8,13 +8,9 @@
 
 mod hand_in;
 
-use std::{
-    collections::HashMap,
-    path::PathBuf,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{collections::HashMap, path::PathBuf, sync::Arc, time::Duration};
 
+use parking_lot::{Mutex, MutexGuard};
 use peerpod_proto::{
     guest::{Reply, Request},
     relay::{
@@ -180,7 +176,7 @@ impl RelayClient {
 
     fn guests(&self) -> MutexGuard<'_, HashMap<String, watch::Sender<Guest>>> {
         // Every step leaves the map whole.
-        self.0.guests.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.guests.lock()
     }
 
     async fn stub(&self) -> Result<Stub, RelayError> {

@@ -6,10 +6,11 @@
 //! be replaced is worse for all others. After `node.ca-follow-timeout` a step goes on without those who do not follow.
 
 use std::{
-    sync::{Arc, PoisonError, RwLock, RwLockReadGuard},
+    sync::Arc,
     time::{Duration, SystemTime},
 };
 
+use parking_lot::{RwLock, RwLockReadGuard};
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 
@@ -39,7 +40,7 @@ impl SharedTrust {
     /// For a look; not to be held across an await.
     pub fn read(&self) -> RwLockReadGuard<'_, Trust> {
         // A step that panicked left the old CA or the new one, both whole.
-        self.trust.read().unwrap_or_else(PoisonError::into_inner)
+        self.trust.read()
     }
 
     /// Whom guests are to trust.
@@ -49,7 +50,7 @@ impl SharedTrust {
 
     /// One step on. Blocks for a write to the disk.
     pub(crate) fn step(&self) -> Result<Stage, Error> {
-        let mut trust = self.trust.write().unwrap_or_else(PoisonError::into_inner);
+        let mut trust = self.trust.write();
         let stage = trust.roll_over(SystemTime::now())?;
         self.told.send_replace(Arc::new(trusted(&trust)));
         Ok(stage)
@@ -59,7 +60,7 @@ impl SharedTrust {
 fn trusted(trust: &Trust) -> Trusted {
     // Names the set and who signs: both change within a roll-over, and a guest must follow each.
     let prints = trust.ca_sha256();
-    let short = prints.iter().map(|print| peerpod_link::birth::to_hex(&print[..6])).collect::<Vec<_>>();
+    let short = prints.iter().map(|print| hex::encode(&print[..6])).collect::<Vec<_>>();
     let id = format!("{:?}:{}", trust.stage(), short.join("+")).to_lowercase();
     Trusted { id, cas: trust.trusted_cas().iter().map(|der| der.to_vec()).collect() }
 }

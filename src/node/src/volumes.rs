@@ -6,10 +6,11 @@
 use std::{
     io,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
+use parking_lot::Mutex;
 use peerpod_proto::{guest, relay};
 use peerpod_provider_api::{DiskIdentity, DiskRequest};
 use peerpod_volume::{
@@ -301,7 +302,7 @@ impl Volumes {
     /// # Errors
     /// When it could not be made durable.
     pub fn note_vm(&self, uid: &str, sandbox: &str, instance: Option<&str>, gone: bool) -> io::Result<()> {
-        let _turn = self.notes.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = self.notes.lock();
         let later = |noted: Vm| noted.sandbox != sandbox;
         if !self.records.pod(uid)?.exists() || gone && self.records.vm(uid)?.is_some_and(later) {
             return Ok(());

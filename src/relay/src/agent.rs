@@ -11,11 +11,11 @@ use std::{
     time::Duration,
 };
 
+use peerpod_common::files;
 use peerpod_link::endpoint::EndpointHandle;
 use tokio::{net::UnixListener, task::JoinHandle};
 
 use crate::{
-    durable,
     metrics::Metrics,
     sandboxes::guest::Guest,
     socket::{self, Bound},
@@ -53,7 +53,7 @@ impl AgentSocket {
         metrics: Arc<Metrics>,
     ) -> io::Result<AgentSocket> {
         if let Some(folder) = path.parent() {
-            durable::make_folder(folder)?;
+            files::make_folder(folder)?;
         }
         let (listener, bound) = socket::bind(path)?;
         Ok(AgentSocket::serve(path, listener, Some(bound), endpoint, guest, metrics))

@@ -42,7 +42,7 @@ use crate::{
     metrics::Metrics,
     sandboxes::{Prepared, Sandboxes, states::States},
     socket::Bound as Socket,
-    store::{Identity, Record, Store, StoreError, hex},
+    store::{Identity, Record, Store, StoreError},
     takeover::{
         self, give,
         take::{self, TakeError, Taken},
@@ -415,7 +415,7 @@ fn lock(run_dir: &Path) -> Result<Option<Flock<File>>, AppError> {
 fn epoch() -> Result<String, AppError> {
     let mut bytes = [0; 8];
     getrandom::fill(&mut bytes).map_err(|error| AppError::Random(error.to_string()))?;
-    Ok(hex(&bytes))
+    Ok(hex::encode(&bytes))
 }
 
 async fn serve_control(listener: UnixListener, control: Control) -> Result<ttrpc::r#async::Server, AppError> {

@@ -5,10 +5,11 @@
 //! The lines' target here is `guest`, and their level the guest's: `log.level: info,guest=warn` leaves out what is less.
 
 use std::{
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
+use parking_lot::Mutex;
 use peerpod_link::endpoint::{Level, Line};
 
 use crate::{id::SandboxId, metrics::Metrics};
@@ -73,7 +74,7 @@ impl GuestLog {
 
     /// Writes a line of this sandbox's guest into the log, or not.
     pub(crate) fn line(&self, sandbox: &SandboxId, pod: impl FnOnce() -> String, line: &Line<'_>) {
-        let verdict = self.bound.lock().unwrap_or_else(PoisonError::into_inner).judge(Instant::now());
+        let verdict = self.bound.lock().judge(Instant::now());
         let lost = line.lost.min(LOST_AT_MOST);
         self.metrics.guest_log("lost_in_guest", u64::from(lost));
         self.metrics.guest_log(if verdict.write { "written" } else { "left_out" }, 1);

@@ -5,10 +5,11 @@
 use std::{
     collections::HashMap,
     net::{IpAddr, SocketAddr},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
+use parking_lot::Mutex;
 use peerpod_link::{
     claim::{self, FIRST_RECORD_DEADLINE, First},
     endpoint,
@@ -151,7 +152,7 @@ struct Place {
 
 impl Place {
     fn take(under: &Arc<Mutex<Under>>, address: IpAddr, bounds: Bounds) -> Option<Place> {
-        let mut now = under.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut now = under.lock();
         let here = now.by_address.get(&address).copied().unwrap_or(0);
         if now.total >= bounds.total || here >= bounds.per_address {
             return None;
@@ -164,7 +165,7 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        let mut now = self.under.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut now = self.under.lock();
         now.total -= 1;
         if let Some(here) = now.by_address.get_mut(&self.address) {
             *here -= 1;

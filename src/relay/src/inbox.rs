@@ -7,9 +7,10 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
+use peerpod_common::files;
 use serde::Serialize;
 
-use crate::{durable, id::SandboxId};
+use crate::id::SandboxId;
 
 /// Version of the file's format.
 const VERSION: u32 = 1;
@@ -33,19 +34,19 @@ impl Inbox {
     /// Makes the folder when it is missing.
     pub(crate) fn open(state_dir: &Path) -> io::Result<Inbox> {
         let folder = state_dir.join("inbox");
-        durable::make_folder(&folder)?;
+        files::make_folder(&folder)?;
         Ok(Inbox { folder })
     }
 
     /// Clears away what a process that died left half-written; not while another one writes.
     pub(crate) fn sweep(&self) -> io::Result<()> {
-        durable::sweep(&self.folder)
+        files::sweep(&self.folder)
     }
 
     /// Records that `id` is to be stopped; on return it will be found after a power cut. Blocking.
     pub(crate) fn stop(&self, id: &SandboxId, now: SystemTime) -> io::Result<()> {
         let at_ms = now.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
         let entry = Entry { version: VERSION, op: "stop", id: id.as_str(), at_ms };
-        durable::write(&self.folder, &format!("{id}.json"), &serde_json::to_vec(&entry)?)
+        files::write(&self.folder.join(format!("{id}.json")), &serde_json::to_vec(&entry)?)
     }
 }

@@ -16,7 +16,6 @@ pub mod config;
 mod control;
 mod dials;
 mod door;
-mod durable;
 mod gate;
 mod guest_log;
 mod guests;

@@ -8,10 +8,11 @@ pub(crate) mod states;
 use std::{
     collections::HashMap,
     path::{Component, Path},
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Weak},
     time::Duration,
 };
 
+use parking_lot::{Mutex, MutexGuard};
 use peerpod_link::endpoint::{self, Endpoint, EndpointHandle, Role};
 use thiserror::Error;
 use tokio::{
@@ -119,12 +120,12 @@ impl Sandboxes {
 
     fn table(&self) -> MutexGuard<'_, Table> {
         // Each step leaves the maps usable by themselves.
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        self.table.lock()
     }
 
     /// Whose guests are to be dialled, from the first one on; to be taken once.
     pub(crate) fn orders(&self) -> Option<mpsc::UnboundedReceiver<Order>> {
-        self.orders.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.orders.lock().take()
     }
 
     fn dial(&self, record: &Record) {

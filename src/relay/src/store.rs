@@ -10,15 +10,18 @@ use std::{
 };
 
 use base64::{Engine, prelude::BASE64_STANDARD};
+use peerpod_common::files;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use thiserror::Error;
 
-use crate::{durable, id::SandboxId, volumes::Volume};
+use crate::{id::SandboxId, volumes::Volume};
 
 /// Version of both formats.
 const VERSION: u32 = 1;
 const IDENTITY: &str = "tls.json";
+/// Limit of a file that is read, in bytes.
+const MAX_FILE: u64 = 4 << 20;
 
 /// The state folder could not be used.
 #[derive(Debug, Error)]
@@ -141,7 +144,7 @@ impl Store {
         let store =
             Store { sandboxes: folder.join("sandboxes"), quarantine: state_dir.join("quarantine"), folder };
         for folder in [&store.folder, &store.sandboxes] {
-            durable::make_folder(folder).map_err(failed("make", folder))?;
+            files::make_folder(folder).map_err(failed("make", folder))?;
         }
         Ok(store)
     }
@@ -149,7 +152,7 @@ impl Store {
     /// Clears away what a process that died left half-written; not while another one writes.
     pub(crate) fn sweep(&self) -> Result<(), StoreError> {
         for folder in [&self.folder, &self.sandboxes] {
-            durable::sweep(folder).map_err(failed("clean", folder))?;
+            files::sweep(folder).map_err(failed("clean", folder))?;
         }
         Ok(())
     }
@@ -190,7 +193,7 @@ impl Store {
             version: VERSION,
             id: record.id.to_string(),
             agent_socket: record.agent_socket.clone(),
-            guest_certificates: record.guest_certificates.iter().map(|bytes| hex(bytes)).collect(),
+            guest_certificates: record.guest_certificates.iter().map(|bytes| hex::encode(bytes)).collect(),
             pod: record.pod.clone(),
             tunnel_peer: record.tunnel_peer.clone(),
             dial: record.dial.clone(),
@@ -201,7 +204,7 @@ impl Store {
 
     /// Forgets a sandbox; unknown is fine. Blocking.
     pub(crate) fn delete(&self, id: &SandboxId) -> Result<(), StoreError> {
-        durable::remove(&self.sandboxes, &format!("{id}.json")).map_err(failed("remove", &self.sandboxes))
+        files::remove(&self.sandboxes.join(format!("{id}.json"))).map_err(failed("remove", &self.sandboxes))
     }
 
     /// All sandboxes that can be read. Blocking.
@@ -216,7 +219,7 @@ impl Store {
     fn write(&self, folder: &Path, name: &str, content: &impl Serialize) -> Result<(), StoreError> {
         let path = folder.join(name);
         let content = serde_json::to_vec(content).map_err(io::Error::from).map_err(failed("write", &path))?;
-        durable::write(folder, name, &content).map_err(failed("write", &path))
+        files::write(&path, &content).map_err(failed("write", &path))
     }
 
     /// Reads a file of ours; puts aside what is none.
@@ -229,7 +232,7 @@ impl Store {
         struct Versioned {
             version: u32,
         }
-        let content = match durable::read(path) {
+        let content = match files::read(path, MAX_FILE) {
             Ok(content) => content?,
             Err(error) => {
                 tracing::error!(file = %path.display(), %error, "state not read; what it describes is not served");
@@ -257,7 +260,7 @@ impl Store {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis());
         let to = self.quarantine.join(format!("relay-{now}-{name}"));
-        let moved = durable::make_folder(&self.quarantine).and_then(|()| std::fs::rename(path, &to));
+        let moved = files::make_folder(&self.quarantine).and_then(|()| std::fs::rename(path, &to));
         let moved = moved.map_or_else(|error| error.to_string(), |()| to.display().to_string());
         tracing::error!(file = %path.display(), why, moved, "state is not readable; what it describes is not served");
     }
@@ -280,25 +283,9 @@ fn record(path: &Path, file: RecordFile) -> Result<Record, String> {
     })
 }
 
-/// Lower-case hex.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    use fmt::Write;
-    bytes.iter().fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
-        // Writing to a string cannot fail.
-        let _ok = write!(text, "{byte:02x}");
-        text
-    })
-}
-
 fn unhex(text: &str) -> Option<[u8; 32]> {
     let mut bytes = [0; 32];
-    if text.len() != 64 || !text.is_ascii() {
-        return None;
-    }
-    for (nth, byte) in bytes.iter_mut().enumerate() {
-        *byte = u8::from_str_radix(text.get(2 * nth..2 * nth + 2)?, 16).ok()?;
-    }
-    Some(bytes)
+    hex::decode_to_slice(text, &mut bytes).ok().map(|()| bytes)
 }
 
 #[cfg(test)]

@@ -7,11 +7,12 @@ use std::{
     io,
     net::{SocketAddr, UdpSocket},
     os::fd::{AsFd, OwnedFd},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
 };
 
 use async_trait::async_trait;
 use base64::{Engine as _, prelude::BASE64_STANDARD};
+use parking_lot::{Mutex, MutexGuard};
 use peerpod_wireguard::{
     DataPlane, Engine, Lane, NODE_INNER, PeerConfig, PrivateKey, PublicKey, Reason, Tun,
 };
@@ -86,7 +87,7 @@ pub(crate) struct WireGuard {
 impl WireGuard {
     fn lock(&self) -> MutexGuard<'_, State> {
         // Each step leaves it usable.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Makes a sandbox's guest a peer, or with `None` none. Again it changes nothing.

@@ -42,7 +42,7 @@ async fn what_guest_and_agent_say_is_in_the_relay_s_log_from_the_first_line_on_a
     }
     let console = vm::consoles(&daemons);
     assert!(console.contains("agent listens") && console.contains("the link is up"), "{console}");
-    let secret = birth::to_hex(born.ticket.secret.expose());
+    let secret = hex::encode(born.ticket.secret.expose());
     for daemon in ["relay", "node"] {
         let log = fs::read_to_string(daemons.log(daemon)).unwrap();
         assert!(!log.contains(&secret) && !log.contains(&secret.to_uppercase()), "{daemon}");

@@ -3,9 +3,10 @@
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use nix::libc;
+use parking_lot::Mutex;
 
 const BPF_PROG_LOAD: libc::c_long = 5;
 const BPF_PROG_TYPE_SCHED_CLS: u32 = 3;
@@ -113,7 +114,7 @@ fn program(target: u32, also: Also) -> Vec<Instruction> {
 /// # Errors
 /// What the kernel says: EPERM without CAP_BPF (or CAP_SYS_ADMIN), ENOSYS or EINVAL without BPF.
 pub(super) fn loaded(target: u32, also: Also) -> io::Result<Arc<OwnedFd>> {
-    let kept = || LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+    let kept = || LOADED.lock();
     let known = kept().iter().find(|(kind, _)| *kind == (target, also)).map(|(_, program)| program.clone());
     if let Some(program) = known {
         return Ok(program);

@@ -6,8 +6,9 @@ use std::{
     fs, io,
     net::IpAddr,
     path::{Path, PathBuf},
-    sync::{Mutex, PoisonError},
 };
+
+use parking_lot::Mutex;
 
 /// The C library takes no more.
 const MOST_SERVERS: usize = 3;
@@ -29,7 +30,7 @@ impl Names {
 
     /// What a card was told now; nothing is no reason to forget what others were.
     pub(crate) fn tell(&self, rank: u32, v6: bool, servers: &[IpAddr], search: &[String]) {
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut told = self.told.lock();
         let now = (servers.to_vec(), search.to_vec());
         if servers.is_empty() || told.get(&(rank, v6)) == Some(&now) {
             return;

@@ -139,7 +139,7 @@ impl Modules {
         let release = release.as_ref().map(|names| names.release().to_string_lossy().into_owned());
         let folder = Path::new("/lib/modules").join(release.unwrap_or_default());
         let read = |name: &str| {
-            let content = crate::files::read_bounded(&folder.join(name), MAX_INDEX).ok().flatten();
+            let content = crate::files::read(&folder.join(name), MAX_INDEX).ok().flatten();
             String::from_utf8(content.unwrap_or_default()).unwrap_or_default()
         };
         let index = Index::new(read("modules.dep"), read("modules.alias"), read("modules.softdep"));
@@ -240,7 +240,7 @@ impl Modules {
 
     /// Loads what nothing announces, by a list of the image's: a name per line, `#` begins a comment.
     pub(crate) fn load_list(&self, list: &Path) {
-        let text = crate::files::read_bounded(list, MAX_LIST);
+        let text = crate::files::read(list, MAX_LIST);
         let text = text.ok().flatten().and_then(|bytes| String::from_utf8(bytes).ok()).unwrap_or_default();
         let names = text.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
         for name in names.filter(|name| !name.is_empty()) {

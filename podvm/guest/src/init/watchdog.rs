@@ -108,7 +108,7 @@ impl Pulse {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::files::{testing::TempDir, write_private};
+    use crate::files::{self, testing::TempDir};
 
     const PATIENCE: Duration = Duration::from_millis(200);
 
@@ -119,11 +119,11 @@ mod tests {
         let mut pulse = Pulse::new(note.clone(), PATIENCE);
         std::thread::sleep(PATIENCE * HUNGER + PATIENCE);
         assert_eq!(pulse.look(), Verdict::Fine, "it never lived in this boot");
-        write_private(&note, b"1").unwrap();
+        files::write(&note, b"1").unwrap();
         assert_eq!(pulse.look(), Verdict::Fine);
         std::thread::sleep(PATIENCE + PATIENCE / 4);
         assert_ne!(pulse.look(), Verdict::Fine);
-        write_private(&note, b"1").unwrap();
+        files::write(&note, b"1").unwrap();
         assert_eq!(pulse.look(), Verdict::Fine, "the same content is a new sign");
         assert_eq!(pulse.verdict(PATIENCE / 2), Verdict::Fine);
         assert_eq!(pulse.verdict(PATIENCE), Verdict::Hangs);

@@ -158,7 +158,7 @@ impl Places {
     }
 
     fn attribute(&self, name: &str, file: &str) -> Option<String> {
-        let content = crate::files::read_bounded(&self.block.join(name).join(file), MAX_ATTRIBUTE).ok()??;
+        let content = crate::files::read(&self.block.join(name).join(file), MAX_ATTRIBUTE).ok()??;
         Some(String::from_utf8_lossy(&content).trim_matches(['\0', ' ', '\n', '\t']).to_owned())
     }
 

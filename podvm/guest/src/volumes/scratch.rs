@@ -78,7 +78,7 @@ pub(crate) async fn mount(state_dir: &Path) -> Result<Option<String>, String> {
     let text = format!("the VM's own disk (serial number {serial:?}) is not used: {fault}");
     memory().map_err(|error| format!("{text}; nor can images be kept in memory: {error}"))?;
     let text = format!("{text}; images are kept in memory");
-    if let Err(error) = files::write_private(&note, text.as_bytes()) {
+    if let Err(error) = files::write(&note, text.as_bytes()) {
         tracing::warn!(path = %note.display(), %error, "cannot note why the VM's own disk is not used");
     }
     Ok(Some(text))
@@ -135,7 +135,7 @@ async fn ready(disk: &Disk, serial: &str, state_dir: &Path) -> Result<(), Fault>
         if found != Content::Empty {
             return Err(Fault::never("it is not empty; give the VM a new one".into()));
         }
-        files::write_private(&begun, serial.as_bytes())
+        files::write(&begun, serial.as_bytes())
             .map_err(|error| Fault::not_now(format!("write {}: {error}", begun.display())))?;
     }
     let id = VolumeId::of("peerpod", serial);

@@ -4,7 +4,7 @@ use std::{
     collections::VecDeque,
     fmt,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{
             AtomicBool, AtomicUsize,
             Ordering::{AcqRel, Acquire, Relaxed, Release},
@@ -15,6 +15,7 @@ use std::{
 
 use bytes::Bytes;
 use futures_util::task::AtomicWaker;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::{
     net::{TcpStream, UnixStream},
     sync::oneshot,
@@ -193,7 +194,7 @@ pub(super) fn pair(control_limit: usize) -> (Ended, EndpointHandle) {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, VecDeque<Command>> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.lock()
     }
 
     pub(super) fn push(&self, command: Command) {

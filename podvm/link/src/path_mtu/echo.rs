@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use nix::errno::Errno;
@@ -13,6 +13,7 @@ use nix::sys::socket::sockopt::{Ipv4PacketInfo, Ipv6RecvPacketInfo};
 use nix::sys::socket::{
     ControlMessage, ControlMessageOwned, MsgFlags, SockaddrStorage, recvmsg, sendmsg, setsockopt,
 };
+use parking_lot::{Mutex, MutexGuard};
 use tokio::io::Interest;
 use tokio::net::UdpSocket;
 
@@ -46,7 +47,7 @@ pub struct Pass {
 
 impl Known {
     fn lock(&self) -> MutexGuard<'_, HashMap<Token, Allowance>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// Answers questions with this token until the pass is dropped.

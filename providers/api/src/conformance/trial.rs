@@ -4,11 +4,12 @@ use std::collections::{BTreeSet, HashSet};
 use std::future::Future;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use futures_util::FutureExt;
+use parking_lot::Mutex;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::{Checked, Harness, Promise, Stop, Verdict};
@@ -138,13 +139,13 @@ impl Trial {
         owned.into_iter().filter(ours).collect()
     }
 
-    fn keys(&self) -> std::sync::MutexGuard<'_, HashSet<IdempotencyKey>> {
+    fn keys(&self) -> parking_lot::MutexGuard<'_, HashSet<IdempotencyKey>> {
         // Every step leaves the set whole.
-        self.keys.lock().unwrap_or_else(PoisonError::into_inner)
+        self.keys.lock()
     }
 
-    fn ids(&self) -> std::sync::MutexGuard<'_, BTreeSet<InstanceId>> {
-        self.ids.lock().unwrap_or_else(PoisonError::into_inner)
+    fn ids(&self) -> parking_lot::MutexGuard<'_, BTreeSet<InstanceId>> {
+        self.ids.lock()
     }
 
     pub(super) fn provider(&self) -> Arc<dyn Provider> {
@@ -169,7 +170,7 @@ impl Trial {
         let start = Instant::now();
         let made = self.provider().create(request, key).await?;
         self.ids().insert(made.id.clone());
-        let mut slowest = self.slowest.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut slowest = self.slowest.lock();
         *slowest = start.elapsed().max(*slowest);
         drop(slowest);
         Ok(made)
@@ -211,7 +212,7 @@ impl Trial {
 
     /// How long to look until one may say that nothing more comes into being.
     pub(super) fn quiet(&self) -> Duration {
-        let slowest = *self.slowest.lock().unwrap_or_else(PoisonError::into_inner);
+        let slowest = *self.slowest.lock();
         QUIET.max(slowest * 2)
     }
 

@@ -3,9 +3,9 @@
 //!
 //! The cloud's bucket is per account and ours is per process, so the rate cannot be configured, only learned.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 const FIRST_GAP: Duration = Duration::from_millis(100);
@@ -38,7 +38,7 @@ impl Pace {
     /// Waits for the caller's turn.
     pub(super) async fn turn(&self) -> Turn {
         let (at, lessons) = {
-            let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut state = self.0.lock();
             let now = Instant::now();
             let at = state.next.map_or(now, |next| next.max(now));
             state.next = if state.gap.is_zero() && at <= now { None } else { Some(at + state.gap) };
@@ -50,7 +50,7 @@ impl Pace {
 
     /// The cloud throttled, and perhaps said for how long.
     pub(super) fn slower(&self, turn: Turn, after: Option<Duration>) {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.0.lock();
         if turn.lessons == state.lessons {
             state.lessons += 1;
             state.gap = (state.gap * 2).clamp(FIRST_GAP, LONGEST_GAP);
@@ -61,7 +61,7 @@ impl Pace {
 
     /// The cloud answered.
     pub(super) fn faster(&self) {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.0.lock();
         state.gap = state.gap * 9 / 10;
         if state.gap < SHORTEST_GAP {
             state.gap = Duration::ZERO;

@@ -2,7 +2,6 @@
 //! touch the network, the environment, and the shared AWS files in the SDK's order.
 
 use std::future::Future;
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use aws_config::{BehaviorVersion, ConfigLoader, Region, SdkConfig};
@@ -13,6 +12,7 @@ use aws_smithy_runtime_api::client::http::SharedHttpClient;
 use aws_smithy_runtime_api::client::orchestrator::HttpResponse;
 use aws_smithy_types::retry::RetryConfig;
 use aws_smithy_types::timeout::TimeoutConfig;
+use parking_lot::Mutex;
 use peerpod_base::chain::chain;
 use peerpod_provider_api::{Error, deadline};
 use peerpod_provider_cloud::calls::{Limits, Table};
@@ -97,14 +97,14 @@ impl Ec2 {
             async move {
                 answer.await.map_err(|error| {
                     let refusal = Refusal { action, what: what.to_owned(), why: why(&error) };
-                    *refused.lock().unwrap_or_else(PoisonError::into_inner) = Some(refusal.clone());
+                    *refused.lock() = Some(refusal.clone());
                     Error::from(refusal)
                 })
             }
         });
         let answer = answer.await;
         answer.map_err(|error| {
-            let refusal = last.into_inner().unwrap_or_else(PoisonError::into_inner);
+            let refusal = last.into_inner();
             // One that was overtaken by the deadline is not this error.
             let refusal = refusal.filter(|refusal| Error::from(refusal.clone()) == error);
             Failure { error, refusal }

@@ -3,12 +3,13 @@
 //! any. May call DescribeSpotInstanceRequests.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use aws_sdk_ec2::types::{Filter, SpotInstanceRequest};
 use futures_util::StreamExt;
 use futures_util::stream::{self, BoxStream};
+use parking_lot::{Mutex, MutexGuard};
 use peerpod_provider_api::{Error, EventKind, InstanceId, Market, ProviderEvent};
 use peerpod_provider_cloud::Offering;
 
@@ -100,7 +101,7 @@ impl Spots {
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<String, Spot>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

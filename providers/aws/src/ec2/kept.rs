@@ -1,7 +1,7 @@
 //! What was asked of EC2 once and is kept: facts of the account, images, which launch templates there are. May call Describe*
 //! and CreateLaunchTemplate.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use aws_sdk_ec2::types::{ResourceType, TagSpecification};
 use peerpod_provider_api::{Arch, CreateRequest, Error};
@@ -40,7 +40,7 @@ impl Aws {
         let facts = Facts::load(ec2, &self.config).await?;
         if !self.config.second_subnet_ids.is_empty() {
             let second = facts::subnets(ec2, &self.config.second_subnet_ids).await?;
-            *self.second.lock().unwrap_or_else(PoisonError::into_inner) = second.0;
+            *self.second.lock() = second.0;
         }
         self.planner.learn(facts.catalogue.clone());
         Ok(facts)
@@ -57,7 +57,7 @@ impl Aws {
     }
 
     pub(crate) fn second_subnets(&self) -> Vec<Subnet> {
-        self.second.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.second.lock().clone()
     }
 
     /// The launch template of this shape, by name or id; made when it is not there.

@@ -2,9 +2,9 @@
 //! that would lose one. Pure but for the clock.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use peerpod_provider_api::{IdempotencyKey, InstanceId, Owned, OwnedState};
 use tokio::time::Instant;
 
@@ -87,7 +87,7 @@ impl Recent {
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<InstanceId, Made>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

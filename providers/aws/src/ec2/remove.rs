@@ -3,10 +3,10 @@
 //! DeleteNetworkInterface.
 
 use std::collections::HashSet;
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use aws_sdk_ec2::types::Filter;
+use parking_lot::Mutex;
 use peerpod_provider_api::Error;
 use peerpod_provider_cloud::{Batcher, Window};
 use tokio::time::Instant;
@@ -79,7 +79,7 @@ impl Strays {
 
     /// Whether it is time to look again; then it is somebody's task.
     pub(crate) fn is_due(&self, now: Instant) -> bool {
-        let mut looked = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut looked = self.0.lock();
         let is_due = now.saturating_duration_since(looked.at) >= EVERY;
         if is_due {
             looked.at = now;
@@ -89,7 +89,7 @@ impl Strays {
 
     /// Those that hung on nothing the last time, too.
     fn again(&self, cards: Vec<String>) -> Vec<String> {
-        let mut looked = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut looked = self.0.lock();
         let before = std::mem::replace(&mut looked.cards, cards.iter().cloned().collect());
         cards.into_iter().filter(|card| before.contains(card)).collect()
     }

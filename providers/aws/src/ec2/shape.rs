@@ -88,7 +88,7 @@ impl Shape {
         let mut hash = Sha256::new();
         // The version of what `template` makes of a shape; count it up when that changes.
         hash.update(format!("1\n{cluster}\n{self:?}"));
-        let hex: String = hash.finalize().iter().take(10).map(|byte| format!("{byte:02x}")).collect();
+        let hex: String = hex::encode(&hash.finalize()[..10]);
         format!("peerpod-{hex}")
     }
 

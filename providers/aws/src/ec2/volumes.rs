@@ -5,11 +5,11 @@
 //! User Guide, "Identify NVMe devices"). The device name that EC2 wants means nothing on such machines.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use aws_sdk_ec2::types::{Volume, VolumeAttachmentState, VolumeState};
 use futures_util::future::join_all;
+use parking_lot::Mutex;
 use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId};
 use peerpod_provider_cloud::Window;
 use tokio::time::Instant;
@@ -107,7 +107,7 @@ impl Names {
     /// A name that is free on this VM, and is not from now on. EC2 recommends `/dev/sd[f-p]`; `/dev/xvd[b-c][a-z]` is
     /// as good and is enough for every type.
     fn take(&self, vm: &str, used: &[String]) -> Option<String> {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.0.lock();
         // One VM's names are of no interest for long; this is no place to grow.
         if all.len() > 10_000 {
             all.clear();
@@ -120,7 +120,7 @@ impl Names {
     }
 
     fn give_back(&self, vm: &str, name: &str) {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.0.lock();
         if let Some(taken) = all.get_mut(vm) {
             taken.remove(name);
         }
@@ -128,7 +128,7 @@ impl Names {
 
     /// Nothing is known of this VM any more.
     pub(crate) fn forget(&self, vm: &str) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(vm);
+        self.0.lock().remove(vm);
     }
 }
 

@@ -6,9 +6,10 @@
 //! its own, of which there are as many as the longest owner has calls.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 
@@ -222,7 +223,7 @@ impl Lines {
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<&'static str, Line>> {
-        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
+        self.lines.lock()
     }
 }
 

@@ -9,9 +9,9 @@
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use tokio::time::Instant;
 
 use super::table::{Limits, Table};
@@ -79,7 +79,7 @@ impl Adaptive {
     }
 
     fn buckets(&self) -> MutexGuard<'_, HashMap<&'static str, Bucket>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

@@ -1,8 +1,9 @@
 //! What the provider's program prints, as log lines of ours: bounded in length and number, whatever it prints.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::time::Instant;
 
@@ -20,12 +21,12 @@ pub(super) struct LastWords(Arc<Mutex<Option<String>>>);
 
 impl LastWords {
     pub(super) fn get(&self) -> Option<String> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.lock().clone()
     }
 
     fn set(&self, line: &str) {
         // An assignment cannot be half done.
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(line.to_owned());
+        *self.0.lock() = Some(line.to_owned());
     }
 }
 

@@ -1,11 +1,12 @@
 //! A provider's stream of events, kept a while so that whoever lost a connection hears what it missed.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use futures_util::StreamExt;
 use futures_util::stream::BoxStream;
+use parking_lot::Mutex;
 use peerpod_provider_api::ProviderEvent;
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
@@ -46,12 +47,12 @@ impl EventLog {
                 log.add(event);
             }
         });
-        *log.follower.lock().unwrap_or_else(PoisonError::into_inner) = Some(follower.abort_handle());
+        *log.follower.lock() = Some(follower.abort_handle());
         log
     }
 
     fn add(&self, event: ProviderEvent) {
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.kept.lock();
         kept.next += 1;
         kept.events.push_back(event);
         if kept.events.len() > KEPT {
@@ -69,7 +70,7 @@ impl EventLog {
         let mut from = match from {
             Some(from) => from,
             // From now on; a lost cursor of an earlier log, from the beginning of this one.
-            None if cursor.is_empty() => self.kept.lock().unwrap_or_else(PoisonError::into_inner).next,
+            None if cursor.is_empty() => self.kept.lock().next,
             None => 0,
         };
         loop {
@@ -85,7 +86,7 @@ impl EventLog {
     }
 
     fn behind(&self, from: u64) -> (u64, Vec<ProviderEvent>) {
-        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = self.kept.lock();
         let new =
             usize::try_from(kept.next.saturating_sub(from)).unwrap_or(usize::MAX).min(kept.events.len());
         (kept.next, kept.events.iter().skip(kept.events.len() - new).cloned().collect())
@@ -94,7 +95,7 @@ impl EventLog {
 
 impl Drop for EventLog {
     fn drop(&mut self) {
-        if let Some(follower) = self.follower.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(follower) = self.follower.lock().take() {
             follower.abort();
         }
     }

@@ -1,9 +1,10 @@
 //! One connection to libvirtd: tasks that read, write and ping, and a table of who waits for what.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
@@ -109,9 +110,9 @@ impl Drop for Stream {
 }
 
 impl Shared {
-    fn waiting(&self) -> std::sync::MutexGuard<'_, Waiting> {
+    fn waiting(&self) -> parking_lot::MutexGuard<'_, Waiting> {
         // Every step leaves it whole.
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        self.waiting.lock()
     }
 
     fn close(&self, why: &str) {
@@ -370,7 +371,7 @@ async fn read_all(mut input: impl AsyncRead + Unpin, shared: Arc<Shared>) {
     let why = loop {
         match read_one(&mut input).await {
             Ok(body) => {
-                *shared.heard.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+                *shared.heard.lock() = Instant::now();
                 if let Err(garbled) = shared.take(&body) {
                     break format!("libvirtd sent what cannot be read: {garbled}");
                 }
@@ -415,7 +416,7 @@ async fn write_all(
 async fn ping(shared: Arc<Shared>) {
     loop {
         sleep(PING_EVERY).await;
-        let silent = shared.heard.lock().unwrap_or_else(PoisonError::into_inner).elapsed();
+        let silent = shared.heard.lock().elapsed();
         if silent >= SILENCE {
             shared.close(&format!("libvirtd said nothing for {} s, not even to a ping", silent.as_secs()));
             return;

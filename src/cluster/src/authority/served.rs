@@ -1,10 +1,11 @@
 //! A server's certificate from a CA of ours: a key of this process alone, in memory only, made again in time.
 
 use std::{
-    sync::{Arc, PoisonError, RwLock},
+    sync::Arc,
     time::{Duration, SystemTime},
 };
 
+use parking_lot::RwLock;
 use rustls::{
     crypto::CryptoProvider,
     server::{ClientHello, ResolvesServerCert},
@@ -74,13 +75,13 @@ impl Served {
         let leaf = current.signer.server(&self.names, now, self.validity).map_err(|why| why.to_string())?;
         let pair = CertifiedKey::from_der(leaf.chain, leaf.key, &self.crypto);
         let pair = Arc::new(pair.map_err(|why| why.to_string())?);
-        *self.current.write().unwrap_or_else(PoisonError::into_inner) = Some(pair);
+        *self.current.write() = Some(pair);
         Ok(leaf.not_after)
     }
 }
 
 impl ResolvesServerCert for Served {
     fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.current.read().clone()
     }
 }

@@ -295,7 +295,7 @@ fn digest(map: &ConfigMap) -> String {
             hash.update(part);
         }
     }
-    hash.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+    hex::encode(&hash.finalize()[..8])
 }
 
 fn selector(labels: &BTreeMap<String, String>) -> String {

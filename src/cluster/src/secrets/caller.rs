@@ -3,13 +3,14 @@
 use std::{
     collections::HashMap,
     fmt,
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::{Duration, Instant, SystemTime},
 };
 
 use base64::{Engine, prelude::BASE64_URL_SAFE_NO_PAD};
 use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, TokenReviewStatus, UserInfo};
 use kube::{Api, Client, api::PostParams};
+use parking_lot::Mutex;
 use peerpod_kube::client::{self, within};
 use rustls_pki_types::CertificateDer;
 use sha2::{Digest, Sha256};
@@ -167,12 +168,12 @@ impl Callers {
     }
 
     fn remembered(&self, digest: &[u8; 32]) -> Option<Result<Node, String>> {
-        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = self.known.lock();
         known.get(digest).filter(|(until, _)| *until > Instant::now()).map(|(_, found)| found.clone())
     }
 
     fn remember(&self, digest: [u8; 32], found: Known) {
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.known.lock();
         if known.len() >= MOST {
             let now = Instant::now();
             known.retain(|_, (until, _)| *until > now);

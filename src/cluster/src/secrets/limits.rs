@@ -1,11 +1,8 @@
 //! How much one caller may ask for: a bucket of tokens for each, and a number of requests at once. Bounded in callers.
 
-use std::{
-    collections::HashMap,
-    hash::Hash,
-    sync::{Arc, Mutex, PoisonError},
-    time::Instant,
-};
+use std::{collections::HashMap, hash::Hash, sync::Arc, time::Instant};
+
+use parking_lot::Mutex;
 
 /// Callers that are remembered.
 const MOST: usize = 16_384;
@@ -47,7 +44,7 @@ impl<K: Hash + Eq + Clone> Limits<K> {
     /// A place for a request; `None`: too many.
     pub(super) fn enter(&self, key: &K, now: Instant) -> Option<Place<K>> {
         let Rate { burst, per_second, at_once } = self.rate;
-        let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut buckets = self.buckets.lock();
         let filled = |bucket: &Bucket| {
             (bucket.left + now.saturating_duration_since(bucket.at).as_secs_f64() * per_second).min(burst)
         };
@@ -71,7 +68,7 @@ impl<K: Hash + Eq + Clone> Limits<K> {
 
 impl<K: Hash + Eq> Drop for Place<K> {
     fn drop(&mut self) {
-        let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut buckets = self.buckets.lock();
         if let Some(bucket) = buckets.get_mut(&self.key) {
             bucket.under_way = bucket.under_way.saturating_sub(1);
         }

@@ -6,10 +6,11 @@
 use std::{
     io,
     path::{Path, PathBuf},
-    sync::{Arc, PoisonError, RwLock},
+    sync::Arc,
     time::Duration,
 };
 
+use parking_lot::RwLock;
 use rustls::{
     crypto::CryptoProvider,
     server::{ClientHello, ResolvesServerCert},
@@ -83,11 +84,11 @@ impl Certificate {
     /// What is there is no pair; the old one stays in use.
     pub fn reload(&self) -> Result<bool, CertificateError> {
         let bytes = (read(&self.files.0)?, read(&self.files.1)?);
-        if self.current.read().unwrap_or_else(PoisonError::into_inner).bytes == bytes {
+        if self.current.read().bytes == bytes {
             return Ok(false);
         }
         let pair = Arc::new(pair(&self.files, &bytes, &self.provider)?);
-        *self.current.write().unwrap_or_else(PoisonError::into_inner) = Current { pair, bytes };
+        *self.current.write() = Current { pair, bytes };
         Ok(true)
     }
 
@@ -120,7 +121,7 @@ impl Certificate {
 
 impl ResolvesServerCert for Certificate {
     fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        Some(self.current.read().unwrap_or_else(PoisonError::into_inner).pair.clone())
+        Some(self.current.read().pair.clone())
     }
 }
 

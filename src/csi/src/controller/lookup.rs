@@ -6,17 +6,14 @@
 //! attached to the node, a peer pod's disk would not be in its VM. The attacher gets its work from the same API server and
 //! repeats it. May touch: nothing; it reads.
 
-use std::{
-    collections::HashMap,
-    path::Path,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{collections::HashMap, path::Path, sync::Arc};
 
 use k8s_openapi::api::{
     core::v1::{PersistentVolume, Pod},
     storage::v1::CSINode,
 };
 use kube::{Api, Client, api::ListParams};
+use parking_lot::Mutex;
 use peerpod_kube::{
     client::{self, within},
     crds::PeerpodVolume,
@@ -45,11 +42,11 @@ struct Names(Arc<Mutex<HashMap<String, String>>>);
 
 impl Names {
     fn get(&self, id: &str) -> Option<String> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).get(id).cloned()
+        self.0.lock().get(id).cloned()
     }
 
     fn set(&self, all: HashMap<String, String>) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = all;
+        *self.0.lock() = all;
     }
 }
 

@@ -2,11 +2,7 @@
 //! ControllerPublishVolume, and detaches it when the object is released. One replica at a time. Intent stands in the object
 //! before the driver is asked; a step that fails is repeated until it holds, and the finalizer stays as long.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use futures_util::StreamExt;
 use k8s_openapi::api::{
@@ -21,6 +17,7 @@ use kube::{
         watcher,
     },
 };
+use parking_lot::{Mutex, MutexGuard};
 use peerpod_kube::{
     client::{explain, within},
     crds::PeerpodVolume,
@@ -202,7 +199,7 @@ fn key(object: &PeerpodVolume) -> (String, String) {
 impl Context {
     fn failures(&self) -> MutexGuard<'_, HashMap<(String, String), u32>> {
         // Each step leaves the map whole.
-        self.failures.lock().unwrap_or_else(PoisonError::into_inner)
+        self.failures.lock()
     }
 
     async fn attach(&self, api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<Action, Status> {

@@ -1,14 +1,10 @@
 //! What waits for a VM: a volume that the driver attaches, until the VM is known and then until it is attached; a volume
 //! whose target is gone, until its VM is. Looked at often only while something waits.
 
-use std::{
-    collections::BTreeMap,
-    path::PathBuf,
-    sync::{Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
 use futures_util::{StreamExt, stream};
+use parking_lot::{Mutex, MutexGuard};
 use peerpod_volume::{descriptor, records::Attached};
 use tokio::{
     sync::Notify,
@@ -128,7 +124,7 @@ impl Pending {
 
     fn all(&self) -> MutexGuard<'_, All> {
         // Each step leaves the map whole.
-        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+        self.all.lock()
     }
 }
 

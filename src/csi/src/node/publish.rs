@@ -222,7 +222,7 @@ fn mode(wanted: &Wanted, more: Vec<String>, facts: Option<&PodFacts>) -> Mode {
 fn marker() -> Result<String, Status> {
     let mut bytes = [0; 32];
     getrandom::fill(&mut bytes).map_err(|why| Status::new(Code::Internal, format!("random bytes: {why}")))?;
-    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+    Ok(hex::encode(bytes))
 }
 
 /// What is kept of a volume has to be read again.

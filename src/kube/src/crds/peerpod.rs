@@ -74,7 +74,7 @@ impl PeerPod {
     /// it again after a crash writes the same object; two sandboxes of one pod (a sandbox made anew) have two.
     pub fn name_of(pod: &str, sandbox: &str) -> String {
         let digest = Sha256::digest(sandbox.as_bytes());
-        let digest: String = digest.iter().take(5).map(|byte| format!("{byte:02x}")).collect();
+        let digest: String = hex::encode(&digest[..5]);
         // Names of pods are DNS subdomains, at most 253 bytes, as this one must be.
         let room = 253 - digest.len() - 1;
         let pod = pod.get(..room).unwrap_or(pod).trim_end_matches(['-', '.']);

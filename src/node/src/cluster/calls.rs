@@ -1,16 +1,13 @@
 //! Every call of the room goes through here: its deadline, its count, and whether the API server is there at all.
 
-use std::{
-    fmt::Debug,
-    future::Future,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{fmt::Debug, future::Future, sync::Arc};
 
 use k8s_openapi::jiff::Timestamp;
 use kube::{
     Api, Client,
     api::{Patch, PatchParams},
 };
+use parking_lot::Mutex;
 use peerpod_base::admin::Ready;
 use peerpod_kube::client::{Error, within};
 use serde::de::DeserializeOwned;
@@ -80,12 +77,12 @@ impl Calls {
 
     /// Whether the last call found nobody.
     pub(super) fn is_away(&self) -> bool {
-        self.away.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+        self.away.lock().is_some()
     }
 
     /// The API server did not answer, or not as one that works.
     pub(super) fn lost(&self, why: &str) {
-        let mut away = self.away.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut away = self.away.lock();
         let since = *away.get_or_insert_with(|| {
             warn!(error = why, "the API server is away; pods go on, and what it is to show follows");
             Instant::now()
@@ -99,7 +96,7 @@ impl Calls {
 
     /// The API server answered.
     pub(super) fn met(&self) {
-        let before = self.away.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let before = self.away.lock().take();
         if let Some(since) = before {
             info!(away_for = ?since.elapsed(), "the API server is back");
             self.ready.settled(WARNING);

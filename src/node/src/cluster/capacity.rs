@@ -51,7 +51,7 @@ impl Capacity {
         let owner = config.pod_uid.clone().unwrap_or_else(|| {
             let mut bytes = [0; 16];
             match getrandom::fill(&mut bytes) {
-                Ok(()) => bytes.iter().map(|byte| format!("{byte:02x}")).collect(),
+                Ok(()) => hex::encode(bytes),
                 Err(_) => format!("process-{}", std::process::id()),
             }
         });

@@ -6,7 +6,7 @@
 use std::{
     collections::{HashMap, VecDeque},
     hash::{DefaultHasher, Hash, Hasher},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
@@ -15,6 +15,7 @@ use kube::{
     Api,
     api::{Patch, PatchParams, PostParams},
 };
+use parking_lot::Mutex;
 use peerpod_kube::client::Error;
 use serde_json::json;
 use tokio::{
@@ -107,7 +108,7 @@ impl Events {
 
     pub(super) fn tell(&self, pod: &PodRef, said: Said) {
         let now = Instant::now();
-        let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.0.state.lock();
         if state.budgets.len() >= MOST_KNOWN {
             state.budgets.retain(|_, budget| now.duration_since(budget.filled) < MEMORY);
         }
@@ -131,7 +132,7 @@ impl Events {
     pub(super) async fn run(&self) {
         let (mut written, mut pause) = (Written::default(), FIRST_PAUSE);
         loop {
-            let next = self.0.state.lock().unwrap_or_else(PoisonError::into_inner).waiting.pop_front();
+            let next = self.0.state.lock().waiting.pop_front();
             let Some(waiting) = next else {
                 self.0.wake.notified().await;
                 continue;
@@ -139,7 +140,7 @@ impl Events {
             match self.write(&waiting, &mut written).await {
                 Ok(()) => pause = FIRST_PAUSE,
                 Err(error) if is_away(&error) && waiting.since.elapsed() < PATIENCE => {
-                    self.0.state.lock().unwrap_or_else(PoisonError::into_inner).waiting.push_front(waiting);
+                    self.0.state.lock().waiting.push_front(waiting);
                     sleep(pause).await;
                     pause = (pause * 2).min(LONGEST_PAUSE);
                 }

@@ -7,7 +7,7 @@
 
 use std::{
     collections::{HashMap, HashSet},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
@@ -19,6 +19,7 @@ use kube::{
     api::ListParams,
     runtime::{WatchStreamExt, watcher},
 };
+use parking_lot::{Mutex, MutexGuard};
 use peerpod_kube::client::explain;
 use tokio::{
     sync::watch,
@@ -268,7 +269,7 @@ impl Reflector {
 
     fn state(&self) -> MutexGuard<'_, State> {
         // Never held across an await, and nothing in here leaves it half changed.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -9,7 +9,7 @@ use std::{
     collections::HashMap,
     future::Future,
     hash::{DefaultHasher, Hash, Hasher},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
@@ -18,6 +18,7 @@ use kube::{
     Api,
     api::{DeleteParams, ListParams, Patch, PatchParams, Preconditions},
 };
+use parking_lot::{Mutex, MutexGuard};
 use peerpod_kube::{
     client::Error,
     crds::{FINALIZER, PeerPod, PeerPodStatus},
@@ -117,7 +118,7 @@ impl Writer {
 
     fn state(&self) -> MutexGuard<'_, State> {
         // Never held across an await, and nothing in here leaves it half changed.
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.state.lock()
     }
 
     /// This is to be shown from now on. What is returned is over when the object is there; dropping it changes nothing.

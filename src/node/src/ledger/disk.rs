@@ -12,6 +12,7 @@ use std::{
 };
 
 use nix::fcntl::Flock;
+use peerpod_common::files;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::{BATCH_VERSION, Batch, Error, MAX_FILE, Record, VERSION};
@@ -272,30 +273,18 @@ fn files(dir: &Path) -> Result<Vec<(PathBuf, String)>, Error> {
 /// Writes `<name>.json`: whole or not at all, and durable.
 fn write(dir: &Path, name: &str, record: &impl Serialize) -> Result<(), Error> {
     let path = dir.join(format!("{name}.json"));
-    let temporary = dir.join(format!(".{name}.tmp"));
-    let written = serde_json::to_vec(record)
-        .map_err(io::Error::other)
-        .and_then(|bytes| match bytes.len() as u64 {
+    let written =
+        serde_json::to_vec(record).map_err(io::Error::other).and_then(|bytes| match bytes.len() as u64 {
             // What could not be read again is not kept.
             too_long @ MAX_FILE.. => Err(io::Error::other(format!("the record has {too_long} bytes"))),
-            _ => write_new(&temporary, &bytes),
-        })
-        .and_then(|()| fs::rename(&temporary, &path))
-        .and_then(|()| sync_dir(dir));
-    written.map_err(|source| {
-        // Best effort: what is left of it is swept at the next start.
-        drop(fs::remove_file(&temporary));
-        Error::Write { path, source }
-    })
+            _ => files::write(&path, &bytes),
+        });
+    written.map_err(|source| Error::Write { path, source })
 }
 
 fn remove(dir: &Path, name: &str) -> Result<(), Error> {
     let path = dir.join(format!("{name}.json"));
-    let removed = match fs::remove_file(&path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        other => other,
-    };
-    removed.and_then(|()| sync_dir(dir)).map_err(|source| Error::Remove { path, source })
+    files::remove(&path).map_err(|source| Error::Remove { path, source })
 }
 
 pub(super) fn read_bounded(path: &Path, limit: u64) -> Result<Vec<u8>, Unread> {
@@ -331,17 +320,7 @@ fn set_aside_as(dir: &Path, name: &str, file: PathBuf, id: Option<SandboxId>, wh
 
 /// Makes a folder with its parents, 0700; one that exists keeps its contents but not a wider mode.
 pub(super) fn make_dir(path: &Path) -> Result<(), Error> {
-    let made = DirBuilder::new().recursive(true).mode(0o700).create(path).and_then(|()| {
-        let mode = fs::metadata(path)?.permissions().mode();
-        if mode & 0o077 == 0 { Ok(()) } else { fs::set_permissions(path, fs::Permissions::from_mode(0o700)) }
-    });
-    made.map_err(|source| Error::Directory { path: path.into(), source })
-}
-
-fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
-    file.write_all(bytes)?;
-    file.sync_all()
+    files::make_folder(path).map_err(|source| Error::Directory { path: path.into(), source })
 }
 
 pub(super) fn sync_dir(path: &Path) -> io::Result<()> {

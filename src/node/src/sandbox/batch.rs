@@ -15,10 +15,11 @@ mod course;
 
 use std::{
     collections::{HashMap, HashSet},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
+use parking_lot::{Mutex, MutexGuard};
 use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId};
 use tokio::{
     sync::{oneshot, watch},
@@ -331,7 +332,7 @@ impl Batches {
 
     fn state(&self) -> MutexGuard<'_, State> {
         // Never held across an await, and nothing in here leaves it half changed.
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.state.lock()
     }
 }
 

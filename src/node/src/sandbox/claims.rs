@@ -4,7 +4,6 @@
 use std::net::IpAddr;
 
 use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
-use peerpod_link::birth::to_hex;
 use tokio::sync::oneshot;
 use tracing::{info, warn};
 
@@ -34,7 +33,7 @@ pub struct Claim {
 impl Claim {
     fn tunnel_key(&self) -> Option<String> {
         // What the relay makes of it is its matter; here it only has a bound.
-        (self.tunnel_key.len() == TUNNEL_KEY).then(|| to_hex(&self.tunnel_key))
+        (self.tunnel_key.len() == TUNNEL_KEY).then(|| hex::encode(&self.tunnel_key))
     }
 
     pub(super) fn from(&self) -> Option<IpAddr> {
@@ -124,7 +123,7 @@ impl Task {
             return refused(ClaimRefused::OtherVm);
         }
         let Ok(key) = self.fx.csr_key(&claim.csr) else { return refused(ClaimRefused::BadRequest) };
-        let key = to_hex(&key);
+        let key = hex::encode(&key);
         if let Some(bound) = &self.record.binding {
             if bound.key_sha256 != key {
                 return refused(ClaimRefused::OtherKey);
@@ -153,7 +152,7 @@ impl Task {
         let mut record = self.record.clone();
         record.binding = Some(Binding {
             key_sha256: key,
-            certificates_sha256: vec![to_hex(&signed.certificate_sha256)],
+            certificates_sha256: vec![hex::encode(&signed.certificate_sha256)],
             chain: signed.chain.iter().map(|der| BASE64.encode(der)).collect(),
             tunnel_key: claim.tunnel_key(),
             from: claim.from(),

@@ -3,7 +3,6 @@
 
 use std::{net::IpAddr, sync::Arc};
 
-use peerpod_link::birth::to_hex;
 use peerpod_proto::guest::{NetworkPlan, Status};
 use protobuf::Message;
 use sha2::{Digest, Sha256};
@@ -39,7 +38,7 @@ impl Told {
     pub(super) fn new(network: NetworkPlan) -> Told {
         // What cannot be written is refused when it is sent.
         let digest = Sha256::digest(network.write_to_bytes().unwrap_or_default());
-        Told { network, digest: to_hex(&digest) }
+        Told { network, digest: hex::encode(&digest) }
     }
 
     /// For the record, when the guest has carried it out.
@@ -47,7 +46,7 @@ impl Told {
         match homes {
             None => self.digest.clone(),
             Some(homes) => {
-                format!("{}/{}", self.digest, to_hex(&Sha256::digest(homes.join(" "))))
+                format!("{}/{}", self.digest, hex::encode(&Sha256::digest(homes.join(" "))))
             }
         }
     }

@@ -5,7 +5,6 @@
 
 use std::time::Duration;
 
-use peerpod_link::birth::to_hex;
 use sha2::{Digest, Sha256};
 use tokio::time::{Instant, sleep_until};
 use tracing::{info, warn};
@@ -104,7 +103,7 @@ impl Task {
                     let mut digest = Sha256::new_with_prefix(self.record.id.as_str());
                     digest.update([0]);
                     digest.update(secret.as_bytes());
-                    to_hex(&digest.finalize())
+                    hex::encode(&digest.finalize())
                 };
                 self.pull.secret = Some(secret);
             }

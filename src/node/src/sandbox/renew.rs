@@ -4,7 +4,6 @@
 use std::{sync::Arc, time::Duration};
 
 use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
-use peerpod_link::birth::to_hex;
 use peerpod_proto::guest::{Reply, Request, Rotate};
 use tracing::{error, info};
 
@@ -59,7 +58,7 @@ impl Task {
     /// The guest trusts the new set; here is its CSR.
     pub(super) async fn told(&mut self, trusted: Arc<Trusted>, reply: Reply) -> Result<(), Unapplied> {
         let bound = self.record.binding.clone();
-        let ours = self.fx.csr_key(&reply.csr).ok().map(|key| to_hex(&key));
+        let ours = self.fx.csr_key(&reply.csr).ok().map(|key| hex::encode(&key));
         let refused = if !reply.error.is_empty() {
             Some(clip(&reply.error))
         } else if bound.is_none() || ours != bound.as_ref().map(|binding| binding.key_sha256.clone()) {
@@ -76,7 +75,7 @@ impl Task {
             self.later(Which::Guest, "its certificate cannot be signed".into());
             return Ok(());
         };
-        binding.certificates_sha256.push(to_hex(&signed.certificate_sha256));
+        binding.certificates_sha256.push(hex::encode(&signed.certificate_sha256));
         let drop = binding.certificates_sha256.len().saturating_sub(KEEP);
         binding.certificates_sha256.drain(..drop);
         binding.chain = signed.chain.iter().map(|der| BASE64.encode(der)).collect();

@@ -3,13 +3,9 @@
 
 mod state;
 
-use std::{
-    collections::BTreeMap,
-    path::PathBuf,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
+use parking_lot::{Mutex, MutexGuard};
 use peerpod_proto::guest::{Reply, Request};
 use peerpod_provider_api::{CreateRequest, InstanceId};
 use tokio::{
@@ -640,7 +636,7 @@ impl Sandboxes {
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
         // Never held across an await, and nothing in here leaves it half changed.
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.state.lock()
     }
 
     fn find(&self, id: &SandboxId) -> Option<Found> {

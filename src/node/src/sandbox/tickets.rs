@@ -2,11 +2,9 @@
 //! its VM comes from, which the cloud told us. Never by guess: an address that is nobody's, or two members', is no answer
 //! (yet).
 
-use std::{
-    collections::HashMap,
-    net::IpAddr,
-    sync::{Mutex, MutexGuard, PoisonError},
-};
+use std::{collections::HashMap, net::IpAddr};
+
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::{ledger::Record, spec::SandboxId};
 
@@ -117,7 +115,7 @@ impl Tickets {
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
         // Never held across an await, and nothing in here leaves it half changed.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

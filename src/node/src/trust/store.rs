@@ -1,13 +1,14 @@
 //! The CA on disk: one versioned JSON file, 0600, written whole or not at all.
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{ErrorKind, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::fs::{self, File};
+use std::io::{ErrorKind, Read};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
+use peerpod_common::files;
 use serde::{Deserialize, Serialize};
 
 use super::authority::Authority;
@@ -48,8 +49,7 @@ fn disk<'p>(what: &'static str, path: &'p Path) -> impl FnOnce(std::io::Error) -
 
 /// Makes the directory if it is missing; it is for root alone.
 pub(super) fn prepare(dir: &Path) -> Result<(), Error> {
-    DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(disk("make", dir))?;
-    fs::set_permissions(dir, fs::Permissions::from_mode(0o700)).map_err(disk("protect", dir))
+    files::make_folder(dir).map_err(disk("make", dir))
 }
 
 /// The CA, or none if it was never made.
@@ -86,7 +86,7 @@ pub(super) fn read(path: &Path) -> Result<Option<Authorities>, Error> {
     }))
 }
 
-/// Writes it all: a temporary file, fsync, rename, fsync of the directory.
+/// Writes all CAs durably.
 pub(super) fn write(path: &Path, authorities: &Authorities) -> Result<(), Error> {
     let kept = Kept {
         version: VERSION,
@@ -95,22 +95,8 @@ pub(super) fn write(path: &Path, authorities: &Authorities) -> Result<(), Error>
         next: authorities.next.as_ref().map(keep),
         previous: authorities.previous.as_ref().map(keep),
     };
-    let temporary = path.with_extension("json.tmp");
     let text = serde_json::to_vec_pretty(&kept).map_err(|why| disk("write", path)(why.into()))?;
-    match fs::remove_file(&temporary) {
-        Err(why) if why.kind() != ErrorKind::NotFound => return Err(disk("remove", &temporary)(why)),
-        _ => {}
-    }
-    let mut file = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(&temporary)
-        .map_err(disk("create", &temporary))?;
-    file.write_all(&text).and_then(|()| file.sync_all()).map_err(disk("write", &temporary))?;
-    fs::rename(&temporary, path).map_err(disk("rename into", path))?;
-    let dir = path.parent().unwrap_or(Path::new("/"));
-    File::open(dir).and_then(|dir| dir.sync_all()).map_err(disk("sync", dir))
+    files::write(path, &text).map_err(disk("write", path))
 }
 
 fn keep(authority: &Authority) -> KeptAuthority {

@@ -327,7 +327,7 @@ fn a_ticket_knows_its_secret_and_shows_it_to_nobody() {
     assert!(!ticket.is_expired(now) && !ticket.is_expired(now + Duration::from_secs(59)));
     assert!(ticket.is_expired(now + Duration::from_secs(60)));
     let json = serde_json::to_string(&ticket).unwrap();
-    let secret = peerpod_link::birth::to_hex(ticket.secret().expose());
+    let secret = hex::encode(ticket.secret().expose());
     assert!(json.contains(&secret) && json.contains("expires_ms"), "the ledger needs it");
     assert!(!format!("{ticket:?}").contains(&secret));
     let back: Ticket = serde_json::from_str(&json).unwrap();

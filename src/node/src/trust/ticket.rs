@@ -3,7 +3,7 @@
 
 use std::time::{Duration, SystemTime};
 
-use peerpod_link::birth::{TicketSecret, to_hex};
+use peerpod_link::birth::TicketSecret;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -40,7 +40,7 @@ impl Ticket {
         let mut secret = [0; 32];
         getrandom::fill(&mut id).map_err(Error::Random)?;
         getrandom::fill(&mut secret).map_err(Error::Random)?;
-        Ok(Ticket { id: to_hex(&id), secret: TicketSecret::new(secret), expires: now + ttl })
+        Ok(Ticket { id: hex::encode(&id), secret: TicketSecret::new(secret), expires: now + ttl })
     }
 
     /// Whether this is the secret, as raw bytes. Takes the same time for every wrong one.

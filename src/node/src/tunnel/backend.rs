@@ -5,8 +5,9 @@
 
 use std::fmt::Debug;
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::{Mutex, MutexGuard};
 use peerpod_podnet::netlink::{self, Client};
 use peerpod_podnet::netns::Netns;
 use peerpod_podnet::plan::Underlay;
@@ -200,13 +201,13 @@ impl Host {
 
     /// Lends a socket. One whose exchange failed is not used again.
     pub(super) fn with<T>(&self, f: impl FnOnce(&mut Client) -> Result<T, Error>) -> Result<T, Error> {
-        let idle = lock(&self.idle).pop();
+        let idle = self.idle.lock().pop();
         let mut client = match idle {
             Some(client) => client,
             None => self.netns.netlink()?,
         };
         let result = f(&mut client);
-        let mut idle = lock(&self.idle);
+        let mut idle = self.idle.lock();
         if !is_broken(&result) && idle.len() < IDLE_SOCKETS {
             idle.push(client);
         }
@@ -220,8 +221,4 @@ pub(super) fn is_broken<T>(result: &Result<T, Error>) -> bool {
         result,
         Err(Error::Kernel { source: netlink::Error::Socket(_) | netlink::Error::Garbled(_), .. })
     )
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,14 +1,13 @@
 //! What the node wants of the pods' way out of the cluster (`tunnel.external`). Only says it: the VM does it.
 
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use peerpod_podnet::Error;
 use peerpod_podnet::netns::Netns;
 use peerpod_podnet::uplink::network;
 use peerpod_proto::guest;
-
-use super::backend::lock;
 
 /// A node has a handful of addresses; more are not told.
 const MOST_ADDRESSES: usize = 32;
@@ -93,7 +92,7 @@ impl Outside {
             of.0.is_ipv6() == address.is_ipv6() && network(of.0, of.1) == network(address, of.1)
         };
         now.retain(|address| !cluster.iter().any(|of| covers(of, *address)));
-        let mut own = lock(&self.own);
+        let mut own = self.own.lock();
         let changed = **own != now;
         if changed {
             *own = Arc::new(now);
@@ -103,7 +102,7 @@ impl Outside {
 
     /// The node's addresses as they were last looked at.
     pub(super) fn own(&self) -> Arc<Vec<IpAddr>> {
-        lock(&self.own).clone()
+        self.own.lock().clone()
     }
 
     /// For a plan; `node` is the node's address towards the VM.

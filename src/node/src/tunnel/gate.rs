@@ -3,15 +3,15 @@
 
 use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
-use std::sync::Mutex;
 
+use parking_lot::Mutex;
 use peerpod_podnet::Error;
 use peerpod_podnet::mark::Owner;
 use peerpod_podnet::netlink::Client;
 use peerpod_podnet::netns::Netns;
 use peerpod_podnet::nft::{Filter, Peer};
 
-use super::backend::{is_broken, lock};
+use super::backend::is_broken;
 
 /// Idle sockets that are kept. The kernel takes one transaction at a time anyway.
 const IDLE_SOCKETS: usize = 4;
@@ -42,13 +42,13 @@ impl Gate {
     }
 
     fn with<T>(&self, f: impl FnOnce(&mut Client) -> Result<T, Error>) -> Result<T, Error> {
-        let idle = lock(&self.idle).pop();
+        let idle = self.idle.lock().pop();
         let mut client = match idle {
             Some(client) => client,
             None => self.netns.netfilter()?,
         };
         let result = f(&mut client);
-        let mut idle = lock(&self.idle);
+        let mut idle = self.idle.lock();
         if !is_broken(&result) && idle.len() < IDLE_SOCKETS {
             idle.push(client);
         }
@@ -58,25 +58,25 @@ impl Gate {
     /// Accepts the packets of these tunnels of a sandbox from these addresses, and from no others.
     pub(super) fn admit(&self, sandbox: &str, port: u16, peers: &[Peer]) -> Result<(), Error> {
         let all = peers.iter().map(|peer| (port, *peer));
-        lock(&self.admitted).entry(sandbox.to_owned()).or_default().extend(all);
+        self.admitted.lock().entry(sandbox.to_owned()).or_default().extend(all);
         let old: Vec<Peer> = {
-            let mut known = lock(&self.known);
+            let mut known = self.known.lock();
             let known = known.entry(port).or_default();
             // Before it is so: whoever makes the table anew meanwhile puts these in as well.
             known.extend(peers);
             let is_old = |peer: &&Peer| peers.iter().any(|new| new.is_tunnel_of(peer) && new != *peer);
             known.iter().filter(is_old).copied().collect()
         };
-        let others = || lock(&self.known).get(&port).into_iter().flatten().copied().collect();
+        let others = || self.known.lock().get(&port).into_iter().flatten().copied().collect();
         let filter = self.filter(port);
         self.with(|client| {
             filter.add(client, peers, &others)?;
             old.iter().try_for_each(|old| filter.retire(client, *old))
         })?;
-        if let Some(known) = lock(&self.known).get_mut(&port) {
+        if let Some(known) = self.known.lock().get_mut(&port) {
             known.retain(|peer| !old.contains(peer));
         }
-        if let Some(admitted) = lock(&self.admitted).get_mut(sandbox) {
+        if let Some(admitted) = self.admitted.lock().get_mut(sandbox) {
             admitted.retain(|(of, peer)| *of != port || !old.contains(peer));
         }
         Ok(())
@@ -86,7 +86,7 @@ impl Gate {
     pub(super) fn dismiss(&self, port: u16, v6: bool, vnis: &[u32], vm: Option<IpAddr>) -> Result<(), Error> {
         let of_tunnel = |peer: &&Peer| vnis.contains(&peer.vni) && peer.address.is_ipv6() == v6;
         let mut gone: HashSet<Peer> =
-            lock(&self.known).get(&port).into_iter().flatten().filter(of_tunnel).copied().collect();
+            self.known.lock().get(&port).into_iter().flatten().filter(of_tunnel).copied().collect();
         let vm = vm.filter(|vm| vm.is_ipv6() == v6);
         gone.extend(
             vm.into_iter().flat_map(|address| vnis.iter().map(move |vni| Peer { address, vni: *vni })),
@@ -96,7 +96,7 @@ impl Gate {
 
     /// Forgets the tunnels to a VM of which no more is known than its address.
     pub(super) fn dismiss_address(&self, vm: Option<IpAddr>) -> Result<(), Error> {
-        let known = lock(&self.known).clone();
+        let known = self.known.lock().clone();
         for (port, peers) in known {
             let gone = peers.into_iter().filter(|peer| vm == Some(peer.address)).collect();
             self.remove(port, &gone)?;
@@ -106,16 +106,16 @@ impl Gate {
 
     /// Forgets whatever was admitted for a sandbox.
     pub(super) fn forget(&self, sandbox: &str) -> Result<(), Error> {
-        let Some(admitted) = lock(&self.admitted).get(sandbox).cloned() else { return Ok(()) };
+        let Some(admitted) = self.admitted.lock().get(sandbox).cloned() else { return Ok(()) };
         let mut by_port: HashMap<u16, HashSet<Peer>> = HashMap::new();
         for (port, peer) in admitted {
             // What is not known any more is out of the kernel's set already.
-            if lock(&self.known).get(&port).is_some_and(|known| known.contains(&peer)) {
+            if self.known.lock().get(&port).is_some_and(|known| known.contains(&peer)) {
                 by_port.entry(port).or_default().insert(peer);
             }
         }
         by_port.iter().try_for_each(|(port, gone)| self.remove(*port, gone))?;
-        lock(&self.admitted).remove(sandbox);
+        self.admitted.lock().remove(sandbox);
         Ok(())
     }
 
@@ -123,7 +123,7 @@ impl Gate {
         let filter = self.filter(port);
         self.with(|client| gone.iter().try_for_each(|peer| filter.remove(client, *peer)))?;
         let empty = {
-            let mut known = lock(&self.known);
+            let mut known = self.known.lock();
             if let Some(peers) = known.get_mut(&port) {
                 peers.retain(|peer| !gone.contains(peer));
             }
@@ -144,7 +144,7 @@ impl Gate {
         for (port, peer) in live {
             wanted.entry(*port).or_default().insert(*peer);
         }
-        lock(&self.known).clone_from(&there);
+        self.known.lock().clone_from(&there);
         let mut removed = 0;
         let ports: HashSet<u16> = there.keys().chain(wanted.keys()).copied().collect();
         for port in ports {
@@ -152,7 +152,7 @@ impl Gate {
             let (has, wants) = (there.get(&port).unwrap_or(&none), wanted.get(&port).unwrap_or(&none));
             let missing: Vec<Peer> = wants.difference(has).copied().collect();
             if !missing.is_empty() {
-                lock(&self.known).entry(port).or_default().extend(&missing);
+                self.known.lock().entry(port).or_default().extend(&missing);
                 self.with(|client| self.filter(port).add(client, &missing, &Vec::new))?;
             }
             let mut gone: HashSet<Peer> = has.difference(wants).copied().collect();
@@ -161,7 +161,7 @@ impl Gate {
             let old: Vec<Peer> =
                 gone.iter().filter(|p| wants.iter().any(|w| w.is_tunnel_of(p))).copied().collect();
             self.with(|client| old.iter().try_for_each(|old| self.filter(port).retire(client, *old)))?;
-            if let Some(known) = lock(&self.known).get_mut(&port) {
+            if let Some(known) = self.known.lock().get_mut(&port) {
                 known.retain(|peer| !old.contains(peer));
             }
             gone.retain(|peer| !old.contains(peer));

@@ -2,15 +2,15 @@
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use parking_lot::Mutex;
 use peerpod_podnet::Error;
 use peerpod_podnet::leftover::{Swept, namespaces, sweep};
 use peerpod_podnet::netns::{Netns, NetnsId};
 use peerpod_podnet::nft::Peer;
 
-use super::backend::{Connected, lock};
+use super::backend::Connected;
 use super::steps::Steps;
 use super::{Kind, Reserved};
 
@@ -103,7 +103,7 @@ fn sweep_all(steps: &Steps, live: &[Live], paths: &[PathBuf]) -> Vec<(PathBuf, R
             scope.spawn(|| {
                 while let Some(path) = paths.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let swept = sweep_one(steps, live, path);
-                    lock(&all).push((path.clone(), swept));
+                    all.lock().push((path.clone(), swept));
                 }
             });
         }

@@ -9,10 +9,11 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use base64::{Engine as _, prelude::BASE64_STANDARD};
+use parking_lot::Mutex;
 use peerpod_base::handin;
 use peerpod_podnet::netns::Netns;
 use peerpod_podnet::nft::Peer;
@@ -27,7 +28,7 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 
 use super::Reserved;
-use super::backend::{Backend, Connected, Host, Way, lock};
+use super::backend::{Backend, Connected, Host, Way};
 use key::Key;
 
 mod key;
@@ -159,15 +160,15 @@ impl Wireguard {
     /// Looks at the private namespace, and at what the relay holds. Returns what that is to be given instead, or `None`
     /// where all is well.
     pub(super) fn hand_in(&self, held: Option<&Value>) -> Result<Option<HandIn>, Error> {
-        self.mend(&lock(&self.routed))?;
+        self.mend(&self.routed.lock())?;
         let text = |field: &str| held.and_then(|held| held.get(field)).and_then(Value::as_str);
         let same =
             text("key") == Some(&self.public_key().to_string()) && text("inside") == Some(&self.inside());
-        if same && !lock(&self.state).owed {
+        if same && !self.state.lock().owed {
             self.carried(held.unwrap_or(&Value::Null));
             return Ok(None);
         }
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.tun.is_none() {
             state.tun = Inner::open(&self.config.netns, None, NODE_INNER, DEVICE_MTU)?.tun;
         }
@@ -214,7 +215,7 @@ impl Wireguard {
             );
         }
         if tun.is_some() {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             (state.tun, state.owed) = (tun, true);
         }
         Ok(())
@@ -222,7 +223,7 @@ impl Wireguard {
 
     /// The relay took what was owed to it, and said what it carries now.
     fn taken(&self, held: &Value) {
-        lock(&self.state).owed = false;
+        self.state.lock().owed = false;
         self.carried(held);
     }
 
@@ -238,7 +239,7 @@ impl Wireguard {
                 return;
             }
         }
-        let before = std::mem::replace(&mut lock(&self.state).port, port);
+        let before = std::mem::replace(&mut self.state.lock().port, port);
         if before != port {
             self.news.send_modify(|count| *count += 1);
         }
@@ -281,7 +282,7 @@ impl Wireguard {
             sorted.sort_unstable();
             sorted
         };
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if sorted(&state.endpoints) != sorted(&addresses) {
             state.endpoints = addresses;
             drop(state);
@@ -344,7 +345,7 @@ impl Backend for Wireguard {
             Ok(way) => (way.source, way.room + shape.overhead()),
             // Behind a NAT: the guest finds us.
             Err(Error::Path { .. }) => {
-                let known = lock(&self.state).endpoints.first().copied();
+                let known = self.state.lock().endpoints.first().copied();
                 (known.unwrap_or(IpAddr::V4(NODE_INNER)), UNKNOWN_PATH)
             }
             Err(e) => return Err(e),
@@ -356,7 +357,7 @@ impl Backend for Wireguard {
     fn admit(&self, connected: &Connected) -> Result<(), Error> {
         let inner = Wireguard::inner_of(&connected.reserved, connected.vm)?;
         let room = self.way(&connected.reserved, connected.vm)?.room;
-        let mut routed = lock(&self.routed);
+        let mut routed = self.routed.lock();
         routed.insert(inner, room + VXLAN_OVERHEAD);
         match self.inner.fit(inner, room + VXLAN_OVERHEAD) {
             // Somebody deleted the device just now; with it all routes come back, this one too.
@@ -367,7 +368,7 @@ impl Backend for Wireguard {
 
     fn dismiss(&self, reserved: Option<&Reserved>, _vm: Option<IpAddr>) -> Result<(), Error> {
         let Some(inner) = reserved.and_then(Reserved::vni).and_then(inner_of) else { return Ok(()) };
-        let mut routed = lock(&self.routed);
+        let mut routed = self.routed.lock();
         self.inner.unfit(inner)?;
         routed.remove(&inner);
         Ok(())
@@ -381,7 +382,7 @@ impl Backend for Wireguard {
     }
 
     fn close(&self) -> Result<(), Error> {
-        if lock(&self.routed).is_empty() { inner::remove(&self.config.netns) } else { Ok(()) }
+        if self.routed.lock().is_empty() { inner::remove(&self.config.netns) } else { Ok(()) }
     }
 
     fn underlay(&self, connected: &Connected, way: &Way) -> Underlay {
@@ -396,7 +397,7 @@ impl Backend for Wireguard {
     }
 
     fn finish(&self, plan: &mut NetworkPlan, _connected: &Connected, way: &Way) -> Result<(), Error> {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         let port = state.port.ok_or_else(|| Error::Path {
             peer: way.remote,
             why: "peerpod-relay does not carry the encrypted tunnel yet; it does when it runs".to_owned(),

@@ -8,11 +8,12 @@
 //! wait for the end of an answer under way (`FrameWriter`).
 
 use std::sync::{
-    Arc, PoisonError, RwLock,
+    Arc,
     atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
 };
 
 use bytes::BytesMut;
+use parking_lot::RwLock;
 use peerpod_link::{
     endpoint::Filter,
     frame::{self, FrameReader, FrameWriter, HEADER_LEN, Header, MAX_PAYLOAD, PEEK_LIMIT, Peek, Piece},
@@ -53,11 +54,11 @@ pub struct Shared {
 impl Shared {
     /// The pod has these volumes, for all requests that begin from now on.
     pub(crate) fn set_volumes(&self, volumes: &[Volume]) {
-        *self.volumes.write().unwrap_or_else(PoisonError::into_inner) = volumes.into();
+        *self.volumes.write() = volumes.into();
     }
 
     fn volumes(&self) -> Arc<[Volume]> {
-        self.volumes.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.volumes.read().clone()
     }
 
     pub(crate) fn new(totals: Totals) -> Shared {

@@ -5,7 +5,7 @@ use std::{
     collections::HashMap,
     io,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicUsize, Ordering::Relaxed},
     },
     time::Instant,
@@ -13,6 +13,7 @@ use std::{
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
+use parking_lot::{Mutex, MutexGuard};
 use peerpod_link::{
     endpoint::{Filter, Handler, Line, LinkEvent},
     path_mtu::echo::Pass,
@@ -31,7 +32,6 @@ use crate::{
     guest_log::GuestLog,
     id::SandboxId,
     metrics::Metrics,
-    store::hex,
 };
 
 /// Calls of the node that may wait for one guest.
@@ -140,7 +140,7 @@ impl Guest {
 
     fn calls(&self) -> MutexGuard<'_, Calls> {
         // A map and a number: whole after every step.
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+        self.calls.lock()
     }
 
     /// The number of the last call.
@@ -155,15 +155,15 @@ impl Guest {
 
     /// The guest's path probes are answered, until its next connection brings its own pass or the sandbox ends.
     pub(crate) fn may_probe(&self, pass: Pass) {
-        *self.probes.lock().unwrap_or_else(PoisonError::into_inner) = Some(pass);
+        *self.probes.lock() = Some(pass);
     }
 
     pub(crate) fn set_pod(&self, pod: &str) {
-        *self.pod.lock().unwrap_or_else(PoisonError::into_inner) = pod.to_owned();
+        *self.pod.lock() = pod.to_owned();
     }
 
     pub(crate) fn pod(&self) -> String {
-        self.pod.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.pod.lock().clone()
     }
 
     /// Tells of every change of its link.
@@ -214,8 +214,7 @@ impl Guest {
         // Without a number it is a report that nobody asked for.
         let id = reply.as_ref().map_or(0, |reply| reply.id);
         let asked = if id == 0 { None } else { self.calls().waiting.remove(&id) };
-        let allowed = asked.is_some()
-            || self.unasked.lock().unwrap_or_else(PoisonError::into_inner).take(Instant::now());
+        let allowed = asked.is_some() || self.unasked.lock().take(Instant::now());
         match reply {
             Ok(reply) if allowed => self.keep_status(&reply),
             Err(error) if allowed => {
@@ -243,7 +242,7 @@ impl Guest {
         match event {
             LinkEvent::Up { resumed, session, peer, version } => {
                 self.set_up(true);
-                let session = hex(&session.0);
+                let session = hex::encode(&session.0);
                 self.states.change(&self.id, |state| {
                     state.reconnects = if resumed { state.reconnects + 1 } else { 0 };
                     state.guest_connected = true;

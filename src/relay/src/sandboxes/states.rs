@@ -4,9 +4,10 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering::Relaxed},
+    sync::{Arc, atomic::Ordering::Relaxed},
 };
 
+use parking_lot::{Mutex, MutexGuard};
 use peerpod_proto::relay::{SandboxState, WatchResponse};
 use protobuf::Message;
 use serde::{Deserialize, Serialize};
@@ -187,7 +188,7 @@ impl States {
 
     fn lock(&self) -> MutexGuard<'_, Core> {
         // Every method leaves the core whole before it can panic.
-        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+        self.core.lock()
     }
 
     fn announce(&self, core: MutexGuard<'_, Core>) {

@@ -2,9 +2,10 @@
 
 use std::{
     collections::{HashMap, HashSet},
-    sync::{Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
+
+use parking_lot::{Mutex, MutexGuard};
 
 /// After the first failure.
 const FIRST: Duration = Duration::from_secs(1);
@@ -58,7 +59,7 @@ impl Backoff {
 
     fn lock(&self) -> MutexGuard<'_, HashMap<String, Failed>> {
         // Every step leaves the map whole.
-        self.failed.lock().unwrap_or_else(PoisonError::into_inner)
+        self.failed.lock()
     }
 }
 

@@ -1,18 +1,16 @@
 //! The node's private tunnel key and the port that was chosen once: one versioned JSON file, 0600, written whole.
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, ErrorKind, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::fs::File;
+use std::io::{self, ErrorKind, Read};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 
 use base64::{Engine as _, prelude::BASE64_STANDARD};
+use parking_lot::Mutex;
+use peerpod_common::files;
 use peerpod_podnet::{Error, netlink};
 use peerpod_wireguard::PrivateKey;
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
-
-use crate::tunnel::backend::lock;
 
 const VERSION: u32 = 1;
 const FILE: &str = "tunnel.json";
@@ -42,11 +40,7 @@ impl Key {
     /// Reads it, or makes one and writes it down before it is used.
     pub(super) fn open(dir: &Path) -> Result<Key, Error> {
         let path = dir.join(FILE);
-        DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(dir)
-            .map_err(failed("make the folder of", &path))?;
+        files::make_folder(dir).map_err(failed("make the folder of", &path))?;
         if let Some(kept) = read(&path)? {
             let bad = |why: &str| failed("read", &path)(io::Error::new(ErrorKind::InvalidData, why));
             let bytes = BASE64_STANDARD.decode(kept.private_key.as_bytes()).map(Zeroizing::new);
@@ -61,7 +55,7 @@ impl Key {
     }
 
     pub(super) fn port(&self) -> Option<u16> {
-        *lock(&self.port)
+        *self.port.lock()
     }
 
     /// Writes down which port it is; does nothing where that is known.
@@ -70,7 +64,7 @@ impl Key {
             return Ok(());
         }
         self.write(Some(port))?;
-        *lock(&self.port) = Some(port);
+        *self.port.lock() = Some(port);
         Ok(())
     }
 
@@ -79,7 +73,7 @@ impl Key {
         let kept = Kept { version: VERSION, private_key, port };
         let text = serde_json::to_vec(&kept).map(Zeroizing::new);
         let text = text.map_err(|e| failed("write", &self.path)(e.into()))?;
-        write_whole(&self.path, &text).map_err(failed("write", &self.path))
+        files::write(&self.path, &text).map_err(failed("write", &self.path))
     }
 }
 
@@ -101,19 +95,6 @@ fn read(path: &Path) -> Result<Option<Kept>, Error> {
         return Err(failed("read", path)(io::Error::new(ErrorKind::InvalidData, why)));
     }
     Ok(Some(kept))
-}
-
-fn write_whole(path: &Path, content: &[u8]) -> io::Result<()> {
-    let temporary = path.with_extension("json.tmp");
-    match fs::remove_file(&temporary) {
-        Err(e) if e.kind() != ErrorKind::NotFound => return Err(e),
-        _ => {}
-    }
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
-    file.write_all(content)?;
-    file.sync_all()?;
-    fs::rename(&temporary, path)?;
-    File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
 }
 
 #[cfg(test)]

@@ -1,0 +1,169 @@
+//! Small private files, each written whole: a reader sees the old content or the new content, never a part. Files have mode
+//! 0600 from the first byte on, folders 0700. Blocking: async callers use a blocking thread.
+
+use std::{
+    fs::{self, DirBuilder, File, OpenOptions, Permissions},
+    io::{self, ErrorKind, Read, Write},
+    os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt},
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+/// Makes a folder and its missing parents, and narrows its mode to 0700.
+///
+/// # Errors
+/// Errors of the system calls.
+pub fn make_folder(folder: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+    if fs::metadata(folder)?.permissions().mode() & 0o077 == 0 {
+        return Ok(());
+    }
+    fs::set_permissions(folder, Permissions::from_mode(0o700))
+}
+
+/// Writes a file that survives a power cut: temporary file, fsync, rename, fsync of the folder.
+///
+/// # Errors
+/// Errors of the system calls. The old content is unchanged then, except where only the last fsync failed.
+pub fn write(path: &Path, content: &[u8]) -> io::Result<()> {
+    replace(path, content, File::sync_all)?;
+    sync_folder(folder_of(path))
+}
+
+/// Writes a file that need not survive a power cut, as on a tmpfs: no fsync.
+///
+/// # Errors
+/// Errors of the system calls. The old content is unchanged then.
+pub fn write_volatile(path: &Path, content: &[u8]) -> io::Result<()> {
+    replace(path, content, |_| Ok(()))
+}
+
+fn replace(path: &Path, content: &[u8], sync: impl Fn(&File) -> io::Result<()>) -> io::Result<()> {
+    let temporary = temporary(path);
+    let written = (|| {
+        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
+        file.write_all(content)?;
+        sync(&file)?;
+        fs::rename(&temporary, path)
+    })();
+    if written.is_err() {
+        // Best effort: `sweep` removes the rest, and the first error is the one to report.
+        drop(fs::remove_file(&temporary));
+    }
+    written
+}
+
+/// A hidden name beside `path`, different for each write: two processes may write the same file.
+fn temporary(path: &Path) -> PathBuf {
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    folder_of(path).join(format!(".{}-{number}.new", std::process::id()))
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Reads a file of at most `limit` bytes; `None` without such a file.
+///
+/// # Errors
+/// `FileTooLarge` beyond `limit`, and errors of the system calls.
+pub fn read(path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
+    let file = match File::open(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        file => file?,
+    };
+    let mut content = Vec::new();
+    file.take(limit + 1).read_to_end(&mut content)?;
+    if content.len() as u64 > limit {
+        return Err(io::Error::new(ErrorKind::FileTooLarge, format!("more than {limit} bytes")));
+    }
+    Ok(Some(content))
+}
+
+/// Removes a file durably. A missing file is no error.
+///
+/// # Errors
+/// Errors of the system calls.
+pub fn remove(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        removed => removed.and_then(|()| sync_folder(folder_of(path))),
+    }
+}
+
+/// Removes the temporary files that killed writers left in a folder. No writer may be active there.
+///
+/// # Errors
+/// Errors of the system calls.
+pub fn sweep(folder: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        let temporary = entry.file_name().to_str().is_some_and(is_temporary);
+        if temporary && entry.file_type()?.is_file() {
+            fs::remove_file(entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+/// Whether a file name is one of a temporary file, of this version or an earlier one.
+pub fn is_temporary(name: &str) -> bool {
+    name.starts_with('.') && (name.ends_with(".new") || name.ends_with(".tmp"))
+}
+
+/// Makes the entries of a folder durable.
+///
+/// # Errors
+/// Errors of the system calls.
+pub fn sync_folder(folder: &Path) -> io::Result<()> {
+    File::open(folder)?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mode(path: &Path) -> u32 {
+        path.metadata().unwrap().permissions().mode() & 0o777
+    }
+
+    #[test]
+    fn a_file_is_whole_and_private_and_leaves_nothing_beside_it() {
+        let base = std::env::temp_dir().join(format!("peerpod-files-{}", std::process::id()));
+        let folder = base.join("a/b");
+        fs::create_dir_all(&folder).unwrap();
+        fs::set_permissions(&folder, Permissions::from_mode(0o755)).unwrap();
+        make_folder(&folder).unwrap();
+        let file = folder.join("x.json");
+        fs::write(&file, "wide").unwrap();
+        fs::set_permissions(&file, Permissions::from_mode(0o644)).unwrap();
+        write(&file, b"one").unwrap();
+        assert_eq!((mode(&folder), mode(&file)), (0o700, 0o600));
+        write_volatile(&file, b"two").unwrap();
+        assert_eq!(read(&file, 3).unwrap().unwrap(), b"two");
+        for killed in [".1-2.new", ".x.tmp"] {
+            fs::write(folder.join(killed), "half").unwrap();
+        }
+        sweep(&folder).unwrap();
+        let names: Vec<_> = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(names, ["x.json"]);
+        remove(&file).unwrap();
+        remove(&file).unwrap();
+        assert!(write(&base.join("missing/x"), b"").is_err());
+        fs::remove_dir_all(base).unwrap();
+    }
+
+    #[test]
+    fn a_read_is_bounded_and_tells_absence_from_failure() {
+        let folder = std::env::temp_dir().join(format!("peerpod-files-read-{}", std::process::id()));
+        make_folder(&folder).unwrap();
+        let file = folder.join("f");
+        assert_eq!(read(&file, 4).unwrap(), None);
+        fs::write(&file, "1234").unwrap();
+        assert_eq!(read(&file, 4).unwrap().unwrap(), b"1234");
+        assert_eq!(read(&file, 3).unwrap_err().kind(), ErrorKind::FileTooLarge);
+        assert!(read(&folder, 4).is_err());
+        fs::remove_dir_all(folder).unwrap();
+    }
+}
